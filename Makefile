@@ -1,0 +1,34 @@
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+BIN := .venv/bin
+DEMO := demo.zarr
+
+.PHONY: help
+help:  ## List what can be made
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+.venv: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch .venv
+
+.PHONY: demo
+demo: .venv  ## Record 300 steps of Gatsby and print the summary
+	$(BIN)/trajstore record --preset gatsby --steps 300 --overwrite -o $(DEMO)
+	$(BIN)/trajstore summary $(DEMO)
+
+.PHONY: test
+test: .venv  ## Run the tests
+	$(BIN)/python -m pytest
+
+.PHONY: check
+check: .venv  ## Lint, check types and imports; change nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: format
+format: .venv  ## Format the code, and mend what the linter can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
