@@ -1,0 +1,41 @@
+"""Record every optimizer step of a training run into compressed Zarr arrays, and read it back."""
+
+from trajstore.accessor import TrajAccessor
+from trajstore.errors import (
+    ConfigError,
+    CorpusError,
+    FormatError,
+    InvalidArgument,
+    MissingExtra,
+    RecordingError,
+    RunExists,
+    RunNotFound,
+    StepNotFound,
+    TrajstoreError,
+    VariableNotRecorded,
+    WriterClosed,
+)
+from trajstore.export import export
+from trajstore.reader import open_run
+from trajstore.version import __version__
+from trajstore.writer import RunWriter
+
+__all__ = [
+    "ConfigError",
+    "CorpusError",
+    "FormatError",
+    "InvalidArgument",
+    "MissingExtra",
+    "RecordingError",
+    "RunExists",
+    "RunNotFound",
+    "RunWriter",
+    "StepNotFound",
+    "TrajAccessor",
+    "TrajstoreError",
+    "VariableNotRecorded",
+    "WriterClosed",
+    "__version__",
+    "export",
+    "open_run",
+]

@@ -1,0 +1,60 @@
+"""`ds.traj`: the populations of a run, and every function of `analysis` as a method."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import xarray as xr
+
+from trajstore.errors import VariableNotRecorded
+
+__all__ = ["TrajAccessor"]
+
+
+@xr.register_dataset_accessor("traj")  # type: ignore[no-untyped-call]
+class TrajAccessor:
+    """What a Dataset of a run knows about its tokens and their motion.
+
+    Every function of `analysis` that takes a Dataset is a method: ``ds.traj.freeze()`` is
+    ``analysis.freeze(ds)``.
+
+    Parameters
+    ----------
+    ds : Dataset
+        A run, or anything with its variables.
+    """
+
+    def __init__(self, ds: xr.Dataset) -> None:
+        self._ds = ds
+
+    @property
+    def dead(self) -> xr.Dataset:
+        """The tokens that occur nowhere in the training corpus."""
+        return self._ds.isel(token=self._is_dead())
+
+    @property
+    def live(self) -> xr.Dataset:
+        """The tokens that occur in the training corpus."""
+        return self._ds.isel(token=~self._is_dead())
+
+    def _is_dead(self) -> Any:
+        if "is_dead" not in self._ds:
+            raise VariableNotRecorded(
+                "this run does not say which tokens are dead; it has no coordinate is_dead"
+            )
+        return self._ds["is_dead"].values
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        import analysis
+
+        if name in analysis.__all__:
+            function: Callable[..., Any] = functools.partial(getattr(analysis, name), self._ds)
+            return functools.update_wrapper(function, getattr(analysis, name))
+        raise AttributeError(f"there is no ds.traj.{name}; there are {', '.join(dir(self))}")
+
+    def __dir__(self) -> list[str]:
+        import analysis
+
+        return sorted({"dead", "live", *analysis.__all__})

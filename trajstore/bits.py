@@ -1,0 +1,211 @@
+"""Native floating-point types as bit patterns, and their exact float32 form.
+
+A run keeps every value bit for bit as the trainer held it. In memory that is the *bits* of the
+native type (uint16 for bfloat16 and float16); in the store it is the float32 that holds each such
+value exactly, NaN payloads included. Nothing here rounds.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import InvalidArgument
+
+__all__ = ["NATIVE_TYPES", "STEP_TYPE", "NativeType", "as_bits", "narrow", "native_type", "widen"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeType:
+    """A type that a trainer can hold a tensor in.
+
+    Attributes
+    ----------
+    name : str
+        As torch and ml_dtypes call it.
+    bits : numpy.dtype
+        Unsigned integer of the same width.
+    stored : numpy.dtype
+        The type in the store: float32 holds every bfloat16, float16 and float32 value.
+    """
+
+    name: str
+    bits: np.dtype[Any]
+    stored: np.dtype[Any]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one value in memory."""
+        return self.bits.itemsize
+
+
+NATIVE_TYPES: dict[str, NativeType] = {
+    name: NativeType(name=name, bits=np.dtype(bits), stored=np.dtype(stored))
+    for name, bits, stored in (
+        ("bfloat16", "uint16", "float32"),
+        ("float16", "uint16", "float32"),
+        ("float32", "uint32", "float32"),
+        ("float64", "uint64", "float64"),
+    )
+}
+
+STEP_TYPE = NativeType(name="int64", bits=np.dtype("uint64"), stored=np.dtype("int64"))
+"""Type of the step coordinate, which is stored like a variable."""
+
+
+def native_type(name: str) -> NativeType:
+    """Native type of that name.
+
+    Raises
+    ------
+    InvalidArgument
+        If a run cannot hold that type.
+    """
+    try:
+        return NATIVE_TYPES[name]
+    except KeyError:
+        raise InvalidArgument(
+            f"cannot store values of type {name!r}; a run holds {', '.join(NATIVE_TYPES)}"
+        ) from None
+
+
+@cache
+def _float16_table() -> npt.NDArray[np.uint32]:
+    """Float32 bits of every float16 bit pattern. Casting instead would quiet signalling NaNs."""
+    pattern = np.arange(1 << 16, dtype=np.uint32)
+    sign, exponent, mantissa = (pattern & 0x8000) << 16, (pattern >> 10) & 0x1F, pattern & 0x3FF
+    normal = sign | ((exponent + (127 - 15)) << 23) | (mantissa << 13)
+    special = sign | 0x7F800000 | (mantissa << 13)
+    subnormal = sign | (mantissa.astype(np.float32) * np.float32(2.0**-24)).view(np.uint32)
+    table = np.where(exponent == 0, subnormal, np.where(exponent == 31, special, normal))
+    return table.astype(np.uint32)
+
+
+def widen(bits: Array, native: NativeType, out: Array | None = None) -> Array:
+    """Stored form of native bits, exactly.
+
+    Parameters
+    ----------
+    bits : ndarray of ``native.bits``
+    native : NativeType
+    out : ndarray of ``native.bits`` widened to the stored width, optional
+        Unsigned integers that receive the bits of the stored values.
+
+    Returns
+    -------
+    ndarray of ``native.stored``, same shape
+    """
+    unsigned = np.dtype(f"u{native.stored.itemsize}")
+    if out is None:
+        out = np.empty(bits.shape, unsigned)
+    if native.name == "bfloat16":
+        np.left_shift(bits, np.uint32(16), out=out, dtype=np.uint32)
+    elif native.name == "float16":
+        np.take(_float16_table(), bits, out=out)
+    else:
+        out[...] = bits
+    return out.view(native.stored)
+
+
+def narrow(stored: Array, native: NativeType) -> Array:
+    """Native bits of stored values.
+
+    Returns
+    -------
+    ndarray of ``native.bits``, same shape
+
+    Raises
+    ------
+    InvalidArgument
+        If any value is not exactly one of the native type; nothing is rounded.
+    """
+    wide: Array = np.ascontiguousarray(stored, native.stored).view(f"u{native.stored.itemsize}")
+    wide = wide.reshape(np.shape(stored))
+    if native.stored.itemsize == native.itemsize:
+        return wide
+    if native.name == "bfloat16":
+        bits = (wide >> 16).astype(np.uint16)
+        exact = (wide & 0xFFFF) == 0
+    else:
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            rounded = wide.view(np.float32).astype(np.float16).view(np.uint16)
+        is_nan = (wide & 0x7FFFFFFF) > 0x7F800000
+        payload = ((wide >> 16) & 0x8000) | 0x7C00 | ((wide >> 13) & 0x3FF)
+        bits = np.where(is_nan, payload.astype(np.uint16), rounded)
+        exact = _float16_table()[bits] == wide
+    if not exact.all():
+        first = wide.view(np.float32)[~exact].ravel()[0]
+        raise InvalidArgument(
+            f"{np.count_nonzero(~exact)} of {exact.size} float32 values are not exactly "
+            f"{native.name} (the first is {first!r}); pass the {native.name} bits as uint16, or "
+            "declare the variable as float32"
+        )
+    return bits
+
+
+def _of_torch(value: Any) -> tuple[Array, str]:
+    """Bits and type name of a torch tensor, without importing torch."""
+    torch = sys.modules["torch"]
+    name = str(value.dtype).removeprefix("torch.")
+    tensor = value.detach().cpu()
+    if name in NATIVE_TYPES:
+        native = NATIVE_TYPES[name]
+        # torch knows few unsigned types; the signed one of the same width carries the same bits.
+        signed = getattr(torch, f"int{8 * native.itemsize}")
+        return tensor.contiguous().view(signed).numpy().view(native.bits), name
+    return tensor.numpy(), name
+
+
+def as_bits(value: Any, native: NativeType, variable: str) -> Array:
+    """Native bits of whatever a caller may hand over.
+
+    Parameters
+    ----------
+    value : array_like
+        Values of the native type (a torch tensor, an ml_dtypes or NumPy array), uint16 bit
+        patterns for a 16-bit type, or float32 values and Python floats that are exactly
+        representable in it.
+    native : NativeType
+    variable : str
+        Name for the message.
+
+    Raises
+    ------
+    InvalidArgument
+        For any other type, and for values that would have to be rounded.
+    """
+    if type(value).__module__.split(".")[0] == "torch":
+        array, name = _of_torch(value)
+        if name == native.name:
+            return array
+    else:
+        array = np.asarray(value)
+        name = array.dtype.name
+        if name == native.name:
+            return np.ascontiguousarray(array).view(native.bits).reshape(array.shape)
+        if native.itemsize == 2 and array.dtype == np.uint16:
+            return array
+    try:
+        if name == "float32":
+            return narrow(array.astype(native.stored, copy=False), native)
+        if name == "float64" and array.ndim == 0:
+            with np.errstate(over="ignore", under="ignore"):
+                stored = array.astype(native.stored)
+            if stored == array or np.isnan(array):
+                return narrow(stored, native)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{variable}: {error}") from None
+    expected = f"{native.name} values"
+    if native.itemsize == 2:
+        expected += ", their uint16 bits, or float32 that is exactly representable"
+    raise InvalidArgument(
+        f"{variable}: got {name} of shape {array.shape}, expected {expected}; nothing is rounded, "
+        "so cast it yourself or declare the variable with another type"
+    )

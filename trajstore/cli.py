@@ -1,0 +1,278 @@
+"""The command line: each command opens a library object, calls one method, prints the result.
+
+torch, and the packages that need it, are imported inside the commands that train.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import click
+from rich.text import Text
+
+from trajstore.console import (
+    RecordingProgress,
+    err,
+    out,
+    print_information,
+    print_json,
+    print_summary,
+)
+from trajstore.errors import InvalidArgument, TrajstoreError
+from trajstore.layout import format_bytes
+from trajstore.version import __version__
+
+__all__ = ["main"]
+
+P = ParamSpec("P")
+
+
+def _sentences(command: Callable[P, None]) -> Callable[P, None]:
+    """Turn the errors that are meant for people into one sentence and an exit code."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except TrajstoreError as error:
+            if click.get_current_context().find_root().params["debug"]:
+                raise
+            _fail(str(error), error.exit_code)
+        except OSError as error:
+            if click.get_current_context().find_root().params["debug"]:
+                raise
+            where = f" {error.filename}" if error.filename else ""
+            _fail(f"the system refused{where}: {error.strerror or error}", 1)
+
+    return wrapped
+
+
+def _fail(sentence: str, code: int) -> None:
+    err.print(Text(f"trajstore: {sentence}"))
+    sys.exit(code)
+
+
+_RUN = click.argument("run", type=click.Path())
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="trajstore")
+@click.option("--debug", is_flag=True, help="Show tracebacks.")
+def main(debug: bool) -> None:
+    r"""Record every optimizer step of a training run, and look into it.
+
+    \b
+    Example:
+      trajstore record --preset gatsby --steps 300 -o gatsby.zarr
+      trajstore summary gatsby.zarr
+    """
+
+
+@main.command()
+@click.option("--preset", "preset_name", metavar="NAME", help="One of `trajstore presets`.")
+@click.option(
+    "--config",
+    "config_file",
+    type=click.Path(dir_okay=False),
+    help="A TOML file instead of a preset, as `trajstore presets NAME` prints it.",
+)
+@click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="SECTION.KEY=VALUE",
+    help="Change one field of the configuration, such as optimizer.lr=3e-4. Repeatable.",
+)
+@click.option("-o", "--output", type=click.Path(), help="The run, by default NAME.zarr.")
+@click.option("--steps", type=int, help="Optimizer steps to train.")
+@click.option("--corpus", type=click.Path(), help="A plain ASCII text; default: the embedded one.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), help="Where to train.")
+@click.option("--seed", type=int, help="Of everything random.")
+@click.option(
+    "--record",
+    "variables",
+    metavar="W,grad,…",
+    help="Variables, or a tier: weights, weights+grads, all.",
+)
+@click.option("--memory", metavar="SIZE", help="For all buffers of the recorder, such as 512MiB.")
+@click.option("--block-rows", type=int, help="Rows of a block; default: planned from the memory.")
+@click.option("--overwrite", is_flag=True, help="Replace a run that is there.")
+@_JSON
+@_sentences
+def record(
+    preset_name: str | None,
+    config_file: str | None,
+    assignments: tuple[str, ...],
+    output: str | None,
+    corpus: str | None,
+    variables: str | None,
+    overwrite: bool,
+    as_json: bool,
+    **fields: Any,
+) -> None:
+    r"""Train a model and record every optimizer step.
+
+    \b
+    Example:
+      trajstore record --preset gatsby --steps 300 -o gatsby.zarr
+      trajstore record --preset gatsby --corpus book.txt --set optimizer.lr=3e-4
+    """
+    from trainers.config import RunConfig
+    from trainers.presets import preset
+
+    if (preset_name is None) == (config_file is None):
+        raise InvalidArgument("name either a preset (--preset gatsby) or a file (--config FILE)")
+    config = preset(preset_name) if preset_name else RunConfig.from_toml(str(config_file))
+    places = {
+        "steps": "training.steps",
+        "device": "training.device",
+        "seed": "training.seed",
+        "memory": "recording.memory",
+        "block_rows": "recording.block_rows",
+    }
+    given = [
+        f"{places[name]}={json.dumps(value)}" for name, value in fields.items() if value is not None
+    ]
+    if variables is not None:
+        given.append(f"recording.record={json.dumps(variables.split(','))}")
+    config = config.with_values([*assignments, *given])
+    path = Path(output or f"{preset_name or Path(str(config_file)).stem}.zarr")
+
+    from trainers.recording import record as train
+
+    with RecordingProgress(config.training.steps) as progress:
+        train(
+            config,
+            path,
+            corpus=corpus,
+            overwrite=overwrite,
+            on_corpus=progress.show_corpus,
+            on_step=progress.show_step,
+        )
+    facts = _facts(path)
+    if as_json:
+        print_json(facts)
+    else:
+        out.print(
+            f"Recorded {facts['committed_rows']} rows to {path}: "
+            f"{format_bytes(facts['bytes_native'])} in {format_bytes(facts['bytes_on_disk'])} "
+            f"on disk (ratio {facts['ratio']:.2f})."
+        )
+        out.print(f"Look at it with: trajstore summary {path}")
+
+
+@main.command()
+@click.argument("name", required=False)
+@_JSON
+@_sentences
+def presets(name: str | None, as_json: bool) -> None:
+    r"""List the presets, or print one as TOML that `record --config` takes.
+
+    \b
+    Example:
+      trajstore presets gatsby > mine.toml
+    """
+    from trainers.presets import PRESETS, preset
+
+    if name is not None:
+        config = preset(name)
+        if as_json:
+            print_json(config.model_dump(mode="json"))
+        else:
+            click.echo(config.to_toml(), nl=False)
+        return
+    listed = {key: (make.__doc__ or "").strip() for key, make in PRESETS.items()}
+    if as_json:
+        print_json(listed)
+    else:
+        for key, text in listed.items():
+            out.print(Text(f"{key}  {text}"))
+
+
+def _facts(path: str | Path) -> dict[str, Any]:
+    from trajstore.information import information
+
+    return information(path)
+
+
+@main.command()
+@_RUN
+@_JSON
+@_sentences
+def info(run: str, as_json: bool) -> None:
+    r"""Tell what a run is: rows, arrays, sizes, configuration, origin. Also while it is recorded.
+
+    \b
+    Example:
+      trajstore info gatsby.zarr
+    """
+    facts = _facts(run)
+    if as_json:
+        print_json(facts)
+        return
+    print_information(run, facts)
+
+
+@main.command()
+@_RUN
+@_JSON
+@_sentences
+def summary(run: str, as_json: bool) -> None:
+    r"""Print the tables of the notebooks: gradients, displacement, centroid, logits, loss.
+
+    \b
+    Example:
+      trajstore summary gatsby.zarr
+    """
+    import analysis
+    from trajstore.reader import open_run
+
+    ds = open_run(run)
+    facts = analysis.summary(ds).compute()
+    if as_json:
+        print_json(
+            {
+                name: {"dims": list(da.dims), "values": da.values.tolist()}
+                for name, da in facts.variables.items()
+            }
+        )
+        return
+    print_summary(facts, ds)
+
+
+@main.command()
+@_RUN
+@click.option("--format", "format_name", default="safetensors", show_default=True)
+@click.option(
+    "--layout",
+    default="native",
+    show_default=True,
+    help="native, or the notebook whose scripts are to read it: 15.1a.",
+)
+@click.option("-o", "--output", type=click.Path(), required=True, help="The file to write.")
+@click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
+@_JSON
+@_sentences
+def export(
+    run: str, format_name: str, layout: str, output: str, overwrite: bool, as_json: bool
+) -> None:
+    r"""Write a run as one file. Memory stays flat, whatever the size.
+
+    \b
+    Example:
+      trajstore export gatsby.zarr --format safetensors --layout 15.1a -o gatsby.safetensors
+    """
+    from trajstore.export import export as write
+
+    path = write(run, output, format=format_name, layout=layout, overwrite=overwrite)
+    size = path.stat().st_size
+    if as_json:
+        print_json({"file": str(path), "bytes": size, "layout": layout})
+    else:
+        out.print(f"Wrote {path}: {format_bytes(size)}, layout {layout}.")

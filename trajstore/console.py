@@ -1,0 +1,229 @@
+"""What the commands show: tables and JSON on standard output, progress on standard error."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+import xarray as xr
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from trajstore.layout import format_bytes
+
+if TYPE_CHECKING:
+    from trainers.capture import Recorder
+    from trainers.corpus import Corpus
+
+__all__ = [
+    "RecordingProgress",
+    "err",
+    "out",
+    "print_information",
+    "print_json",
+    "print_summary",
+    "table",
+]
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+for _console in (out, err):
+    if not _console.is_terminal:
+        _console.width = 160  # in a file or a pipe, tables are not squeezed
+
+
+def table(title: str, *columns: str) -> Table:
+    """Empty table; all columns but the first hold numbers."""
+    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="right" if number else "left")
+    return made
+
+
+def print_json(facts: Any) -> None:
+    """Print one JSON document; NaN and infinities, which JSON has not, become null."""
+    click.echo(json.dumps(_json_value(facts), indent=2))
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+class _Rate(ProgressColumn):
+    """Steps a second."""
+
+    def render(self, task: Any) -> Text:
+        return Text(f"{task.finished_speed or task.speed or 0:.1f} steps/s")
+
+
+class RecordingProgress:
+    """Progress of a recording: a bar on a terminal, a line now and then elsewhere.
+
+    Parameters
+    ----------
+    steps : int
+        Optimizer steps of the whole run.
+    """
+
+    def __init__(self, steps: int) -> None:
+        # Seconds between two looks at the loss, which may have to wait for the device.
+        self._interval = 0.2 if err.is_terminal else 30.0
+        self._bar = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=20),
+            _Rate(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[state]}"),
+            console=err,
+            speed_estimate_period=10,
+            disable=not err.is_terminal,
+        )
+        self._steps = steps
+        self._task = self._bar.add_task("", total=steps, state="")
+        self._next = time.monotonic() + self._interval
+
+    def __enter__(self) -> RecordingProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def show_corpus(self, corpus: Corpus) -> None:
+        """Say which text is trained on."""
+        dead = int((corpus.counts() == 0).sum())
+        err.print(
+            f"Corpus: {corpus.name}, {corpus.size:,} bytes, {corpus.ids.size:,} tokens, "
+            f"{dead} of {corpus.vocab_size} ids dead (sha256 {corpus.sha256[:12]}…)"
+        )
+
+    def show_step(self, recorder: Recorder) -> None:
+        """Show the step, its loss, what is recorded and how far the writer is behind."""
+        now = time.monotonic()
+        if now < self._next and recorder.step != self._steps:
+            return
+        self._next = now + self._interval
+        state = f"loss {recorder.loss.item():.3f}"
+        writer = recorder.writer
+        if writer is not None:
+            state += (
+                f", {format_bytes(writer.bytes_recorded)} recorded, "
+                f"{format_bytes(writer.bytes_written)} on disk, "
+                f"{writer.rows - writer.committed_rows} rows to commit"
+            )
+        if err.is_terminal:
+            self._bar.update(self._task, completed=recorder.step, state=state)
+        else:
+            err.print(f"step {recorder.step}/{self._steps}: {state}")
+
+
+def print_information(run: str, facts: dict[str, Any]) -> None:
+    """Print what `trajstore.information.information` found."""
+    steps = facts["steps"]
+    span = f"steps {steps['first']} to {steps['last']}" if steps else "no steps"
+    out.print(Text(f"{run}: {facts['status']}, {facts['committed_rows']} rows, {span}"))
+    out.print(
+        f"Store format {facts['trajstore_format']}, encoding {facts['encoding']}, "
+        f"blocks of {facts['block_rows']} rows, updated {facts['updated']}, {facts['files']} files."
+    )
+    printed = table("", "array", "shape", "type", "native", "on disk", "ratio", "chunk")
+    for name, array in facts["arrays"].items():
+        printed.add_row(
+            name,
+            " × ".join(map(str, array["shape"])),
+            array["native_dtype"],
+            *_sizes(array),
+            " × ".join(map(str, array["chunk"])),
+        )
+    printed.add_section()
+    printed.add_row("all", "", "", *_sizes(facts), "")
+    out.print(printed)
+    for section in ("config", "optimizer", "provenance"):
+        if facts.get(section):
+            out.print(f"[bold]{section}[/bold]")
+            for name, value in _flat(facts[section]):
+                out.print(Text(f"  {name} = {value}"))
+
+
+def _sizes(facts: dict[str, Any]) -> tuple[str, str, str]:
+    ratio = f"{facts['ratio']:.2f}" if facts["ratio"] else ""
+    return format_bytes(facts["bytes_native"]), format_bytes(facts["bytes_on_disk"]), ratio
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for key, item in value.items():
+        name = f"{prefix}{key}"
+        rows += _flat(item, f"{name}.") if isinstance(item, dict) else [(name, item)]
+    return rows
+
+
+def print_summary(summary: xr.Dataset, ds: xr.Dataset) -> None:
+    """Print what `analysis.summary` computed.
+
+    Parameters
+    ----------
+    summary : Dataset
+        Computed.
+    ds : Dataset
+        The run, for the number of tokens in each population.
+    """
+    steps = dict(zip(("first", "last"), summary["when_step"].values.tolist(), strict=True))
+    dead = int(ds["is_dead"].sum())
+    tokens = {"dead": dead, "live": ds.sizes["token"] - dead, "all": ds.sizes["token"]}
+    if "grad_norms" in summary:
+        printed = table("Gradient norms (L2)", "tokens", "step", "mean", "min", "max")
+        for population in ("dead", "live"):
+            for when, step in steps.items():
+                norms = summary["grad_norms"].sel(population=population, when=when)
+                values = (norms.sel(statistic=name).item() for name in ("mean", "min", "max"))
+                printed.add_row(
+                    f"{population} ({tokens[population]})", str(step), *(f"{v:.6e}" for v in values)
+                )
+        out.print(printed)
+        largest = summary["max_dead_grad_norm"].item()
+        if not dead:
+            out.print("There are no dead tokens: every id occurs in the text.")
+        elif largest == 0:
+            out.print("Dead token gradients are EXACTLY ZERO: only weight decay can move them.")
+        else:
+            out.print(f"Dead token gradients are NON-ZERO, at most {largest:.6e} at any step.")
+    first, last = summary["state_step"].values.tolist()
+    printed = table(
+        f"Displacement from step {first} to {last}", "tokens", "mean", "median", "min", "max"
+    )
+    for population, number in tokens.items():
+        moved = summary["displacement"].sel(population=population)
+        values = (moved.sel(statistic=name).item() for name in ("mean", "median", "min", "max"))
+        printed.add_row(f"{population} ({number})", *(f"{value:.4e}" for value in values))
+    out.print(printed)
+    for population in ("all", "dead"):
+        centroid = summary["centroid_norm"].sel(population=population).values
+        out.print(
+            f"Centroid norm of {population} tokens: "
+            f"{centroid[0]:.6f} at step {first}, {centroid[1]:.6f} at step {last}"
+        )
+    if "logits" in summary:
+        values = (
+            f"{name} {summary['logits'].sel(logit_statistic=name).item():.4f}"
+            for name in ("min", "max", "range", "std")
+        )
+        out.print(f"Logits at step {steps['first']}: {', '.join(values)}")
+    if "loss" in summary:
+        losses = ", ".join(
+            f"{loss:.4f} at step {step}"
+            for loss, step in zip(summary["loss"].values, steps.values(), strict=True)
+        )
+        out.print(f"Loss: {losses}")

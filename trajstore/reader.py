@@ -1,0 +1,89 @@
+"""Opening a run: the Dataset that plain `xr.open_zarr` gives, with chunks that suit whole scans."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import xarray as xr
+import zarr
+from zarr.errors import NodeNotFoundError
+
+from trajstore.errors import FormatError, RunNotFound
+from trajstore.schema import FORMAT, VARIABLES
+
+__all__ = ["open_group", "open_run"]
+
+_LARGEST_TASK = 64 << 20
+
+
+def open_group(path: str | os.PathLike[str]) -> zarr.Group:
+    """Root group of a run, read-only, at its last commit.
+
+    Raises
+    ------
+    RunNotFound
+        If there is nothing at `path`.
+    FormatError
+        If it is not a run, or one of a newer format.
+    """
+    text = os.fspath(path)
+    if "://" not in text and not os.path.exists(text):
+        raise RunNotFound(f"there is no run at {text}")
+    try:
+        group = zarr.open_group(text, mode="r", zarr_format=3)
+    except (NodeNotFoundError, ValueError, KeyError) as error:
+        raise FormatError(f"{text} is not a Zarr v3 group, so not a run: {error}") from error
+    number = group.attrs.get("trajstore_format")
+    if not isinstance(number, int):
+        raise FormatError(f"{text} is a Zarr group, but no run: it has no trajstore_format")
+    if number > FORMAT:
+        raise FormatError(
+            f"{text} is of store format {number}, this version reads up to {FORMAT}; "
+            f"install trajstore {group.attrs.get('trajstore_version')} or newer"
+        )
+    return group
+
+
+def open_run(path: str | os.PathLike[str]) -> xr.Dataset:
+    """Open a run lazily, also while it is being recorded.
+
+    Parameters
+    ----------
+    path : path-like or str
+        A local folder, or an address that fsspec knows (``s3://…``, with the extra ``s3``).
+
+    Returns
+    -------
+    Dataset
+        Dimensions ``step``, ``token``, ``hidden``; float32 that holds each native value exactly.
+        A dask chunk is a block along ``step`` and, where a block is larger than 64 MiB, a whole
+        number of inner chunks along ``token``.
+
+    Raises
+    ------
+    RunNotFound, FormatError
+        See `open_group`.
+
+    Examples
+    --------
+    >>> ds = open_run("gatsby.zarr")              # doctest: +SKIP
+    >>> ds.W.sel(step=100).mean("token")          # doctest: +SKIP
+    """
+    group = open_group(path)
+    ds: xr.Dataset = xr.open_zarr(os.fspath(path), chunks=None)
+    for name, array in group.arrays():
+        if name in VARIABLES:
+            ds[name] = ds[name].chunk(_dask_chunks(array, ds[name].dims))
+    return ds
+
+
+def _dask_chunks(array: Any, dims: tuple[Any, ...]) -> dict[Any, int]:
+    sizes = list(array.shards or array.chunks)
+    if len(dims) > 1 and dims[1] == "token":
+        chunk = array.chunks[1]
+        row_of_chunks = array.dtype.itemsize * chunk * sizes[0]
+        for length in sizes[2:]:
+            row_of_chunks *= length
+        sizes[1] = min(sizes[1], chunk * max(1, _LARGEST_TASK // row_of_chunks))
+    return dict(zip(dims, sizes, strict=True))

@@ -1,0 +1,224 @@
+"""The one table of what a run holds: names, dimensions, units and what row 0 is.
+
+Writer, reader, exporter and documentation read it here; nothing repeats a name or a unit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from trajstore.errors import InvalidArgument
+
+__all__ = [
+    "COORDINATES",
+    "FORMAT",
+    "STEP",
+    "TIERS",
+    "VARIABLES",
+    "Coordinate",
+    "Variable",
+    "resolve_record",
+    "variable",
+]
+
+FORMAT = 1
+"""Number of the store format that this version writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable:
+    """A quantity with one row per recorded optimizer step.
+
+    Attributes
+    ----------
+    name : str
+    dims : tuple of str
+        Always begins with ``step``.
+    long_name, units : str
+        CF attributes. ``1`` is dimensionless.
+    row0 : {'initial', 'zero', 'nan'}
+        The value before any step was taken: the initial state, 0, or NaN for what a step makes.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    long_name: str
+    units: str
+    row0: Literal["initial", "zero", "nan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coordinate:
+    """A coordinate along ``token``: written once, when the run is created."""
+
+    name: str
+    dims: tuple[str, ...]
+    dtype: str
+    fill_value: Any
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+_MATRIX = ("step", "token", "hidden")
+
+STEP = Variable(
+    name="step",
+    dims=("step",),
+    long_name="optimizer steps taken",
+    units="1",
+    row0="zero",
+)
+"""The coordinate of the rows, which grows with them."""
+
+VARIABLES: dict[str, Variable] = {
+    entry.name: entry
+    for entry in (
+        Variable(
+            name="W",
+            dims=_MATRIX,
+            long_name="recorded parameter after the step",
+            units="1",
+            row0="initial",
+        ),
+        Variable(
+            name="grad",
+            dims=_MATRIX,
+            long_name="gradient of the loss consumed by the step, before clipping",
+            units="nat",
+            row0="nan",
+        ),
+        Variable(
+            name="exp_avg",
+            dims=_MATRIX,
+            long_name="Adam's first moment after the step",
+            units="nat",
+            row0="zero",
+        ),
+        Variable(
+            name="exp_avg_sq",
+            dims=_MATRIX,
+            long_name="Adam's second moment after the step",
+            units="nat2",
+            row0="zero",
+        ),
+        Variable(
+            name="logits",
+            dims=("step", "token"),
+            long_name="logits of the forward pass of the step",
+            units="nat",
+            row0="nan",
+        ),
+        Variable(
+            name="loss",
+            dims=("step",),
+            long_name="training loss of the step, mean over its micro-batches",
+            units="nat",
+            row0="nan",
+        ),
+        Variable(
+            name="lr",
+            dims=("step",),
+            long_name="learning rate that the step used",
+            units="1",
+            row0="nan",
+        ),
+        Variable(
+            name="grad_norm",
+            dims=("step",),
+            long_name="global gradient norm before clipping, over all parameters",
+            units="nat",
+            row0="nan",
+        ),
+        Variable(
+            name="clip_coef",
+            dims=("step",),
+            long_name="factor that clipping multiplied the gradients by before the step",
+            units="1",
+            row0="nan",
+        ),
+    )
+}
+
+COORDINATES: dict[str, Coordinate] = {
+    entry.name: entry
+    for entry in (
+        Coordinate(
+            name="token",
+            dims=("token",),
+            dtype="int32",
+            fill_value=-1,
+            attributes={"long_name": "vocabulary id"},
+        ),
+        Coordinate(
+            name="is_dead",
+            dims=("token",),
+            dtype="bool",
+            fill_value=False,
+            attributes={"long_name": "the id occurs nowhere in the training corpus"},
+        ),
+        Coordinate(
+            name="token_count",
+            dims=("token",),
+            dtype="int64",
+            fill_value=-1,
+            attributes={"long_name": "occurrences in the training corpus", "units": "1"},
+        ),
+        Coordinate(
+            name="token_text",
+            dims=("token",),
+            dtype="string",
+            fill_value="",
+            attributes={"long_name": "how the token reads"},
+        ),
+    )
+}
+
+TIERS: dict[str, tuple[str, ...]] = {
+    "weights": ("W", "logits", "loss", "lr", "grad_norm", "clip_coef"),
+    "weights+grads": ("W", "grad", "logits", "loss", "lr", "grad_norm", "clip_coef"),
+    "all": tuple(VARIABLES),
+}
+"""What ``record`` may be instead of a list of variables. Per-step scalars cost nothing."""
+
+
+def variable(name: str) -> Variable:
+    """Entry of the table.
+
+    Raises
+    ------
+    InvalidArgument
+        If there is no variable of that name.
+    """
+    try:
+        return VARIABLES[name]
+    except KeyError:
+        raise InvalidArgument(
+            f"there is no variable {name!r}; a run can hold {', '.join(VARIABLES)}"
+        ) from None
+
+
+def resolve_record(record: str | tuple[str, ...] | list[str]) -> tuple[str, ...]:
+    """Names of the variables that a tier, a comma-separated list or a sequence asks for.
+
+    Returns
+    -------
+    tuple of str
+        In the order of the table, each once.
+
+    Raises
+    ------
+    InvalidArgument
+        If a name is neither a tier nor a variable, or ``W`` is missing.
+    """
+    names = record.split(",") if isinstance(record, str) else list(record)
+    wanted: set[str] = set()
+    for name in (n.strip() for n in names):
+        if name not in TIERS and name not in VARIABLES:
+            raise InvalidArgument(
+                f"cannot record {name!r}; choose a tier ({', '.join(TIERS)}) "
+                f"or variables ({', '.join(VARIABLES)})"
+            )
+        wanted.update(TIERS.get(name, (name,)))
+    if "W" not in wanted:
+        raise InvalidArgument(f"a run always holds W, and {record!r} leaves it out; add it")
+    return tuple(name for name in VARIABLES if name in wanted)
