@@ -1,0 +1,234 @@
+"""When tokens stop moving, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from analysis import require
+from analysis.population import POPULATIONS, members
+from analysis.steps import between_rows
+from trajstore.errors import InvalidArgument
+
+__all__ = ["freeze", "moved"]
+
+# What one stretch of rows tells about a token. Rows are numbers within the run; −1 is none.
+_FIRST, _LAST, _MOVES, _THAWS = range(4)
+
+
+def _any_bit_changed(earlier: npt.NDArray[Any], later: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
+    unsigned = np.dtype(f"u{earlier.dtype.itemsize}")
+    a, b = (np.ascontiguousarray(x).view(unsigned) for x in (earlier, later))
+    magnitude = unsigned.type(np.iinfo(unsigned).max >> 1)
+    # −0.0 and +0.0 are the same point.
+    return np.asarray(((a != b) & (((a | b) & magnitude) != 0)).any(-1))
+
+
+def moved(ds: xr.Dataset) -> xr.DataArray:
+    """Whether any bit of a token's row of W changed since the row before.
+
+    Widening to float32 keeps distinct values distinct, so this is the motion in the native type.
+
+    Returns
+    -------
+    DataArray, bool (step, token)
+        One row fewer than `ds`.
+    """
+    require.variables(ds, "W")
+    return between_rows(ds["W"], _any_bit_changed, np.bool_)
+
+
+def _stretch(
+    moved: npt.NDArray[np.bool_],
+    rows: npt.NDArray[np.int64],
+    steps: npt.NDArray[np.int64],
+    min_still: int,
+) -> npt.NDArray[np.int64]:
+    """Summary of consecutive rows: (1, 4, token)."""
+    result = np.zeros((1, 4, moved.shape[1]), np.int64)
+    result[0, [_FIRST, _LAST]] = -1
+    first, last, _, thaws = result[0]
+    for row, moves in zip(rows.ravel(), moved, strict=True):
+        thaws += moves & (last >= 0) & (steps[row - 1] - steps[last] >= min_still)
+        first[moves & (first < 0)] = row
+        last[moves] = row
+    result[0, _MOVES] = moved.sum(0)
+    return result
+
+
+def _join(
+    stretches: npt.NDArray[np.int64], steps: npt.NDArray[np.int64], min_still: int
+) -> npt.NDArray[np.int64]:
+    """Summary of consecutive stretches, (stretch, 4, token), as one: (4, token)."""
+    result = np.zeros(stretches.shape[1:], np.int64)
+    result[[_FIRST, _LAST]] = -1
+    for stretch in stretches:
+        moves = stretch[_FIRST] >= 0
+        again = moves & (result[_LAST] >= 0)
+        still = steps[stretch[_FIRST] - 1] - steps[result[_LAST]]
+        result[_THAWS] += stretch[_THAWS] + (again & (still >= min_still))
+        result[_MOVES] += stretch[_MOVES]
+        result[_FIRST] = np.where(result[_FIRST] < 0, stretch[_FIRST], result[_FIRST])
+        result[_LAST] = np.where(moves, stretch[_LAST], result[_LAST])
+    return result
+
+
+def _scan(motion: xr.DataArray, steps: npt.NDArray[np.int64], min_still: int) -> Any:
+    """Summary of the whole run per token: (4, token), lazy if `motion` is."""
+    rows = np.arange(1, steps.size)
+    if motion.chunks is None:
+        return _stretch(motion.values, rows, steps, min_still)[0]
+    by_step, by_token = motion.data.chunks
+    stretches = da.map_blocks(
+        _stretch,
+        motion.data,
+        da.from_array(rows[:, None], chunks=(by_step, 1)),
+        steps=steps,
+        min_still=min_still,
+        new_axis=1,
+        chunks=((1,) * len(by_step), (4,), by_token),
+        dtype=np.int64,
+        meta=np.empty((0, 0, 0), np.int64),
+    )
+    return stretches.rechunk({0: -1}).map_blocks(
+        _join,
+        steps=steps,
+        min_still=min_still,
+        drop_axis=0,
+        dtype=np.int64,
+        meta=np.empty((0, 0), np.int64),
+    )
+
+
+def _fraction(flags: npt.NDArray[np.bool_], groups: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
+    """Share of each group that is set: (…, token) to (…, population); NaN for an empty group."""
+    sizes = groups.sum(-1)
+    with np.errstate(invalid="ignore"):
+        return np.asarray((flags.astype(np.int64) @ groups.T.astype(np.int64)) / sizes)
+
+
+def _frozen_fraction(
+    frozen_since: npt.NDArray[np.int64],
+    steps: npt.NDArray[np.int64],
+    groups: npt.NDArray[np.bool_],
+) -> npt.NDArray[Any]:
+    """Share of each group that is frozen at each step: (step, population)."""
+    frozen = frozen_since >= 0
+    counts = [
+        np.searchsorted(np.sort(frozen_since[frozen & group]), steps, side="right")
+        for group in groups
+    ]
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.stack(counts, -1) / groups.sum(-1))
+
+
+def freeze(ds: xr.Dataset, min_still: int = 1) -> xr.Dataset:
+    """When each token moved last, and how many have stopped for good.
+
+    A token moves at a step when any bit of its row of W changed since the recorded row before;
+    −0.0 → 0.0 is not motion.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden).
+    min_still : int
+        Steps without motion that count as stillness, at least 1.
+
+    Returns
+    -------
+    Dataset
+        Per token, int64: ``last_motion``, the last step at which it moved, −1 if never;
+        ``frozen_since``, the recorded step after that (the first recorded one if it never moved),
+        −1 if it has been still for fewer than `min_still` steps; ``thaws``, how often it moved
+        again after at least `min_still` still steps; ``moves``, at how many recorded rows it moved.
+        Per (step, population), for every row but the first: ``still_fraction``, the share that did
+        not move at this step, and ``frozen_fraction``, the share with ``frozen_since`` ≤ step.
+        Where the run does not say which tokens are dead, the only population is ``all``.
+
+    Raises
+    ------
+    InvalidArgument
+        If `min_still` is below 1.
+
+    Examples
+    --------
+    >>> freeze(ds).frozen_since.groupby("is_dead").median()   # doctest: +SKIP
+    """
+    if min_still < 1:
+        raise InvalidArgument(f"got min_still={min_still}, expected at least 1 step")
+    motion = moved(ds)
+    steps = ds["step"].values.astype(np.int64)
+    if steps.size == 0:
+        raise InvalidArgument("this run has no rows yet, so nothing can be said about its motion")
+    summary = xr.DataArray(
+        _scan(motion, steps, min_still),
+        dims=("event", "token"),
+        coords={name: c for name, c in motion.coords.items() if c.dims == ("token",)},
+    )
+
+    def last_motion(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.where(rows < 0, -1, steps[rows])
+
+    def frozen_since(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        start = np.where(rows < 0, 0, rows)
+        still = steps[-1] - steps[start]
+        following = steps[np.minimum(rows + 1, steps.size - 1)]
+        return np.where(still >= min_still, following, -1)
+
+    def per_token(function: Any) -> xr.DataArray:
+        result: xr.DataArray = xr.apply_ufunc(
+            function, summary.isel(event=_LAST), dask="parallelized", output_dtypes=[np.int64]
+        )
+        return result
+
+    since = per_token(frozen_since)
+    if "is_dead" in ds.coords:
+        names, groups = list(POPULATIONS), members(ds)
+    else:
+        names, groups = ["all"], np.ones((1, ds.sizes["token"]), bool)
+    lazy = motion.chunks is not None
+    still_fraction = xr.apply_ufunc(
+        lambda flags: _fraction(~flags, groups),
+        motion.chunk({"token": -1}) if lazy else motion,
+        input_core_dims=[["token"]],
+        output_core_dims=[["population"]],
+        dask="parallelized",
+        output_dtypes=[np.float64],
+        dask_gufunc_kwargs={"output_sizes": {"population": len(names)}},
+    )
+    frozen_fraction = xr.apply_ufunc(
+        lambda first: _frozen_fraction(first, steps[1:], groups),
+        since.chunk({"token": -1}) if lazy else since,
+        input_core_dims=[["token"]],
+        output_core_dims=[["step", "population"]],
+        dask="parallelized",
+        output_dtypes=[np.float64],
+        dask_gufunc_kwargs={"output_sizes": {"step": steps.size - 1, "population": len(names)}},
+    )
+    step = {"units": "1"}
+    return xr.Dataset(
+        {
+            "last_motion": per_token(last_motion).assign_attrs(
+                long_name="last step with motion, -1 if none", **step
+            ),
+            "frozen_since": since.assign_attrs(
+                long_name="first recorded step after the last motion, -1 if not frozen", **step
+            ),
+            "thaws": summary.isel(event=_THAWS).assign_attrs(
+                long_name="motions after stillness", **step
+            ),
+            "moves": summary.isel(event=_MOVES).assign_attrs(long_name="rows with motion", **step),
+            "still_fraction": still_fraction.assign_attrs(
+                long_name="share of tokens that did not move", **step
+            ),
+            "frozen_fraction": frozen_fraction.assign_attrs(
+                long_name="share of tokens that never move again", **step
+            ),
+        },
+        coords={"population": names, "step": motion["step"]},
+    )
