@@ -1,0 +1,212 @@
+"""The configuration of a run: frozen, validated, and enough to run it again."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import tomli_w
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from trajstore.errors import ConfigError, InvalidArgument
+from trajstore.layout import parse_bytes
+from trajstore.schema import resolve_record
+
+__all__ = [
+    "DataConfig",
+    "InitialisationConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RecordingConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "TrainingConfig",
+]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def _size(text: str) -> str:
+    parse_bytes(text)
+    return text
+
+
+class ModelConfig(_Section):
+    """A GPT-2 without dropout whose embedding and unembedding are one matrix."""
+
+    vocab_size: int = Field(128, ge=2)
+    context: int = Field(128, ge=2)
+    """Positions of one training example."""
+    hidden: int = Field(64, ge=1)
+    layers: int = Field(2, ge=1)
+    heads: int = Field(2, ge=1)
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the weights, and hence of gradients and optimizer state."""
+
+    @model_validator(mode="after")
+    def _heads_divide_hidden(self) -> Self:
+        if self.hidden % self.heads:
+            raise ValueError(f"{self.heads} heads do not divide {self.hidden} hidden dimensions")
+        return self
+
+
+class DataConfig(_Section):
+    """What is trained on."""
+
+    corpus: Literal["gatsby"] = "gatsby"
+    """Which text is meant; a path given to `record` takes its place."""
+    tokenizer: Literal["ascii"] = "ascii"
+    """One token per ASCII byte."""
+    target_offset: Literal[1, 2] = 1
+    """How far ahead the predicted token lies. The notebooks shift their labels by one and GPT-2
+    shifts them again inside its loss: 2, the token after next."""
+
+
+class InitialisationConfig(_Section):
+    """How the embedding matrix starts."""
+
+    kind: Literal["point"] = "point"
+    """One random unit vector for all tokens, plus Gaussian noise."""
+    sigma: float = Field(1e-5, ge=0)
+    """Standard deviation of the noise. Drawn in float32, then rounded to the weights' type."""
+
+
+class OptimizerConfig(_Section):
+    """AdamW; biases and layer norms are spared the weight decay, as the Trainer does."""
+
+    name: Literal["adamw"] = "adamw"
+    lr: float = Field(1e-3, gt=0)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
+        0.9,
+        0.999,
+    )
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+
+
+class ScheduleConfig(_Section):
+    """How the learning rate changes over the run."""
+
+    name: Literal["linear", "constant"] = "linear"
+    """Linear decay to zero at the last step, or none."""
+
+
+class TrainingConfig(_Section):
+    """The loop."""
+
+    steps: int = Field(10_000, ge=1)
+    batch_size: int = Field(32, ge=1)
+    max_grad_norm: float = Field(1.0, ge=0)
+    """Gradients are clipped to this global norm; 0 leaves them."""
+    autocast: Literal["none", "bfloat16"] = "bfloat16"
+    seed: int = Field(42, ge=0)
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+
+
+class RecordingConfig(_Section):
+    """What is recorded, and in which blocks."""
+
+    record: Annotated[tuple[str, ...], AfterValidator(resolve_record)] = ("all",)
+    """Variables, or tiers of them."""
+    memory: Annotated[str, AfterValidator(_size)] = "1GiB"
+    """For all buffers of the recorder together."""
+    block_rows: int | None = Field(None, ge=1)
+    """Rows of a block; planned from the memory without it."""
+
+
+class RunConfig(_Section):
+    """Everything that determines a run, apart from the text itself."""
+
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    initialisation: InitialisationConfig = InitialisationConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    training: TrainingConfig = TrainingConfig()
+    recording: RecordingConfig = RecordingConfig()
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> Self:
+        """Configuration from nested values.
+
+        Raises
+        ------
+        ConfigError
+            Naming the first field that is unknown or impossible, its value and what is allowed.
+        """
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(_sentence(error, cls)) from None
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Self:
+        """Configuration from a TOML file, as `to_toml` writes it.
+
+        Raises
+        ------
+        ConfigError
+            If the file cannot be read, is no TOML, or holds an impossible value.
+        """
+        try:
+            with open(path, "rb") as file:
+                values = tomllib.load(file)
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error}") from error
+        return cls.parse(values)
+
+    def to_toml(self) -> str:
+        """All fields as TOML."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+    def with_values(self, assignments: Sequence[str]) -> Self:
+        """Configuration with single fields changed.
+
+        Parameters
+        ----------
+        assignments : sequence of str
+            ``section.field=value``, the value as TOML; a bare word is a string.
+
+        Raises
+        ------
+        ConfigError
+            If an assignment has another form, or names an unknown field or impossible value.
+        """
+        values = self.model_dump()
+        for assignment in assignments:
+            name, equals, text = assignment.partition("=")
+            section, dot, field = name.strip().partition(".")
+            if not (equals and dot and section and field):
+                raise ConfigError(
+                    f"got {assignment!r}, expected section.field=value, such as optimizer.lr=3e-4"
+                )
+            values.setdefault(section, {})[field] = _toml_value(text.strip())
+        return self.parse(values)
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    name = ".".join(path)
+    if first["type"] == "extra_forbidden":
+        owner: Any = model
+        for part in path[:-1]:
+            owner = owner.model_fields[part].annotation
+        return f"there is no field {name}; there are {', '.join(owner.model_fields)}"
+    reason = first["msg"].removeprefix("Value error, ")
+    return f"{name} = {first['input']!r}: {reason[0].lower()}{reason[1:]}"
+
+
+# Errors of the store's own validators reach pydantic as ValueError, which is what they are.
+assert issubclass(InvalidArgument, ValueError)
