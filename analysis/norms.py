@@ -31,7 +31,8 @@ def vector_norm(vectors: npt.NDArray[Any], order: float = 2) -> npt.NDArray[Any]
     ndarray, (…)
         float64.
     """
-    wide = vectors.astype(np.float64, copy=False)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN like any other
+        wide = vectors.astype(np.float64, copy=False)
     if order == 2:
         return np.asarray(np.sqrt(np.einsum("...h,...h->...", wide, wide)))
     if order == 1:
