@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from trajstore import RunWriter
+from trajstore.encoding import ENCODINGS
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -43,9 +44,9 @@ def random_bits(shape: tuple[int, ...], seed: int, width: int = 16) -> np.ndarra
     return rng.integers(0, 1 << width, shape, dtype=f"u{width // 8}")
 
 
-@pytest.fixture
-def small_run(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
-    """A run of 11 rows in blocks of 4, 10 tokens of which every third is dead, and its bits."""
+@pytest.fixture(params=ENCODINGS)
+def small_run(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, dict[str, np.ndarray]]:
+    """A run of 11 rows in blocks of 4, of 10 tokens every third dead, and its bits; both encodings."""
     rows = 11
     values = {
         "W": random_bits((rows, 10, 6), 1),
@@ -64,6 +65,7 @@ def small_run(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
         token_text=[f"<{number}>" for number in range(9)] + ["é\n"],
         config={"why": "a test"},
         block_rows=4,
+        encoding=request.param,
     ) as run:
         for row in range(rows):
             run.append(

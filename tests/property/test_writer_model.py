@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore import RunWriter
+from trajstore.encoding import ENCODINGS
+from trajstore.layout import BLOCKS
 
 TYPES = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
 
@@ -25,6 +27,7 @@ def runs(draw: st.DrawFn) -> dict[str, object]:
         "gaps": draw(st.lists(st.integers(1, 5), max_size=25)),
         "seed": draw(st.integers(0, 2**32 - 1)),
         "in_place": draw(st.booleans()),
+        "encoding": draw(st.sampled_from(ENCODINGS)),
     }
 
 
@@ -44,6 +47,7 @@ def test_what_was_appended_is_what_is_read(run: dict[str, object]) -> None:
             hidden=hidden,
             variables={"W": native},
             block_rows=int(run["block_rows"]),
+            encoding=str(run["encoding"]),
         ) as writer:
             step = 0
             for gap in run["gaps"]:
@@ -57,7 +61,8 @@ def test_what_was_appended_is_what_is_read(run: dict[str, object]) -> None:
                 model.append((step, bits))
                 step += gap
                 committed = xr.open_zarr(path).sizes["step"]
-                assert len(model) - committed < writer.layout.block_rows
+                assert len(model) - committed <= BLOCKS * writer.layout.block_rows
+                assert committed % writer.layout.block_rows == 0
         ds = xr.open_zarr(path)
         assert ds.step.values.tolist() == [step for step, _ in model]
         read = ds.W.values

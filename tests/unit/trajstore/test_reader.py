@@ -39,6 +39,7 @@ def test_dask_chunks_are_whole_inner_chunks(tmp_path: Path) -> None:
     assert tokens[0] * inner[0] * 64 * 4 <= 64 << 20
 
 
+@pytest.mark.parametrize("small_run", ["portable"], indirect=True)
 def test_tensorstore_reads_the_same_bits(small_run: tuple[Path, Any]) -> None:
     path, values = small_run
     ds = xr.open_zarr(path)

@@ -12,9 +12,10 @@ from conftest import random_bits
 from zarr.storage import MemoryStore
 
 from trajstore.bits import widen
+from trajstore.encoding import ENCODINGS
 from trajstore.layout import plan
 from trajstore.metadata import Documents, chunk_key
-from trajstore.shard import shard_parts
+from trajstore.shard import chunk_windows, shard_parts
 
 CASES = [
     ("W", "bfloat16", 300, 5),
@@ -26,11 +27,18 @@ CASES = [
 ]
 
 
-def make(name: str, dtype: str, tokens: int, hidden: int) -> tuple[Any, np.ndarray, Documents]:
-    layout = plan({name: dtype}, tokens=tokens, hidden=hidden, block_rows=7)
+def make(
+    name: str, dtype: str, tokens: int, hidden: int, encoding: str
+) -> tuple[Any, np.ndarray, Documents]:
+    layout = plan({name: dtype}, tokens=tokens, hidden=hidden, block_rows=7, encoding=encoding)
     array = layout.arrays[name]
     bits = random_bits((7, *array.row), 5, 8 * array.native.itemsize)
     return array, bits, Documents(layout, {"token": np.arange(tokens)})
+
+
+def shard(bits: np.ndarray, array: Any) -> bytes:
+    windows = chunk_windows(array)
+    return b"".join(shard_parts(array.chain.encode(bits[w], array.chunk) for w in windows))
 
 
 def opened(name: str, documents: Documents, rows: int, objects: dict[str, Any]) -> zarr.Array:
@@ -39,21 +47,26 @@ def opened(name: str, documents: Documents, rows: int, objects: dict[str, Any]) 
     return zarr.open_array(MemoryStore(objects), path=name, mode="r+")
 
 
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize(("name", "dtype", "tokens", "hidden"), CASES)
-def test_zarr_reads_the_bits_back(name: str, dtype: str, tokens: int, hidden: int) -> None:
-    array, bits, documents = make(name, dtype, tokens, hidden)
+def test_zarr_reads_the_bits_back(
+    name: str, dtype: str, tokens: int, hidden: int, encoding: str
+) -> None:
+    array, bits, documents = make(name, dtype, tokens, hidden, encoding)
     for rows in (7, 4):
-        data = b"".join(bytes(part) for part in shard_parts(bits[:rows], array))
-        buffer = zarr.core.buffer.cpu.Buffer.from_bytes(data)
+        buffer = zarr.core.buffer.cpu.Buffer.from_bytes(shard(bits[:rows], array))
         objects = {chunk_key(name, 0, len(array.shard)): buffer}
         read = opened(name, documents, rows, objects)[...]
         unsigned = f"u{array.native.stored.itemsize}"
         assert (read.view(unsigned) == widen(bits[:rows], array.native).view(unsigned)).all()
 
 
+@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize(("name", "dtype", "tokens", "hidden"), CASES)
-def test_a_whole_shard_is_what_zarr_writes(name: str, dtype: str, tokens: int, hidden: int) -> None:
-    array, bits, documents = make(name, dtype, tokens, hidden)
+def test_a_whole_shard_is_what_zarr_writes(
+    name: str, dtype: str, tokens: int, hidden: int, encoding: str
+) -> None:
+    array, bits, documents = make(name, dtype, tokens, hidden, encoding)
     objects: dict[str, Any] = {}
     stored = widen(bits, array.native)
     padded = np.zeros(array.shard, array.native.stored)
@@ -64,5 +77,4 @@ def test_a_whole_shard_is_what_zarr_writes(name: str, dtype: str, tokens: int, h
     whole._arrays, whole._series = {name: document}, (name,)
     opened(name, whole, 7, objects)[...] = padded
     theirs = objects[chunk_key(name, 0, len(array.shard))].to_bytes()
-    ours = b"".join(bytes(part) for part in shard_parts(bits, array))
-    assert ours == theirs
+    assert shard(bits, array) == theirs

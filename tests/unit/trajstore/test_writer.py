@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from conftest import random_bits
 
 import trajstore
 from trajstore import InvalidArgument, RunExists, RunWriter, WriterClosed
+from trajstore.layout import BLOCKS
 
 
 def create(path: Path, **options: Any) -> RunWriter:
@@ -92,47 +94,99 @@ def test_an_exception_leaves_the_whole_rows_and_says_so(tmp_path: Path) -> None:
     assert ds.loss.values.tolist() == list(range(6))
 
 
+class Writes:
+    """Stands in for the move that puts each object in place; may fail at one of them."""
+
+    def __init__(self, failing: int | None = None) -> None:
+        self.targets: list[Path] = []
+        self._failing = failing
+        self._move = os.replace
+
+    def __call__(self, source: Any, target: Any) -> None:
+        if len(self.targets) == self._failing:
+            raise OSError(28, "No space left on device")
+        self.targets.append(Path(target))
+        self._move(source, target)
+
+
+A_COMMIT = 7  # objects of a block: three shards, three documents, the root
+
+
 def test_the_commit_is_the_last_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = create(tmp_path / "run.zarr")
+    writes = Writes()
+    monkeypatch.setattr("trajstore.objects.os.replace", writes)
+    for step in range(4):
+        run.append(**row(step))
+    run.close()
+    names = [str(target.relative_to(run.path)) for target in writes.targets]
+    assert set(names[:3]) == {"step/c.0", "W/c.0.0.0", "loss/c.0"}
+    assert set(names[3:6]) == {"step/zarr.json", "W/zarr.json", "loss/zarr.json"}
+    assert names[6:] == ["zarr.json", "zarr.json"]  # the commit, and the status
+
+
+@pytest.mark.parametrize("failing", range(A_COMMIT))
+def test_a_failed_write_loses_nothing_that_was_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
     """Whichever write of a block fails, readers see the rows of the commit before."""
-    probe = create(tmp_path / "probe.zarr")
-    during: list[str] = []
-    real = os.replace
-
-    def count(source: Any, target: Any) -> None:
-        during.append(str(Path(target).relative_to(probe.path)))
-        real(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("trajstore.objects.os.replace", count)
-        for step in range(4):
-            probe.append(**row(step))
-    shards = {"step/c.0", "W/c.0.0.0", "loss/c.0"}
-    documents = {"step/zarr.json", "W/zarr.json", "loss/zarr.json"}
-    assert set(during[:3]) == shards
-    assert set(during[3:6]) == documents
-    assert during[6:] == ["zarr.json"]
-
-    for failing in range(len(during)):
-        run = create(tmp_path / f"run{failing}.zarr")
-        for step in range(4):
+    run = create(tmp_path / "run.zarr")
+    monkeypatch.setattr("trajstore.objects.os.replace", Writes(A_COMMIT + failing))
+    with pytest.raises(OSError, match="No space"), run:  # noqa: PT012
+        for step in range(40):
             run.append(**row(step))
-        done = 0
+    assert run.rows < 40, "the failure surfaced while rows were appended"
+    monkeypatch.undo()
+    ds = xr.open_zarr(run.path)
+    assert ds.loss.values.tolist() == list(range(4))
+    assert (ds.W.values[3].view("u4") == row(3)["W"].astype("u4") << 16).all()
+    assert not [name for name in names_below(run.path) if "partial" in name]
+    with pytest.raises(WriterClosed):
+        run.append(**row(50))
 
-        def fail(source: Any, target: Any, failing: int = failing) -> None:
-            nonlocal done
-            if done == failing:
-                raise OSError(28, "No space left on device")
-            done += 1
-            real(source, target)
 
-        with monkeypatch.context() as patch:
-            patch.setattr("trajstore.objects.os.replace", fail)
-            with pytest.raises(OSError, match="No space"):  # noqa: PT012
-                for step in range(4, 8):
-                    run.append(**row(step))
-        ds = xr.open_zarr(run.path)
-        assert ds.loss.values.tolist() == list(range(4))
-        assert (ds.W.values[3].view("u4") == row(3)["W"].astype("u4") << 16).all()
+def test_a_write_that_fails_at_the_end_is_raised_by_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = create(tmp_path / "run.zarr")
+    monkeypatch.setattr("trajstore.objects.os.replace", Writes(0))
+    run.append(**row(0))
+    with pytest.raises(OSError, match="No space"):
+        run.close()
+    assert xr.open_zarr(run.path).sizes["step"] == 0
+
+
+def test_a_full_pipeline_makes_append_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is dropped and no buffer is reused before it is written, however slow the disk."""
+    gate = threading.Semaphore(0)
+    move = os.replace
+
+    def slow(source: Any, target: Any) -> None:
+        gate.acquire()
+        move(source, target)
+
+    run = create(tmp_path / "run.zarr")
+    monkeypatch.setattr("trajstore.objects.os.replace", slow)
+    done = threading.Event()
+
+    def produce() -> None:
+        for step in range(40):
+            run.append(**row(step))
+        done.set()
+
+    producer = threading.Thread(target=produce)
+    producer.start()
+    for _ in range(10 * A_COMMIT):
+        assert run.rows - run.committed_rows <= BLOCKS * 4
+        gate.release()
+    producer.join(timeout=30)
+    assert done.is_set()
+    gate.release(2)
+    run.close()
+    assert run.seconds_waited > 0
+    ds = xr.open_zarr(run.path)
+    for step in range(40):
+        assert (ds.W.values[step].view("u4") == row(step)["W"].astype("u4") << 16).all()
 
 
 def test_next_row_needs_no_copy(tmp_path: Path) -> None:
