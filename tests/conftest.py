@@ -46,7 +46,7 @@ def random_bits(shape: tuple[int, ...], seed: int, width: int = 16) -> np.ndarra
 
 @pytest.fixture(params=ENCODINGS)
 def small_run(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, dict[str, np.ndarray]]:
-    """A run of 11 rows in blocks of 4, of 10 tokens every third dead, and its bits; both encodings."""
+    """A run of 11 rows in blocks of 4, every third token dead, and its bits; in both encodings."""
     rows = 11
     values = {
         "W": random_bits((rows, 10, 6), 1),

@@ -45,7 +45,7 @@ def fold(bits: Bits, out: Bits, scratch: Bits) -> None:
     out, scratch : ndarray, same shape and type
         `out` receives the result; `scratch` may hold anything, before and after.
     """
-    np.copyto(out[0], bits[0])
+    np.copyto(out[:1], bits[:1])
     np.subtract(bits[1:], bits[:-1], out=out[1:])
     signed = np.dtype(f"i{bits.itemsize}")
     difference, sign = out.view(signed), scratch.view(signed)
@@ -68,7 +68,8 @@ def unfold(folded: Bits, out: Bits) -> None:
     np.negative(sign, out=sign)  # modulo 2^width: 0 or all ones
     np.bitwise_xor(out, sign, out=out)
     for row in range(1, len(out)):
-        np.add(out[row], out[row - 1], out=out[row])
+        later = out[row : row + 1]
+        np.add(later, out[row - 1 : row], out=later)
 
 
 @dataclass(frozen=True)
