@@ -40,6 +40,7 @@ CHUNKS_AHEAD = 2
 _COPIES_OF_A_CHUNK = 4  # while it is encoded: two of scratch, two of what it is compressed to
 _MOST_THREADS = 8
 _LARGEST_CHUNK = 8 << 20
+_LARGEST_SHARD = 256 << 20
 _CHUNK = 4 << 20
 _FEWEST_TOKENS = 128
 _MOST_ROWS = 256
@@ -140,8 +141,9 @@ def plan(
     memory : int, default 1 GiB
         Bytes for all buffers together.
     block_rows : int, optional
-        Rows of a block. Without it: the largest power of two that fits into `memory` and keeps an
-        inner chunk of at least 128 tokens within 8 MiB, at most 256.
+        Rows of a block. Without it: the largest power of two, at most 256 and at least 8, that
+        fits into `memory` and keeps an inner chunk of 128 tokens within 8 MiB, and a shard within
+        256 MiB, both decoded.
     encoding : {'delta', 'portable'}
     threads : int, optional
         That encode; without it as many as there are processors, at most 8.
@@ -167,8 +169,11 @@ def plan(
 
     rows = block_rows or _MOST_ROWS
     if block_rows is None:
-        widest = min(tokens, _FEWEST_TOKENS) * hidden * 4
-        while rows > _FEWEST_ROWS and rows * widest > _LARGEST_CHUNK:
+        # A chunk of few tokens must not be too large, nor what a snapshot of one step decodes.
+        chunk, shard = min(tokens, _FEWEST_TOKENS) * hidden * 4, tokens * hidden * 4
+        while rows > _FEWEST_ROWS and (
+            rows * chunk > _LARGEST_CHUNK or rows * shard > _LARGEST_SHARD
+        ):
             rows //= 2
         while rows > _FEWEST_ROWS and arrange(rows).memory > memory:
             rows //= 2
