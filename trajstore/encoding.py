@@ -193,7 +193,7 @@ def _step_last(ndim: int) -> tuple[int, ...]:
     return (*range(1, ndim), 0)
 
 
-def chain(encoding: str, native: NativeType, ndim: int) -> Chain:
+def chain(encoding: str, native: NativeType, ndim: int, *, small: bool) -> Chain:
     """Codecs of an array.
 
     Parameters
@@ -201,6 +201,9 @@ def chain(encoding: str, native: NativeType, ndim: int) -> Chain:
     encoding : {'delta', 'portable'}
     native : NativeType
     ndim : int
+    small : bool
+        Whether the rows of the run are so small that no training makes them faster than the
+        slower compressor takes them. The figures behind the choice are in docs/benchmarks.md.
 
     Raises
     ------
@@ -213,9 +216,11 @@ def chain(encoding: str, native: NativeType, ndim: int) -> Chain:
         )
     if ndim == 1:
         return Chain(native=native, kind="plain", compressor="zstd", level=1)
-    if encoding == "delta" and native.name in NATIVE_TYPES:
-        return Chain(native=native, kind="delta", compressor="lz4", level=9)
-    return Chain(native=native, kind="step-last", compressor="zstd", level=1)
+    if encoding == "portable":
+        return Chain(native=native, kind="step-last", compressor="zstd", level=3 if small else 1)
+    if small:
+        return Chain(native=native, kind="delta", compressor="zstd", level=3)
+    return Chain(native=native, kind="delta", compressor="lz4", level=9)
 
 
 def chain_of(codecs: Sequence[Codec], stored: np.dtype[Any], ndim: int) -> Chain | None:

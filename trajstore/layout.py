@@ -39,6 +39,7 @@ CHUNKS_AHEAD = 2
 
 _COPIES_OF_A_CHUNK = 4  # while it is encoded: two of scratch, two of what it is compressed to
 _MOST_THREADS = 8
+_SMALL_ROW = 1 << 20
 _LARGEST_CHUNK = 8 << 20
 _LARGEST_SHARD = 256 << 20
 _CHUNK = 4 << 20
@@ -56,7 +57,6 @@ class ArrayLayout:
     Attributes
     ----------
     variable : Variable
-    native : NativeType
     row : tuple of int
         Shape of one row.
     chunk, shard : tuple of int
@@ -66,11 +66,15 @@ class ArrayLayout:
     """
 
     variable: Variable
-    native: NativeType
     row: tuple[int, ...]
     chunk: tuple[int, ...]
     shard: tuple[int, ...]
     chain: Chain
+
+    @property
+    def native(self) -> NativeType:
+        """Type of the values in memory."""
+        return self.chain.native
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -160,11 +164,21 @@ def plan(
         raise InvalidArgument(f"a block has {block_rows} rows, expected at least 1")
     threads = threads or min(os.cpu_count() or 1, _MOST_THREADS)
     lengths = {"token": tokens, "hidden": hidden}
+    kinds = {STEP.name: (STEP, STEP_TYPE)}
+    kinds |= {name: (variable(name), native_type(dtype)) for name, dtype in variables.items()}
+    row_bytes = sum(
+        math.prod(lengths[dim] for dim in entry.dims[1:]) * native.itemsize
+        for entry, native in kinds.values()
+    )
+    chains = {
+        name: chain(encoding, native, len(entry.dims), small=row_bytes < _SMALL_ROW)
+        for name, (entry, native) in kinds.items()
+    }
 
     def arrange(rows: int) -> Layout:
-        arrays = {STEP.name: _array(STEP, STEP_TYPE, lengths, rows, encoding)}
-        for name, dtype in variables.items():
-            arrays[name] = _array(variable(name), native_type(dtype), lengths, rows, encoding)
+        arrays = {
+            name: _array(entry, lengths, rows, chains[name]) for name, (entry, _) in kinds.items()
+        }
         return Layout(block_rows=rows, threads=threads, arrays=arrays)
 
     rows = block_rows or _MOST_ROWS
@@ -186,31 +200,18 @@ def plan(
     return layout
 
 
-def _array(
-    entry: Variable,
-    native: NativeType,
-    lengths: Mapping[str, int],
-    rows: int,
-    encoding: str,
-) -> ArrayLayout:
+def _array(entry: Variable, lengths: Mapping[str, int], rows: int, coding: Chain) -> ArrayLayout:
     row = tuple(lengths[dim] for dim in entry.dims[1:])
     chunk = shard = (rows, *row)
     if "token" in entry.dims:
         tokens, *rest = row
-        token_bytes = rows * math.prod(rest) * native.stored.itemsize
+        token_bytes = rows * math.prod(rest) * coding.native.stored.itemsize
         most = min(tokens, max(_CHUNK // token_bytes, _FEWEST_TOKENS))
         # Even chunks: the last one is short by fewer tokens than there are chunks.
         size = math.ceil(tokens / math.ceil(tokens / most))
         chunk = (rows, size, *rest)
         shard = (rows, size * math.ceil(tokens / size), *rest)
-    return ArrayLayout(
-        variable=entry,
-        native=native,
-        row=row,
-        chunk=chunk,
-        shard=shard,
-        chain=chain(encoding, native, len(chunk)),
-    )
+    return ArrayLayout(variable=entry, row=row, chunk=chunk, shard=shard, chain=coding)
 
 
 def parse_bytes(text: str | int) -> int:
