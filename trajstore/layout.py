@@ -162,7 +162,7 @@ def plan(
             raise InvalidArgument(f"{name} has length {length}, expected at least 1")
     if block_rows is not None and block_rows < 1:
         raise InvalidArgument(f"a block has {block_rows} rows, expected at least 1")
-    threads = threads or min(os.cpu_count() or 1, _MOST_THREADS)
+    threads = threads or min(_processors(), _MOST_THREADS)
     lengths = {"token": tokens, "hidden": hidden}
     kinds = {STEP.name: (STEP, STEP_TYPE)}
     kinds |= {name: (variable(name), native_type(dtype)) for name, dtype in variables.items()}
@@ -198,6 +198,13 @@ def plan(
             f"{rows} rows; at least {format_bytes(layout.memory)} is needed"
         )
     return layout
+
+
+def _processors() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _array(entry: Variable, lengths: Mapping[str, int], rows: int, coding: Chain) -> ArrayLayout:
