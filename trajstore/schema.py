@@ -13,6 +13,7 @@ from trajstore.errors import InvalidArgument
 __all__ = [
     "COORDINATES",
     "FORMAT",
+    "IMPORTED",
     "STEP",
     "TIERS",
     "VARIABLES",
@@ -136,8 +137,18 @@ VARIABLES: dict[str, Variable] = {
             units="1",
             row0="nan",
         ),
+        Variable(
+            name="delta",
+            dims=_MATRIX,
+            long_name="change of the recorded parameter in the step",
+            units="1",
+            row0="nan",
+        ),
     )
 }
+
+IMPORTED = ("delta",)
+"""Variables that only a foreign file gives: a recorded run holds W, from which they follow."""
 
 COORDINATES: dict[str, Coordinate] = {
     entry.name: entry
@@ -176,7 +187,7 @@ COORDINATES: dict[str, Coordinate] = {
 TIERS: dict[str, tuple[str, ...]] = {
     "weights": ("W", "logits", "loss", "lr", "grad_norm", "clip_coef"),
     "weights+grads": ("W", "grad", "logits", "loss", "lr", "grad_norm", "clip_coef"),
-    "all": tuple(VARIABLES),
+    "all": tuple(name for name in VARIABLES if name not in IMPORTED),
 }
 """What ``record`` may be instead of a list of variables. Per-step scalars cost nothing."""
 
@@ -213,10 +224,10 @@ def resolve_record(record: str | tuple[str, ...] | list[str]) -> tuple[str, ...]
     names = record.split(",") if isinstance(record, str) else list(record)
     wanted: set[str] = set()
     for name in (n.strip() for n in names):
-        if name not in TIERS and name not in VARIABLES:
+        if name not in TIERS and name not in TIERS["all"]:
             raise InvalidArgument(
                 f"cannot record {name!r}; choose a tier ({', '.join(TIERS)}) "
-                f"or variables ({', '.join(VARIABLES)})"
+                f"or variables ({', '.join(TIERS['all'])})"
             )
         wanted.update(TIERS.get(name, (name,)))
     if "W" not in wanted:

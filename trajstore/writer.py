@@ -171,8 +171,11 @@ class RunWriter:
                     f"{name}: got shape {np.shape(values)}, expected {ids.shape} as token has"
                 )
             coordinates[name] = values
-        if "W" not in variables:
-            raise InvalidArgument(f"a run always holds W, got only {', '.join(variables) or '—'}")
+        if "W" not in variables and "delta" not in variables:
+            raise InvalidArgument(
+                f"a run always holds W, or its changes as delta, got only "
+                f"{', '.join(variables) or '—'}"
+            )
         layout = plan(
             variables,
             tokens=ids.size,
