@@ -15,15 +15,19 @@ from trajstore.errors import (
     VariableNotRecorded,
     WriterClosed,
 )
-from trajstore.export import export
+from trajstore.export import Exported, export
+from trajstore.importing import Imported, import_file
 from trajstore.reader import open_run
+from trajstore.tensors import to_torch
 from trajstore.version import __version__
 from trajstore.writer import RunWriter
 
 __all__ = [
     "ConfigError",
     "CorpusError",
+    "Exported",
     "FormatError",
+    "Imported",
     "InvalidArgument",
     "MissingExtra",
     "RecordingError",
@@ -37,5 +41,7 @@ __all__ = [
     "WriterClosed",
     "__version__",
     "export",
+    "import_file",
     "open_run",
+    "to_torch",
 ]

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 import xarray as xr
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -22,12 +33,15 @@ if TYPE_CHECKING:
     from trainers.corpus import Corpus
 
 __all__ = [
+    "BytesProgress",
     "RecordingProgress",
     "err",
     "out",
     "print_information",
     "print_json",
+    "print_notes",
     "print_summary",
+    "stopped_by_signals",
     "table",
 ]
 
@@ -44,6 +58,12 @@ def table(title: str, *columns: str) -> Table:
     for number, column in enumerate(columns):
         made.add_column(column, justify="right" if number else "left")
     return made
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print what should be known about a result, a line each."""
+    for note in notes:
+        out.print(Text(f"Note: {note}."))
 
 
 def print_json(facts: Any) -> None:
@@ -66,6 +86,54 @@ class _Rate(ProgressColumn):
 
     def render(self, task: Any) -> Text:
         return Text(f"{task.finished_speed or task.speed or 0:.1f} steps/s")
+
+
+class BytesProgress:
+    """Progress of something that is measured in bytes: a bar on a terminal, nothing elsewhere.
+
+    Parameters
+    ----------
+    verb : str
+        What is going on.
+    """
+
+    def __init__(self, verb: str) -> None:
+        self._bar = Progress(
+            TextColumn(verb),
+            BarColumn(bar_width=30),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=err,
+            transient=True,
+            disable=not err.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=None)
+
+    def __enter__(self) -> BytesProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def show(self, done: int, total: int) -> None:
+        """Show how many bytes are done."""
+        self._bar.update(self._task, completed=done, total=total)
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Let SIGTERM end a command as Ctrl-C does, so that it takes its unfinished result away."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class RecordingProgress:

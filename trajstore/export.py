@@ -1,57 +1,60 @@
-"""Runs as safetensors files, streamed: the header first, then block by block.
+"""Runs as files for other programs: safetensors, HDF5, or Zarr with other chunks.
 
-A file is written beside its target and moved into place when it is whole. Memory does not grow
-with the run: at most one block of one variable is held.
+Everything is streamed: a tile of a variable is decoded, put into the type of the file and written
+to its place, so that memory does not grow with the run. The result appears whole or not at all.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
-from trajstore.bits import narrow, native_type
-from trajstore.errors import FormatError, InvalidArgument, RunExists, VariableNotRecorded
-from trajstore.objects import put
-from trajstore.reader import open_run
-from trajstore.schema import COORDINATES, VARIABLES
+from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.hdf5 import write_hdf5
+from trajstore.layouts import NOTEBOOKS, notebook_tensors
+from trajstore.parts import Progress, Tensor, constant, series_tensor
+from trajstore.rechunking import write_zarr
+from trajstore.safetensors import write_safetensors
+from trajstore.schema import COORDINATES, STEP
+from trajstore.selection import Selection, Steps, Tokens, select
+from trajstore.source import Source, open_source
+from trajstore.staging import staged_file, staged_run
 
-__all__ = ["LAYOUTS", "export"]
+__all__ = ["FORMATS", "LAYOUTS", "Exported", "export"]
 
-_SAFETENSORS_NAMES = {
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "int64": "I64",
-    "int32": "I32",
-    "bool": "BOOL",
-}
+FORMATS = ("safetensors", "hdf5", "zarr")
+LAYOUTS = ("native", *NOTEBOOKS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Tensor:
-    """A tensor to be: what the header says of it, and its bytes when their turn comes."""
+class Exported:
+    """What was written.
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    blocks: Callable[[], Iterable[npt.NDArray[Any]]]
+    Attributes
+    ----------
+    path : Path
+    format, layout : str
+    rows, tokens : int
+    variables : tuple of str
+    bytes : int
+        On disk.
+    notes : tuple of str
+        What whoever reads the file should know: what was rounded, left out or moved.
+    """
 
-    @property
-    def itemsize(self) -> int:
-        return 2 if self.dtype in ("bfloat16", "float16") else np.dtype(self.dtype).itemsize
-
-    @property
-    def size(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.itemsize
+    path: Path
+    format: str
+    layout: str
+    rows: int
+    tokens: int
+    variables: tuple[str, ...]
+    bytes: int
+    notes: tuple[str, ...]
 
 
 def export(
@@ -60,192 +63,138 @@ def export(
     *,
     format: str = "safetensors",
     layout: str = "native",
+    steps: Steps = None,
+    tokens: Tokens = None,
+    variables: str | Iterable[str] | None = None,
+    block_rows: int | None = None,
+    encoding: str = "portable",
+    memory: int | str = "256MiB",
     overwrite: bool = False,
-) -> Path:
-    """Write a run as one file.
+    on_progress: Progress | None = None,
+) -> Exported:
+    """Write a run, or part of it, for another program.
 
     Parameters
     ----------
-    run : path-like or Dataset
+    run : path-like, str or Dataset
         A run, or a Dataset with its variables (a subset, say).
     file : path-like
-    format : {'safetensors'}
-    layout : {'native', '15.1a'}
-        ``native`` keeps names and native types, attributes in the file's metadata; ``15.1a`` is
-        that of the notebook of this number: float32, its key names, zeros in row 0.
+        Made beside its place, then moved there.
+    format : {'safetensors', 'hdf5', 'zarr'}
+        ``hdf5`` keeps 16-bit types as uint16 bits and needs the extra ``hdf5``; ``zarr`` is a run
+        again, with other chunks and another encoding.
+    layout : {'native', '14.1a', '15.1a', '1.12a', '1.12f'}
+        Of a safetensors file. ``native`` keeps names and native types and all that an import
+        needs; the others are those of the notebooks' files.
+    steps, tokens, variables : optional
+        What to export; see `trajstore.selection.select`. All without them.
+    block_rows : int, optional
+        Rows of a block of ``zarr``; planned without it.
+    encoding : str, default 'portable'
+        Of ``zarr``.
+    memory : int or str, default 256 MiB
+        For the buffers of ``zarr``. The other formats need a few tiles of 16 MiB.
     overwrite : bool
-        Replace a file that is there.
+        Replace a file, or a run, that is there.
+    on_progress : callable, optional
+        Called with the bytes that are done, and those there are.
 
     Returns
     -------
-    Path
-        Of the file.
+    Exported
 
     Raises
     ------
     RunExists
-        If there is a file and `overwrite` is not set.
+        If there is something at `file` and `overwrite` is not set.
     InvalidArgument
-        For an unknown format or layout.
-    VariableNotRecorded, FormatError
-        If the run lacks what the layout needs.
+        For an unknown format or layout, or a selection that cannot be read or is empty.
+    VariableNotRecorded, StepNotFound
+        If the run lacks what the layout or the selection names.
+    MissingExtra
+        If ``hdf5`` is wanted and h5py is not installed.
+    OSError
+        If the disk is full, for example; nothing is left behind.
 
     Examples
     --------
-    >>> export("gatsby.zarr", "gatsby.safetensors", layout="15.1a")   # doctest: +SKIP
+    >>> export("gatsby.zarr", "gatsby.safetensors", layout="15.1a")       # doctest: +SKIP
+    >>> export("gatsby.zarr", "few.h5", format="hdf5", steps="::10")      # doctest: +SKIP
     """
-    if format != "safetensors":
-        raise InvalidArgument(f"cannot export to {format!r}; choose safetensors")
+    if format not in FORMATS:
+        raise InvalidArgument(f"cannot export to {format!r}; choose from {', '.join(FORMATS)}")
     if layout not in LAYOUTS:
         raise InvalidArgument(f"there is no layout {layout!r}; choose from {', '.join(LAYOUTS)}")
-    target = Path(file)
-    if target.is_dir() or (target.exists() and not overwrite):
-        raise RunExists(f"{file} is already there; choose another path, or overwrite it")
-    ds = run if isinstance(run, xr.Dataset) else open_run(run)
-    tensors, metadata = LAYOUTS[layout](ds)
-    put(target, _safetensors(tensors, metadata))
-    return target
-
-
-def _safetensors(tensors: list[_Tensor], metadata: Mapping[str, str]) -> Iterator[Any]:
-    """Parts of a safetensors file.
-
-    Source: the format's specification. An 8-byte little-endian length, a JSON header padded with
-    spaces to a multiple of 8, then the tensors; widest types first, so that each is aligned.
-    """
-    ordered = sorted(tensors, key=lambda tensor: (-tensor.itemsize, tensor.name))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for tensor in ordered:
-        header[tensor.name] = {
-            "dtype": _SAFETENSORS_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, offset + tensor.size],
-        }
-        offset += tensor.size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for tensor in ordered:
-        written = 0
-        for block in tensor.blocks():
-            yield np.ascontiguousarray(block).data
-            written += block.nbytes
-        assert written == tensor.size, f"{tensor.name}: {written} bytes, {tensor.size} announced"
-
-
-def _constant(name: str, dtype: str, value: npt.ArrayLike) -> _Tensor:
-    array = np.asarray(value, dtype)
-    return _Tensor(name=name, dtype=dtype, shape=array.shape, blocks=lambda: [array])
-
-
-def _blocks(da: xr.DataArray) -> Iterator[npt.NDArray[Any]]:
-    """Values of consecutive rows, a dask chunk of steps at a time."""
-    lengths = da.chunksizes["step"] if da.chunks is not None else (da.sizes["step"],)
-    start = 0
-    for length in lengths:
-        yield da.isel(step=slice(start, start + length)).values
-        start += length
-
-
-def _native(ds: xr.Dataset) -> tuple[list[_Tensor], dict[str, str]]:
-    """Every variable under its own name in its own type."""
-    tensors = [_constant("step", "int64", ds["step"].values)]
-    attributes: dict[str, Any] = {}
-    for name in (name for name in VARIABLES if name in ds):
-        tensors.append(_native_tensor(ds[name]))
-        attributes[name] = ds[name].attrs
-    texts = None
-    for entry in (entry for name, entry in COORDINATES.items() if name in ds.coords):
-        if entry.dtype == "string":
-            texts = [str(text) for text in ds[entry.name].values]
+    if layout != "native" and format != "safetensors":
+        raise InvalidArgument(f"layout {layout} is one of safetensors files, got format {format}")
+    if format != "zarr" and block_rows is not None:
+        raise InvalidArgument(f"only zarr has blocks; leave block_rows out for {format}")
+    source = open_source(run)
+    selection = select(source, steps=steps, tokens=tokens, variables=variables)
+    notes: list[str] = []
+    rounded: Mapping[str, int] = {}
+    if format == "zarr":
+        with staged_run(file, overwrite=overwrite) as path:
+            write_zarr(
+                path,
+                source,
+                selection,
+                block_rows=block_rows,
+                encoding=encoding,
+                memory=memory,
+                on_progress=on_progress,
+            )
+    elif format == "hdf5":
+        with staged_file(file, overwrite=overwrite) as path:
+            write_hdf5(path, source, selection, on_progress)
+    else:
+        if layout == "native":
+            tensors, metadata = _native(source, selection)
         else:
-            tensors.append(_constant(entry.name, entry.dtype, ds[entry.name].values))
-    metadata = {
-        "format": "trajstore",
-        "attributes": json.dumps(ds.attrs),
-        "variables": json.dumps(attributes),
-    }
-    if texts is not None:
-        metadata["token_text"] = json.dumps(texts)
-    return tensors, metadata
-
-
-def _native_tensor(da: xr.DataArray) -> _Tensor:
-    native = native_type(da.attrs.get("native_dtype", str(da.dtype)))
-    return _Tensor(
-        name=str(da.name),
-        dtype=native.name,
-        shape=da.shape,
-        blocks=lambda: (narrow(block, native) for block in _blocks(da)),
+            tensors, metadata, notes = notebook_tensors(NOTEBOOKS[layout], source, selection)
+        with staged_file(file, overwrite=overwrite) as path:
+            rounded = write_safetensors(path, tensors, metadata, on_progress)
+    notes += [
+        f"{count} values of {key} were rounded, as layout {layout} holds a smaller type than the "
+        "run"
+        for key, count in rounded.items()
+        if count
+    ]
+    return Exported(
+        path=Path(file),
+        format=format,
+        layout=layout,
+        rows=len(selection.rows),
+        tokens=len(selection.along_token(source.coordinates["token"])),
+        variables=selection.variables,
+        bytes=_size(Path(file)),
+        notes=tuple(notes),
     )
 
 
-def _notebook_15_1a(ds: xr.Dataset) -> tuple[list[_Tensor], dict[str, str]]:
-    """All as float32, row 0 of what a step makes as zeros; the loss alone has NaN there."""
-    names = {
-        "embeddings": "W",
-        "grads": "grad",
-        "momentum": "exp_avg",
-        "variance": "exp_avg_sq",
-        "logits": "logits",
-        "losses": "loss",
+def _native(source: Source, selection: Selection) -> tuple[list[Tensor], dict[str, str]]:
+    """Every variable under its own name in its own type, and the attributes as metadata."""
+    if not selection.variables:
+        raise VariableNotRecorded("the run holds no variable to export")
+    tensors = [constant(STEP.name, "int64", source.steps[selection.rows])]
+    tensors += [series_tensor(name, source.series[name], selection) for name in selection.variables]
+    metadata = {
+        "format": "trajstore",
+        "attributes": json.dumps(source.attributes),
+        "variables": json.dumps(
+            {name: source.series[name].attributes for name in selection.variables}
+        ),
     }
-    missing = [name for name in (*names.values(), "is_dead") if name not in ds.variables]
-    if missing:
-        raise VariableNotRecorded(
-            f"layout 15.1a needs {', '.join(missing)}, which the run does not hold; "
-            "record it with --record all, or export the native layout"
-        )
-
-    def series(key: str, da: xr.DataArray) -> _Tensor:
-        zero_first = VARIABLES[str(da.name)].row0 == "nan" and key != "losses"
-
-        def blocks() -> Iterator[npt.NDArray[Any]]:
-            first_step = int(da["step"][0]) if da.sizes["step"] else -1
-            for number, block in enumerate(_blocks(da)):
-                values = block.astype(np.float32, copy=False)
-                if zero_first and number == 0 and first_step == 0:
-                    values = values.copy()
-                    values[0] = 0
-                yield values
-
-        return _Tensor(name=key, dtype="float32", shape=da.shape, blocks=blocks)
-
-    dead = ds["is_dead"].values.astype(bool)
-    ids = ds["token"].values
-    optimizer = _attribute(ds, "optimizer", "hyperparameters")
-    initialisation = _attribute(ds, "config", "initialisation")
-    scalars = {
-        "init_sigma": initialisation["sigma"],
-        "learning_rate": optimizer.get("initial_lr", optimizer["lr"]),
-        "weight_decay": optimizer["weight_decay"],
-        "adam_beta1": optimizer["betas"][0],
-        "adam_beta2": optimizer["betas"][1],
-    }
-    return [
-        _constant("recorded_steps", "int64", ds["step"].values),
-        _constant("dead_token_ids", "int64", ids[dead]),
-        _constant("live_token_ids", "int64", ids[~dead]),
-        *(series(key, ds[name]) for key, name in names.items()),
-        *(_constant(key, "float32", value) for key, value in scalars.items()),
-        _constant("init_method_code", "int32", 0),  # drawn in float32, then rounded
-    ], {}
+    for name, values in source.coordinates.items():
+        selected = selection.along_token(values)
+        if COORDINATES[name].dtype == "string":
+            metadata[name] = json.dumps([str(text) for text in selected])
+        else:
+            tensors.append(constant(name, COORDINATES[name].dtype, selected))
+    return tensors, metadata
 
 
-def _attribute(ds: xr.Dataset, *path: str) -> dict[str, Any]:
-    value: Any = ds.attrs
-    for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    if not isinstance(value, dict):
-        raise FormatError(
-            f"the run does not say {'.'.join(path)} in its attributes, which this layout needs; "
-            "export the native layout"
-        )
-    return value
-
-
-LAYOUTS: dict[str, Callable[[xr.Dataset], tuple[list[_Tensor], dict[str, str]]]] = {
-    "native": _native,
-    "15.1a": _notebook_15_1a,
-}
+def _size(path: Path) -> int:
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
