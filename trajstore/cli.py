@@ -271,7 +271,7 @@ def summary(run: str, as_json: bool) -> None:
 @click.option("--block-rows", type=int, help="Rows of a block of zarr; default: planned.")
 @click.option("--encoding", default="portable", show_default=True, help="Of zarr.")
 @click.option(
-    "--memory", default="256MiB", show_default=True, metavar="SIZE", help="For the buffers of zarr."
+    "--memory", default="1GiB", show_default=True, metavar="SIZE", help="For the buffers of zarr."
 )
 @click.option("--overwrite", is_flag=True, help="Replace what is there.")
 @_JSON
@@ -313,7 +313,7 @@ def export(run: str, format_name: str, output: str, as_json: bool, **options: An
 @click.option("--encoding", help="Of the run; default: as it is recorded.")
 @click.option("--block-rows", type=int, help="Rows of a block; default: planned from the memory.")
 @click.option(
-    "--memory", default="256MiB", show_default=True, metavar="SIZE", help="For all buffers."
+    "--memory", default="448MiB", show_default=True, metavar="SIZE", help="For all buffers."
 )
 @click.option("--overwrite", is_flag=True, help="Replace a run that is there.")
 @_JSON

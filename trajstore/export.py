@@ -68,7 +68,7 @@ def export(
     variables: str | Iterable[str] | None = None,
     block_rows: int | None = None,
     encoding: str = "portable",
-    memory: int | str = "256MiB",
+    memory: int | str = "1GiB",
     overwrite: bool = False,
     on_progress: Progress | None = None,
 ) -> Exported:
@@ -92,8 +92,8 @@ def export(
         Rows of a block of ``zarr``; planned without it.
     encoding : str, default 'portable'
         Of ``zarr``.
-    memory : int or str, default 256 MiB
-        For the buffers of ``zarr``. The other formats need a few tiles of 16 MiB.
+    memory : int or str, default 1 GiB
+        For all buffers of ``zarr``. The other formats need a few tiles of 16 MiB.
     overwrite : bool
         Replace a file, or a run, that is there.
     on_progress : callable, optional

@@ -90,7 +90,7 @@ def hdf5_content(file: Hdf5File) -> Content:
     absent = [key for key, name in variables.items() if key not in found and name in HDF5_KEYS]
     if absent:
         notes.append(f"the file does not hold {', '.join(absent)}")
-    if steps[0] == 0:
+    if steps[0] == 0 and not own:
         for one in held:
             if VARIABLES[one.variable].row0 == "nan" and not is_blank(one):
                 raise FormatError(

@@ -39,7 +39,7 @@ Array = npt.NDArray[Any]
 IMPORT_LAYOUTS = (*LAYOUTS, "hdf5")
 
 _HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
-_BATCH = 32 << 20
+_BATCH = 4 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ def import_file(
     masks: str | os.PathLike[str] | None = None,
     encoding: str | None = None,
     block_rows: int | None = None,
-    memory: int | str = "256MiB",
+    memory: int | str = "448MiB",
     overwrite: bool = False,
     on_progress: Progress | None = None,
 ) -> Imported:
@@ -99,7 +99,7 @@ def import_file(
         Of the run; the writer's default without it.
     block_rows : int, optional
         Rows of a block; planned from `memory` without it.
-    memory : int or str, default 256 MiB
+    memory : int or str, default 448 MiB
         For the buffers of the writer.
     overwrite : bool
         Replace a run that is there.
@@ -228,12 +228,19 @@ def _fill(run: RunWriter, content: Content, on_progress: Progress | None) -> Non
     arrays = run.layout.arrays
     row = sum(array.row_bytes for name, array in arrays.items() if name != STEP.name)
     total = row * len(content.steps)
+    held = {one.variable: one for one in content.held}
     for start, stop in _batches(content):
-        values = {held.variable: _rows(held, content, start, stop) for held in content.held}
-        for at in range(start, stop):
+        if stop - start == 1:
+            # A large row: one variable of it at a time.
             for name, place in run.next_row().items():
-                place[...] = values[name][at - start]
-            run.commit_row(int(content.steps[at]))
+                place[...] = _rows(held[name], content, start, stop)[0]
+            run.commit_row(int(content.steps[start]))
+        else:
+            values = {name: _rows(one, content, start, stop) for name, one in held.items()}
+            for at in range(start, stop):
+                for name, place in run.next_row().items():
+                    place[...] = values[name][at - start]
+                run.commit_row(int(content.steps[at]))
         if on_progress is not None:
             on_progress(row * stop, total)
 
@@ -251,8 +258,8 @@ def _rows(held: Held, content: Content, start: int, stop: int) -> Array:
         # What was before the next step is known; what came after the last one is not.
         end = np.full((1, *held.row_shape), _nan(held.wanted), held.wanted.bits)
         bits = np.concatenate([bits, end])
-    is_first = start == 0 and content.steps[0] == 0
-    if is_first and held.time == "after" and VARIABLES[held.variable].row0 == "nan":
+    has_blank = not content.exact and VARIABLES[held.variable].row0 == "nan"
+    if has_blank and held.time == "after" and start == 0 and content.steps[0] == 0:
         bits[0] = _nan(held.wanted)
     return bits
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trajstore.conversion import convert
 from trajstore.layout import parse_bytes
 from trajstore.parts import Progress, in_parallel, series_tensor
-from trajstore.schema import STEP
 from trajstore.selection import Selection
-from trajstore.source import Source
+from trajstore.source import Series, Source, Tile
 from trajstore.writer import RunWriter
 
 __all__ = ["KEPT_ATTRIBUTES", "write_zarr"]
+
+Array = npt.NDArray[Any]
 
 KEPT_ATTRIBUTES = ("config", "optimizer", "provenance", "imported", "created")
 """Attributes of the root that say where the values come from, and stay true of a copy."""
@@ -33,9 +36,9 @@ def write_zarr(
 ) -> None:
     """Write a selection as a new run.
 
-    A run is written row by row, and read block by block: a few rows of all variables are held
-    between the two, as many as `memory` allows besides the buffers of the writer. Where that is
-    less than a block of the source, its chunks are decoded more than once, and memory stays flat.
+    A run is written row by row, and read block by block: rows of all variables are held between the
+    two, a block of the source or what fits into half of `memory`. Where that is less than a block,
+    its chunks are decoded more than once, and memory stays flat.
 
     Parameters
     ----------
@@ -46,7 +49,7 @@ def write_zarr(
     block_rows : int, optional
     encoding : str
     memory : int or str
-        For the buffers of the writer, and as much again for the rows.
+        For all buffers.
     on_progress : callable, optional
 
     Raises
@@ -73,23 +76,28 @@ def write_zarr(
         name: source.attributes[name] for name in KEPT_ATTRIBUTES if name in source.attributes
     }
     steps = source.steps[selection.rows]
+    row = sum(tensor.nbytes for tensor in tensors.values()) // len(steps)
+    block = max(series.tile[0] for series in source.series.values())
+    held = min(_rows_held(block, budget // 2 // row), len(steps))
     with RunWriter.create(
         path,
         token=token,
         hidden=hidden[0] if hidden else 1,
         variables={name: tensor.dtype for name, tensor in tensors.items()},
-        memory=budget,
+        memory=budget - held * row,
         block_rows=block_rows,
         encoding=encoding,
         attributes=kept,
         **coordinates,
     ) as run:
-        row = sum(array.row_bytes for name, array in run.layout.arrays.items() if name != STEP.name)
-        held = max(1, min(budget // row, max(series.tile[0] for series in source.series.values())))
         total, done = row * len(steps), 0
+        values = {
+            name: np.empty((held, *tensor.shape[1:]), source.series[name].native.bits)
+            for name, tensor in tensors.items()
+        }
         for start in range(0, len(steps), held):
             stop = min(start + held, len(steps))
-            values = _read(source, selection, start, stop)
+            _read(source, selection, selection.rows[start:stop], values)
             for at in range(start, stop):
                 for name, place in run.next_row().items():
                     place[...] = values[name][at - start]
@@ -99,26 +107,27 @@ def write_zarr(
                 on_progress(done, total)
 
 
-def _read(source: Source, selection: Selection, start: int, stop: int) -> dict[str, Any]:
-    rows = selection.rows[start:stop]
-    values = {}
-    for name in selection.variables:
+def _rows_held(block: int, most: int) -> int:
+    """Rows that are read at once: as few passes over each block as fit."""
+    passes = max(1, -(-block // max(most, 1)))
+    return -(-block // passes)
+
+
+def _read(source: Source, selection: Selection, rows: Array, held: dict[str, Array]) -> None:
+    """Fill the first of the rows that are held."""
+    for name, bits in held.items():
         series = source.series[name]
         tokens = selection.tokens if "token" in series.dims else None
-        shape = [len(rows), *series.shape[1:]]
-        if tokens is not None:
-            shape[1] = len(tokens)
-        held = np.empty(shape, series.native.bits)
 
-        def jobs(series: Any = series, tokens: Any = tokens, held: Any = held) -> Any:
+        def jobs(
+            series: Series = series, tokens: Array | None = tokens, bits: Array = bits
+        ) -> Iterator[Callable[[], None]]:
             for tile in series.tiles(rows, tokens):
 
-                def job(tile: Any = tile) -> None:
-                    held[tile.where] = convert(tile.read(), series.native, series.native)[0]
+                def job(tile: Tile = tile) -> None:
+                    bits[tile.where] = convert(tile.read(), series.native, series.native)[0]
 
                 yield job
 
         for _ in in_parallel(jobs()):
             pass
-        values[name] = held
-    return values
