@@ -294,6 +294,10 @@ def _told(file: SafetensorsFile, notebook: Notebook) -> dict[str, Any]:
         value = float(str(bits.view("f4" if entry.dtype == "float32" else "f8")[()]))
         if math.isfinite(value):
             _put(attributes, scalar.paths[0], value)
+    hyperparameters = attributes.get("optimizer", {}).get("hyperparameters", {})
+    betas = hyperparameters.pop("betas", {})
+    if len(betas) == 2:
+        hyperparameters["betas"] = [betas["0"], betas["1"]]
     names = {
         "vocab_size": ("model", "vocab_size"),
         "hidden_dim": ("model", "hidden"),

@@ -40,7 +40,14 @@ def test_the_notebooks_numbers() -> None:
 
 @pytest.mark.parametrize(
     "labels",
-    [[0, 1, 2, 3], [0, 10, 20], [0, 2, 4, 6], [5, 6, 8], [0, 1, 2, 5], [0, 1, 2, 4, 5, 7, 8, 9, 10]],
+    [
+        [0, 1, 2, 3],
+        [0, 10, 20],
+        [0, 2, 4, 6],
+        [5, 6, 8],
+        [0, 1, 2, 5],
+        [0, 1, 2, 4, 5, 7, 8, 9, 10],
+    ],
 )
 def test_other_labels_are_taken_as_they_are(labels: list[int]) -> None:
     found, note = true_steps(np.array(labels))

@@ -124,9 +124,7 @@ def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
     def parts() -> Any:
         for rows in (slice(2, 4), slice(0, 2)):
             for tokens in (slice(0, 2), slice(2, 5)):
-                yield Part(
-                    where=(rows, tokens), read=lambda at=(rows, tokens): (bits[at], 1)
-                )
+                yield Part(where=(rows, tokens), read=lambda at=(rows, tokens): (bits[at], 1))
 
     path = tmp_path / "a"
     path.touch()

@@ -38,7 +38,9 @@ def test_steps_are_chosen_by_their_numbers(source: Source, steps: Any, expected:
     assert source.steps[rows].tolist() == list(expected)
 
 
-@pytest.mark.parametrize("steps", ["", "a", "1:2:3:4", "-3:", "::0", "1,,2", "21:", slice(-4, None)])
+@pytest.mark.parametrize(
+    "steps", ["", "a", "1:2:3:4", "-3:", "::0", "1,,2", "21:", slice(-4, None)]
+)
 def test_unreadable_or_empty_steps_are_refused(source: Source, steps: Any) -> None:
     with pytest.raises(InvalidArgument):
         select(source, steps=steps)

@@ -1,0 +1,188 @@
+"""Files that other programs wrote, sound and unsound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import trajstore
+from trajstore.errors import FormatError, InvalidArgument, RunExists, RunNotFound
+
+ROWS, TOKENS, HIDDEN = 12, 6, 4
+
+
+def notebook_file(path: Path, **changes: Any) -> Path:
+    """What the recorder of 15.1a saves, with changes; None leaves a key out."""
+    rng = np.random.default_rng(0)
+
+    def floats(*shape: int) -> np.ndarray:
+        values = rng.normal(size=shape).astype(ml_dtypes.bfloat16).astype("f4")
+        values[0] = 0
+        return values
+
+    losses = rng.normal(size=ROWS).astype("f4")
+    losses[0] = np.nan
+    arrays = {
+        "recorded_steps": np.array([0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 13]),
+        "dead_token_ids": np.array([1, 4]),
+        "live_token_ids": np.array([0, 2, 3, 5]),
+        "embeddings": floats(ROWS, TOKENS, HIDDEN) + 1,
+        "grads": floats(ROWS, TOKENS, HIDDEN),
+        "momentum": floats(ROWS, TOKENS, HIDDEN),
+        "variance": floats(ROWS, TOKENS, HIDDEN),
+        "logits": floats(ROWS, TOKENS),
+        "losses": losses,
+        "learning_rate": np.array(1e-3, "f4"),
+        "adam_beta1": np.array(0.9, "f4"),
+        "adam_beta2": np.array(0.999, "f4"),
+        "init_sigma": np.array(1e-5, "f4"),
+        "init_method_code": np.array(0, "i4"),
+    } | changes
+    save_file({key: array for key, array in arrays.items() if array is not None}, path)
+    return path
+
+
+def test_labels_that_counted_callbacks_are_corrected_and_said(tmp_path: Path) -> None:
+    file = notebook_file(tmp_path / "f")
+    done = trajstore.import_file(file, tmp_path / "run.zarr")
+    ds = trajstore.open_run(tmp_path / "run.zarr")
+    assert ds.step.values.tolist() == list(range(ROWS))
+    assert any("counted callbacks" in note and "every 5 rows" in note for note in done.notes)
+    assert ds.attrs["imported"]["notes"] == list(done.notes)
+
+
+def test_nothing_is_invented(tmp_path: Path) -> None:
+    notebook_file(tmp_path / "f", momentum=None, learning_rate=None)
+    done = trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr")
+    ds = trajstore.open_run(tmp_path / "run.zarr")
+    assert set(ds.data_vars) == {"W", "grad", "exp_avg_sq", "logits", "loss"}
+    assert set(ds.coords) == {"step", "token", "is_dead"}
+    assert ds.is_dead.values.tolist() == [False, True, False, False, True, False]
+    assert ds.attrs["optimizer"] == {"hyperparameters": {"betas": [0.9, 0.999]}}
+    assert ds.attrs["config"] == {"initialisation": {"sigma": 1e-5}}
+    assert any("does not hold momentum" in note for note in done.notes)
+    for name in ("grad", "logits", "loss"):
+        assert np.isnan(ds[name].values[0]).all()
+
+
+def test_float32_is_bfloat16_only_where_every_value_is(tmp_path: Path) -> None:
+    file = notebook_file(tmp_path / "f")
+    W = np.ones((ROWS, TOKENS, HIDDEN), "f4")
+    W[-1, -1, -1] = np.nextafter(np.float32(1), np.float32(2))
+    notebook_file(file, embeddings=W)
+    done = trajstore.import_file(file, tmp_path / "run.zarr")
+    assert done.variables["W"] == "float32"
+    assert done.variables["grad"] == "bfloat16"
+    assert done.variables["loss"] == "float32"
+    assert (trajstore.open_run(tmp_path / "run.zarr").W.values == W).all()
+
+
+def test_masks_of_another_file(tmp_path: Path) -> None:
+    notebook_file(tmp_path / "f", dead_token_ids=None, live_token_ids=None)
+    done = trajstore.import_file(tmp_path / "f", tmp_path / "without.zarr")
+    assert any("does not tell which tokens are dead" in note for note in done.notes)
+    mask = np.array([False, True, True, False, False, False])
+    save_file(
+        {"untrained_mask": mask, "trained_mask": ~mask, "untrained_indices": np.array([1, 2])},
+        tmp_path / "masks",
+    )
+    trajstore.import_file(tmp_path / "f", tmp_path / "with.zarr", masks=tmp_path / "masks")
+    assert (trajstore.open_run(tmp_path / "with.zarr").is_dead.values == mask).all()
+    for unfit in ({"a": mask}, {"untrained_mask": mask[:3]}, {"untrained_indices": np.array([9])}):
+        save_file(unfit, tmp_path / "masks")
+        with pytest.raises(FormatError):
+            trajstore.import_file(tmp_path / "f", tmp_path / "x.zarr", masks=tmp_path / "masks")
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "required": ({"embeddings": None}, "no known layout"),
+    "shape": ({"grads": np.zeros((ROWS, TOKENS, HIDDEN + 1), "f4")}, "grads has shape"),
+    "rows": ({"losses": np.zeros(ROWS - 1, "f4")}, "losses has shape"),
+    "flat": ({"embeddings": np.zeros((ROWS, TOKENS), "f4")}, "expected .step, token, hidden."),
+    "dtype": ({"embeddings": np.zeros((ROWS, TOKENS, HIDDEN), "i4")}, "embeddings is of type"),
+    "unused dtype": ({"embeddings": np.zeros((ROWS, TOKENS, HIDDEN), "u2")}, "is of type U16"),
+    "steps back": ({"recorded_steps": np.arange(ROWS)[::-1].copy()}, "increase"),
+    "float steps": ({"recorded_steps": np.arange(ROWS, dtype="f4")}, "recorded_steps is float32"),
+    "misaligned": ({"grads": np.ones((ROWS, TOKENS, HIDDEN), "f4")}, "no step had been taken"),
+    "ids": ({"dead_token_ids": np.array([TOKENS])}, "does not hold token ids"),
+    "both": ({"live_token_ids": np.arange(TOKENS)}, "disagree"),
+    "scalar": ({"learning_rate": np.ones(2, "f4")}, "learning_rate is float32 of shape"),
+    "token twice": ({"token": np.zeros(TOKENS, "i4")}, "distinct ids"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_contents_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    notebook_file(tmp_path / "f", **changes)
+    with pytest.raises(FormatError, match=message):
+        trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr")
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
+
+
+def test_a_forced_layout_says_which_keys_are_missing(tmp_path: Path) -> None:
+    notebook_file(tmp_path / "f")
+    with pytest.raises(FormatError, match="layout 14.1a requires deltas"):
+        trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr", layout="14.1a")
+    with pytest.raises(FormatError, match="layout native requires step, token"):
+        trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr", layout="native")
+    with pytest.raises(FormatError, match="no HDF5 file"):
+        trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr", layout="hdf5")
+    with pytest.raises(InvalidArgument, match="no layout '15'"):
+        trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr", layout="15")
+
+
+def test_1_12a_with_another_alignment_is_refused(tmp_path: Path) -> None:
+    W = np.arange(ROWS * TOKENS * HIDDEN).reshape(ROWS, TOKENS, HIDDEN).astype("f4")
+    save_file({"W": W, "grads": np.zeros_like(W)}, tmp_path / "f")
+    with pytest.raises(FormatError, match="both come before step 1"):
+        trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr")
+
+
+def test_the_dummy_logits_of_1_12a_are_left_out_and_said(tmp_path: Path) -> None:
+    W = np.arange(ROWS * TOKENS * HIDDEN).reshape(ROWS, TOKENS, HIDDEN).astype("f4")
+    W[1] = W[0]
+    save_file(
+        {"W": W, "grads": np.zeros_like(W), "logits": np.ones((ROWS, TOKENS), "f4")},
+        tmp_path / "f",
+        metadata={"learning_rate": "0.001", "n_layers": "2"},
+    )
+    done = trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr")
+    assert any("forward pass that no step made" in note for note in done.notes)
+    ds = trajstore.open_run(tmp_path / "run.zarr")
+    assert np.isnan(ds.logits.values[0]).all()
+    assert (ds.logits.values[1:] == 1).all()
+    assert (ds.W.values[:-1] == W[1:]).all()
+    assert ds.attrs["config"] == {"model": {"layers": 2}}
+
+
+def test_targets_and_sources_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RunNotFound, match="no file"):
+        trajstore.import_file(tmp_path / "none", tmp_path / "run.zarr")
+    file = notebook_file(tmp_path / "f")
+    trajstore.import_file(file, tmp_path / "run.zarr")
+    with pytest.raises(RunExists, match="already there"):
+        trajstore.import_file(file, tmp_path / "run.zarr")
+    notebook_file(file, losses=None)
+    trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True)
+    assert "loss" not in trajstore.open_run(tmp_path / "run.zarr")
+    # A failure leaves what was there as it was.
+    notebook_file(file, embeddings=None)
+    with pytest.raises(FormatError):
+        trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True)
+    assert "loss" not in trajstore.open_run(tmp_path / "run.zarr")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f", "run.zarr"]
+
+
+def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    file = notebook_file(tmp_path / "f")
+    with pytest.raises(KeyboardInterrupt):
+        trajstore.import_file(file, tmp_path / "run.zarr", on_progress=interrupt)
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]

@@ -1,0 +1,238 @@
+"""What the notebooks' files hold, row by row, against a run that is known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from exchange_runs import assert_same_run, write_run
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+import trajstore
+from trajstore.errors import InvalidArgument, VariableNotRecorded
+
+ALL = {
+    "W": "bfloat16",
+    "grad": "bfloat16",
+    "exp_avg": "bfloat16",
+    "exp_avg_sq": "bfloat16",
+    "logits": "bfloat16",
+    "loss": "float32",
+}
+CONFIG = {
+    "model": {"vocab_size": 7, "hidden": 3, "layers": 2, "heads": 1},
+    "training": {"steps": 10, "batch_size": 32},
+    "initialisation": {"kind": "point", "sigma": 1e-5},
+}
+OPTIMIZER = {
+    "hyperparameters": {"lr": 0.0, "initial_lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.01}
+}
+ROWS, TOKENS = 11, 7
+DEAD = [0, 3, 6]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
+    path = tmp_path / "run.zarr"
+    bits = write_run(
+        path,
+        ALL,
+        rows=ROWS,
+        tokens=TOKENS,
+        hidden=3,
+        config=CONFIG,
+        attributes={"optimizer": OPTIMIZER},
+    )
+    values = {
+        name: array.view(ml_dtypes.bfloat16 if ALL[name] == "bfloat16" else "f4")
+        for name, array in bits.items()
+    }
+    return path, values
+
+
+def f4(array: np.ndarray) -> np.ndarray:
+    return array.astype("f4")
+
+
+def test_15_1a(run: Any, tmp_path: Path) -> None:
+    path, values = run
+    done = trajstore.export(path, tmp_path / "f", layout="15.1a")
+    file = load_file(tmp_path / "f")
+    assert done.notes == ()
+    assert file["recorded_steps"].tolist() == list(range(ROWS))
+    assert file["recorded_steps"].dtype == np.int64
+    assert file["dead_token_ids"].tolist() == DEAD
+    assert file["live_token_ids"].tolist() == [1, 2, 4, 5]
+    names = {"embeddings": "W", "grads": "grad", "momentum": "exp_avg", "variance": "exp_avg_sq"}
+    for key, name in (names | {"logits": "logits"}).items():
+        assert file[key].dtype == np.float32
+        assert (file[key][1:] == f4(values[name])[1:]).all()
+    assert (file["embeddings"][0] == f4(values["W"])[0]).all()
+    for key in ("grads", "momentum", "variance", "logits"):
+        assert (file[key][0] == 0).all()
+    assert np.isnan(file["losses"][0])
+    assert (file["losses"][1:] == values["loss"][1:]).all()
+    scalars = {"init_sigma": 1e-5, "learning_rate": 1e-3, "weight_decay": 0.01}
+    for key, value in (scalars | {"adam_beta1": 0.9, "adam_beta2": 0.999}).items():
+        assert file[key].shape == ()
+        assert file[key] == np.float32(value)
+    assert file["init_method_code"].dtype == np.int32
+    assert file["init_method_code"] == 0
+    assert set(file) == {
+        *names, "logits", "losses", "recorded_steps", "dead_token_ids", "live_token_ids",
+        "init_sigma", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
+        "init_method_code",
+    }  # fmt: skip
+    back = trajstore.import_file(tmp_path / "f", tmp_path / "back.zarr")
+    assert back.layout == "15.1a"
+    assert_same_run(path, tmp_path / "back.zarr", besides=("token_count", "token_text"))
+
+
+def test_14_1a(run: Any, tmp_path: Path) -> None:
+    path, values = run
+    trajstore.export(path, tmp_path / "f", layout="14.1a")
+    file = load_file(tmp_path / "f")
+    W = f4(values["W"])
+    assert file["deltas"].dtype == np.float32
+    assert (file["deltas"][0] == 0).all()
+    assert (file["deltas"][1:] == W[1:] - W[:-1]).all()
+    assert (file["grads"][0] == 0).all()
+    assert (file["grads"][1:] == f4(values["grad"])[1:]).all()
+    assert set(file) == {
+        "recorded_steps", "dead_token_ids", "live_token_ids", "grads", "deltas", "init_sigma",
+        "learning_rate", "weight_decay",
+    }  # fmt: skip
+    done = trajstore.import_file(tmp_path / "f", tmp_path / "back.zarr")
+    assert done.layout == "14.1a"
+    assert set(done.variables) == {"grad", "delta"}
+    assert any("no W" in note for note in done.notes)
+    # What was imported so goes out so again.
+    trajstore.export(tmp_path / "back.zarr", tmp_path / "again", layout="14.1a")
+    again = load_file(tmp_path / "again")
+    assert all((again[key] == file[key]).all() for key in file)
+
+
+def test_1_12f(run: Any, tmp_path: Path) -> None:
+    path, values = run
+    done = trajstore.export(path, tmp_path / "f", layout="1.12f")
+    file = load_file(tmp_path / "f")
+    names = {"embeddings": "W", "grads": "grad", "momentum": "exp_avg", "variance": "exp_avg_sq"}
+    for key, name in (names | {"logits": "logits"}).items():
+        assert file[key].dtype == ml_dtypes.bfloat16
+        assert file[key][1:].tobytes() == values[name][1:].tobytes()
+    assert file["losses"].dtype == ml_dtypes.bfloat16
+    assert np.isnan(f4(file["losses"])[0])
+    assert (file["losses"][1:] == values["loss"].astype(ml_dtypes.bfloat16)[1:]).all()
+    assert any("values of losses were rounded" in note for note in done.notes)
+    assert file["n_trained"] == TOKENS - len(DEAD)
+    assert file["n_untrained"] == len(DEAD)
+    assert file["init_scale"] == np.float32(1e-5)
+    back = trajstore.import_file(tmp_path / "f", tmp_path / "back.zarr")
+    assert back.layout == "1.12f"
+    assert back.variables == dict.fromkeys(ALL, "bfloat16")
+    besides = ("token_count", "token_text", "is_dead", "loss")
+    assert_same_run(path, tmp_path / "back.zarr", besides=besides)
+
+
+def test_1_12a_is_shifted_out_and_back(run: Any, tmp_path: Path) -> None:
+    path, values = run
+    done = trajstore.export(path, tmp_path / "f", layout="1.12a")
+    file = load_file(tmp_path / "f")
+    assert set(file) == {"W", "grads", "momentum", "variance", "logits", "loss"}
+    dtypes = {"W": ml_dtypes.bfloat16, "grads": ml_dtypes.bfloat16}
+    for key, array in file.items():
+        assert array.dtype == dtypes.get(key, np.float32)
+        assert len(array) == ROWS
+    for key, name in {"W": "W", "momentum": "exp_avg", "variance": "exp_avg_sq"}.items():
+        assert (f4(file[key])[1:] == f4(values[name])[:-1]).all()
+        assert (f4(file[key])[0] == f4(values[name])[0]).all()
+    assert (file["momentum"][:2] == 0).all()
+    assert (f4(file["grads"])[0] == 0).all()
+    assert file["grads"][1:].tobytes() == values["grad"][1:].tobytes()
+    assert file["loss"][0] == 0
+    assert (file["loss"][1:] == values["loss"][1:]).all()
+    assert np.isnan(file["logits"][0]).all()
+    assert any("after step 10 are not in the file" in note for note in done.notes)
+    with safe_open(tmp_path / "f", "numpy") as opened:
+        metadata = opened.metadata()
+    told = {
+        "model": "GPT2", "vocab_size": "7", "hidden_dim": "3", "n_layers": "2", "n_heads": "1",
+        "n_steps": "10", "batch_size": "32", "learning_rate": "0.001",
+        "final_loss": str(float(values["loss"][-1])),
+    }  # fmt: skip
+    assert told.items() <= metadata.items()
+
+    back = trajstore.import_file(tmp_path / "f", tmp_path / "back.zarr")
+    assert any("NaN in the run" in note for note in back.notes)
+    ds = trajstore.open_run(tmp_path / "back.zarr").load()
+    for name in ("W", "exp_avg", "exp_avg_sq"):
+        assert (ds[name].values[:-1] == f4(values[name])[:-1]).all()
+        assert np.isnan(ds[name].values[-1]).all()
+    besides = ("W", "exp_avg", "exp_avg_sq", "token_count", "token_text", "is_dead")
+    assert_same_run(path, tmp_path / "back.zarr", besides=besides)
+    trajstore.export(tmp_path / "back.zarr", tmp_path / "again", layout="1.12a")
+    again = load_file(tmp_path / "again")
+    assert all(again[key].tobytes() == file[key].tobytes() for key in file)
+
+
+@pytest.mark.parametrize("layout", ["14.1a", "1.12a"])
+def test_selected_rows_keep_what_was_before_them(run: Any, tmp_path: Path, layout: str) -> None:
+    path, values = run
+    trajstore.export(path, tmp_path / "f", layout=layout, steps="3,7:10")
+    file = load_file(tmp_path / "f")
+    W, at = f4(values["W"]), np.array([3, 7, 8, 9])
+    assert file["recorded_steps"].tolist() == at.tolist()
+    if layout == "14.1a":
+        assert (file["deltas"] == W[at] - W[at - 1]).all()
+    else:
+        assert (f4(file["W"]) == W[at - 1]).all()
+
+
+def test_selected_tokens_are_listed_by_place(run: Any, tmp_path: Path) -> None:
+    path, values = run
+    trajstore.export(path, tmp_path / "f", layout="15.1a", tokens=[1, 3, 4, 6])
+    file = load_file(tmp_path / "f")
+    assert file["dead_token_ids"].tolist() == [1, 3]
+    assert file["live_token_ids"].tolist() == [0, 2]
+    assert file["token"].tolist() == [1, 3, 4, 6]
+    assert (file["embeddings"] == f4(values["W"])[:, [1, 3, 4, 6]]).all()
+    trajstore.import_file(tmp_path / "f", tmp_path / "back.zarr")
+    back = trajstore.open_run(tmp_path / "back.zarr")
+    assert back.token.values.tolist() == [1, 3, 4, 6]
+    assert back.is_dead.values.tolist() == [False, True, False, True]
+
+
+def test_a_row_that_is_not_there_is_not_made_up(tmp_path: Path) -> None:
+    write_run(
+        tmp_path / "run.zarr", ALL, rows=4, tokens=3, hidden=2, steps=np.array([0, 10, 20, 30])
+    )
+    with pytest.raises(InvalidArgument, match="before step 10"):
+        trajstore.export(tmp_path / "run.zarr", tmp_path / "f", layout="1.12a")
+    assert not (tmp_path / "f").exists()
+
+
+def test_missing_variables_and_unknown_scalars(tmp_path: Path) -> None:
+    variables = {"W": "bfloat16", "grad": "bfloat16"}
+    write_run(tmp_path / "run.zarr", variables, rows=4, tokens=3, hidden=2)
+    with pytest.raises(VariableNotRecorded, match="exp_avg was not recorded"):
+        trajstore.export(tmp_path / "run.zarr", tmp_path / "f", layout="15.1a")
+    done = trajstore.export(tmp_path / "run.zarr", tmp_path / "f", layout="14.1a")
+    assert any("init_sigma, learning_rate, weight_decay left out" in note for note in done.notes)
+    done = trajstore.export(tmp_path / "run.zarr", tmp_path / "g", layout="14.1a", variables="grad")
+    assert any("deltas left out" in note for note in done.notes)
+
+
+def test_float32_weights_are_rounded_only_audibly(tmp_path: Path) -> None:
+    bits = write_run(
+        tmp_path / "run.zarr", dict.fromkeys(ALL, "float32"), rows=5, tokens=3, hidden=2
+    )
+    done = trajstore.export(tmp_path / "run.zarr", tmp_path / "f", layout="1.12f")
+    W = bits["W"].view("f4")
+    expected = W.astype(ml_dtypes.bfloat16)
+    assert (load_file(tmp_path / "f")["embeddings"] == expected).all()
+    changed = np.count_nonzero(expected.astype("f4") != W)
+    assert any(note.startswith(f"{changed} values of embeddings") for note in done.notes)
