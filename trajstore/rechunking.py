@@ -84,7 +84,7 @@ def write_zarr(
         token=token,
         hidden=hidden[0] if hidden else 1,
         variables={name: tensor.dtype for name, tensor in tensors.items()},
-        memory=budget - held * row,
+        memory=max(budget - held * row, 1),
         block_rows=block_rows,
         encoding=encoding,
         attributes=kept,

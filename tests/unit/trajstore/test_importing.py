@@ -126,7 +126,7 @@ def test_wrong_contents_are_refused(tmp_path: Path, changes: dict[str, Any], mes
 
 def test_a_forced_layout_says_which_keys_are_missing(tmp_path: Path) -> None:
     notebook_file(tmp_path / "f")
-    with pytest.raises(FormatError, match="layout 14.1a requires deltas"):
+    with pytest.raises(FormatError, match=r"layout 14\.1a requires deltas"):
         trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr", layout="14.1a")
     with pytest.raises(FormatError, match="layout native requires step, token"):
         trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr", layout="native")

@@ -1,0 +1,230 @@
+"""Importers against damaged and made-up files: an error or a run, never anything else.
+
+``TRAJSTORE_FUZZ=200000`` tries that many damaged files of each kind instead of a few thousand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from exchange_runs import write_run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import trajstore
+from trajstore.errors import TrajstoreError
+from trajstore.notebook_contents import safetensors_content
+from trajstore.safetensors import SafetensorsFile
+
+TRIES = int(os.environ.get("TRAJSTORE_FUZZ", "3000"))
+VARIABLES = {
+    "W": "bfloat16",
+    "grad": "bfloat16",
+    "exp_avg": "bfloat16",
+    "exp_avg_sq": "bfloat16",
+    "logits": "bfloat16",
+    "loss": "float32",
+}
+INTERESTING = [0, 1, 2, 7, 8, 255, 1 << 31, (1 << 32) - 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
+
+
+def samples(folder: Path) -> list[bytes]:
+    """A sound file of each layout."""
+    write_run(folder / "run.zarr", VARIABLES, rows=4, tokens=3, hidden=2)
+    made = []
+    for layout in ("native", "15.1a", "14.1a", "1.12a", "1.12f"):
+        trajstore.export(folder / "run.zarr", folder / "f", layout=layout, overwrite=True)
+        made.append((folder / "f").read_bytes())
+    return made
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    made = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        kind = rng.randrange(6)
+        at = rng.randrange(len(made)) if made else 0
+        # The header is where most can go wrong.
+        at = min(at, rng.randrange(4096)) if rng.random() < 0.7 else at
+        if kind == 0:
+            made[at : at + 1] = bytes([rng.randrange(256)])
+        elif kind == 1:
+            del made[at : at + rng.choice((1, 4, 64, 4096))]
+        elif kind == 2:
+            made[at:at] = made[at : at + rng.choice((1, 8, 100))]
+        elif kind == 3:
+            made[0:8] = rng.choice(INTERESTING).to_bytes(8, "little")
+        elif kind == 4:
+            digits = [i for i in range(8, min(len(made), 4096)) if 48 <= made[i] < 58]
+            if digits:
+                at = rng.choice(digits)
+                made[at : at + 1] = str(rng.choice(INTERESTING)).encode()
+        else:
+            del made[at:]
+    return bytes(made)
+
+
+def read_all(path: Path) -> None:
+    """Everything that an import reads of a file, but for writing the run."""
+    with SafetensorsFile(path) as file:
+        content = safetensors_content(file)
+        for held in content.held:
+            assert held.rows == len(content.steps)
+            held.read(0, held.rows)
+
+
+def test_damaged_safetensors_are_errors(tmp_path: Path) -> None:
+    good, rng, path = samples(tmp_path), random.Random(7), tmp_path / "fuzz"
+    accepted = 0
+    tracemalloc.start()
+    try:
+        for number in range(TRIES):
+            data = damaged(good[number % len(good)], rng)
+            path.write_bytes(data)
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            try:
+                read_all(path)
+                accepted += 1
+            except TrajstoreError:
+                pass
+            used = tracemalloc.get_traced_memory()[1] - before
+            assert used < 300_000 + 30 * len(data), f"try {number}: {used} bytes for {len(data)}"
+    finally:
+        tracemalloc.stop()
+    # Damage to the values themselves cannot be seen; damage to the header must be.
+    assert 0 < accepted < TRIES / 2
+
+
+def test_damaged_safetensors_never_make_half_a_run(tmp_path: Path) -> None:
+    good, rng, path = samples(tmp_path), random.Random(11), tmp_path / "fuzz"
+    for number in range(200):
+        path.write_bytes(damaged(good[number % len(good)], rng))
+        target = tmp_path / "back.zarr"
+        try:
+            done = trajstore.import_file(path, target, overwrite=True)
+        except TrajstoreError:
+            pass
+        else:
+            assert trajstore.open_run(target).sizes["step"] == done.rows
+        assert {each.name for each in tmp_path.iterdir()} <= {"run.zarr", "f", "fuzz", "back.zarr"}
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 1 << 65) | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=12,
+)
+KEYS = st.sampled_from(
+    ["W", "grads", "step", "token", "embeddings", "recorded_steps", "deltas", "__metadata__", "é"]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    header=st.dictionaries(
+        KEYS,
+        st.fixed_dictionaries(
+            {
+                "dtype": st.sampled_from(["BF16", "F32", "I64", "BOOL", "U8", "X"]),
+                "shape": st.lists(st.integers(0, 4), max_size=4) | JSON,
+                "data_offsets": st.lists(st.integers(0, 64), min_size=2, max_size=2) | JSON,
+            }
+        )
+        | JSON,
+    ),
+    data=st.binary(max_size=64),
+    attributes=JSON,
+)
+def test_made_up_headers(header: dict[str, Any], data: bytes, attributes: Any) -> None:
+    if isinstance(header.get("__metadata__"), dict):
+        header["__metadata__"] = {"format": "trajstore", "attributes": json.dumps(attributes)}
+    text = json.dumps(header).encode()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "f")
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+        try:
+            trajstore.import_file(path, Path(folder, "run.zarr"))
+        except TrajstoreError:
+            assert os.listdir(folder) == ["f"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(attributes=JSON, texts=JSON)
+def test_made_up_metadata_of_a_sound_file(attributes: Any, texts: Any) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        from safetensors.numpy import save_file
+
+        attributes = {"config": attributes, "optimizer": {}, "created": "x"}
+        save_file(
+            {"W": np.zeros((2, 2, 1), "f4"), "step": np.arange(2), "token": np.arange(2)},
+            Path(folder, "f"),
+            metadata={
+                "format": "trajstore",
+                "attributes": json.dumps(attributes),
+                "token_text": json.dumps(texts),
+            },
+        )
+        try:
+            trajstore.import_file(Path(folder, "f"), Path(folder, "run.zarr"))
+        except TrajstoreError:
+            assert os.listdir(folder) == ["f"]
+        else:
+            trajstore.open_run(Path(folder, "run.zarr")).load()
+
+
+HDF5_FUZZ = """
+import random, resource, sys
+from pathlib import Path
+from trajstore.errors import TrajstoreError
+from trajstore.hdf5 import Hdf5File
+from trajstore.hdf5_contents import hdf5_content
+
+good, path, first, last = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2]), *map(int, sys.argv[3:])
+resource.setrlimit(resource.RLIMIT_CPU, (600, 600))
+accepted = 0
+for number in range(first, last):
+    rng = random.Random(number)
+    data = bytearray(good)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        data[rng.randrange(8, len(data))] = rng.randrange(256)
+    if rng.random() < 0.2:
+        del data[rng.randrange(8, len(data)):]
+    path.write_bytes(data)
+    print(number, flush=True)
+    try:
+        with Hdf5File(path) as file:
+            for held in hdf5_content(file).held:
+                held.read(0, held.rows)
+        accepted += 1
+    except TrajstoreError:
+        pass
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert peak < 1 << 20, f"{peak} KiB"
+print("accepted", accepted)
+"""
+
+
+def test_damaged_hdf5_is_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("h5py")
+    write_run(tmp_path / "run.zarr", VARIABLES, rows=4, tokens=3, hidden=2)
+    trajstore.export(tmp_path / "run.zarr", tmp_path / "f.h5", format="hdf5")
+    tries = max(TRIES // 3, 1)
+    done = subprocess.run(
+        [sys.executable, "-c", HDF5_FUZZ, tmp_path / "f.h5", tmp_path / "fuzz", "0", str(tries)],
+        capture_output=True,
+        text=True,
+        timeout=3000,
+    )
+    *_, last = done.stdout.splitlines()
+    assert done.returncode == 0, f"exit {done.returncode} at {last}: {done.stderr[-2000:]}"
+    assert 0 < int(last.split()[1]) < tries

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from exchange_runs import assert_same_run
+
+import trajstore
+from trajstore.errors import FormatError, MissingExtra
+
+h5py = pytest.importorskip("h5py")
+
+SmallRun = tuple[Path, dict[str, np.ndarray]]
+ROWS, TOKENS, HIDDEN = 9, 5, 3
+
+
+def foreign(path: Path, **changes: Any) -> Path:
+    """A file as a loop with h5py writes it; None leaves a dataset out."""
+    rng = np.random.default_rng(0)
+    shape = (ROWS, TOKENS, HIDDEN)
+    bits = {
+        name: (rng.normal(size=shape).astype("f4").view("u4") >> 16).astype("u2")
+        for name in ("W", "grad_W", "momentum_W", "variance_W")
+    }
+    for name in ("grad_W", "momentum_W", "variance_W"):
+        bits[name][0] = 0
+    losses = rng.normal(size=ROWS).astype("f4")
+    losses[0] = np.nan
+    mask = np.arange(TOKENS) % 2 == 0
+    arrays = {**bits, "losses": losses, "trained_mask": ~mask, "untrained_mask": mask} | changes
+    with h5py.File(path, "w") as file:
+        for name, array in arrays.items():
+            if array is not None:
+                chunked = name in bits and name != "W"
+                file.create_dataset(
+                    name, data=array, chunks=(4, 2, 3) if chunked else None,
+                    compression="gzip" if chunked else None,
+                )  # fmt: skip
+    return path
+
+
+def test_h5py_reads_the_bits(small_run: SmallRun, tmp_path: Path) -> None:
+    path, bits = small_run
+    trajstore.export(path, tmp_path / "f.h5", format="hdf5")
+    with h5py.File(tmp_path / "f.h5") as file:
+        assert file["W"].dtype == np.uint16
+        assert file["W"].attrs["native_dtype"] == "bfloat16"
+        assert file["W"].chunks == (1, 10, 6)
+        assert (file["W"][...] == bits["W"]).all()
+        assert (file["grad_W"][...] == bits["grad"]).all()
+        assert file["losses"].dtype == np.float32
+        assert (file["losses"][...].view("u4") == bits["loss"]).all()
+        assert (file["untrained_mask"][...] == (np.arange(10) % 3 == 0)).all()
+        assert file["recorded_steps"][...].tolist() == list(range(0, 21, 2))
+    done = trajstore.import_file(tmp_path / "f.h5", tmp_path / "back.zarr")
+    assert done.layout == "hdf5"
+    assert_same_run(path, tmp_path / "back.zarr")
+
+
+def test_a_file_of_other_users(tmp_path: Path) -> None:
+    done = trajstore.import_file(foreign(tmp_path / "f.h5"), tmp_path / "run.zarr")
+    ds = trajstore.open_run(tmp_path / "run.zarr").load()
+    assert done.variables == {
+        "W": "bfloat16", "grad": "bfloat16", "exp_avg": "bfloat16", "exp_avg_sq": "bfloat16",
+        "loss": "float32",
+    }  # fmt: skip
+    with h5py.File(tmp_path / "f.h5") as file:
+        assert (ds.W.values == file["W"][...].view(ml_dtypes.bfloat16).astype("f4")).all()
+        assert (ds.grad.values[1:] == file["grad_W"][1:].view(ml_dtypes.bfloat16)).all()
+        assert (ds.is_dead.values == file["untrained_mask"][...]).all()
+    assert np.isnan(ds.grad.values[0]).all()
+    assert (ds.exp_avg.values[0] == 0).all()
+    assert ds.step.values.tolist() == list(range(ROWS))
+    assert any("labels no steps" in note for note in done.notes)
+    assert any("does not hold logits" in note for note in done.notes)
+
+
+def test_float_data_and_labels_with_a_hole(tmp_path: Path) -> None:
+    W = np.arange(ROWS * TOKENS * HIDDEN, dtype="f4").reshape(ROWS, TOKENS, HIDDEN)
+    labels = np.array([0, 1, 2, 3, 4, 6, 7, 8, 9])
+    foreign(tmp_path / "f.h5", W=W, recorded_steps=labels, grad_W=None)
+    done = trajstore.import_file(tmp_path / "f.h5", tmp_path / "run.zarr")
+    assert done.variables["W"] == "bfloat16"
+    assert done.last_step == ROWS - 1
+    foreign(tmp_path / "f.h5", W=W + 0.001, losses=np.ones(ROWS) * np.nan)
+    done = trajstore.import_file(tmp_path / "f.h5", tmp_path / "second.zarr")
+    assert done.variables["W"] == "float32"
+    assert done.variables["loss"] == "float64"
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no W": ({"W": None}, "the dataset W is missing"),
+    "flat W": ({"W": np.zeros((3, 4), "u2")}, "expected .step, token, hidden."),
+    "empty W": ({"W": np.zeros((0, 4, 3), "u2")}, "none of them 0"),
+    "integers": ({"W": np.zeros((ROWS, TOKENS, HIDDEN), "i4")}, "W is of type int32"),
+    "rows": ({"losses": np.zeros(3, "f4")}, "losses has shape"),
+    "steps": ({"steps": np.arange(ROWS)[::-1]}, "increase"),
+    "text as steps": ({"steps": "abc"}, "expected whole numbers"),
+    "misaligned": ({"losses": np.ones(ROWS, "f4")}, "no step had been taken"),
+    "masks": ({"trained_mask": np.ones(TOKENS, bool)}, "disagree"),
+    "attributes": ({"trajstore_json": "{"}, "attributes cannot be read"),
+    "attributes that are numbers": ({"trajstore_json": np.zeros(3)}, "trajstore_json"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_contents_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        trajstore.import_file(foreign(tmp_path / "f.h5", **changes), tmp_path / "run.zarr")
+    assert [path.name for path in tmp_path.iterdir()] == ["f.h5"]
+
+
+def test_sizes_that_are_announced_and_not_stored_are_refused(tmp_path: Path) -> None:
+    for chunks in (None, (1, 50_257, 64), (400, 50_257, 64)):
+        with h5py.File(tmp_path / "f.h5", "w") as file:
+            file.create_dataset("W", (1 << 20, 50_257, 64), "u2", chunks=chunks)
+        assert (tmp_path / "f.h5").stat().st_size < 1 << 20
+        with pytest.raises(FormatError, match="is not a sound HDF5 file: W"):
+            trajstore.import_file(tmp_path / "f.h5", tmp_path / "run.zarr")
+
+
+def test_values_in_other_files_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(bytes(ROWS * TOKENS * HIDDEN * 2))
+    file_path = foreign(tmp_path / "f.h5", W=None)
+    shape = (ROWS, TOKENS, HIDDEN)
+    with h5py.File(file_path, "a") as file:
+        file.create_dataset("W", shape, "u2", external=[(str(tmp_path / "secret"), 0, 270)])
+    with pytest.raises(FormatError, match="other files"):
+        trajstore.import_file(file_path, tmp_path / "run.zarr")
+    other = foreign(tmp_path / "other.h5")
+    with h5py.File(file_path, "a") as file:
+        del file["W"]
+        file["W"] = h5py.ExternalLink(str(other), "/W")
+    with pytest.raises(FormatError, match="W is missing"):
+        trajstore.import_file(file_path, tmp_path / "run.zarr")
+
+
+def test_truncated_files_are_refused(tmp_path: Path) -> None:
+    whole = foreign(tmp_path / "f.h5").read_bytes()
+    for length in range(8, len(whole), 97):
+        (tmp_path / "f.h5").write_bytes(whole[:length])
+        with pytest.raises(FormatError):
+            trajstore.import_file(tmp_path / "f.h5", tmp_path / "run.zarr")
+
+
+def test_a_missing_extra_is_named(
+    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(MissingExtra, match=r"trajstore\[hdf5\]"):
+        trajstore.export(small_run[0], tmp_path / "f.h5", format="hdf5")
+    assert [path.name for path in tmp_path.iterdir()] == [small_run[0].name]
