@@ -1,0 +1,191 @@
+"""`trajstore export` and `import` as installed, and the notebooks' own figures from their files."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import xarray as xr
+from conftest import Cli
+from exchange_runs import assert_same_run, write_run
+from safetensors.numpy import load_file, save_file
+
+ALL = {
+    "W": "bfloat16",
+    "grad": "bfloat16",
+    "exp_avg": "bfloat16",
+    "exp_avg_sq": "bfloat16",
+    "logits": "bfloat16",
+    "loss": "float32",
+}
+ROWS, TOKENS = 41, 30
+DEAD = np.arange(0, TOKENS, 3)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("exchange") / "run.zarr"
+    write_run(
+        path,
+        ALL,
+        rows=ROWS,
+        tokens=TOKENS,
+        hidden=8,
+        block_rows=16,
+        encoding="delta",
+        config={"initialisation": {"kind": "point", "sigma": 1e-5}},
+        attributes={"optimizer": {"hyperparameters": {"lr": 1e-3, "betas": [0.9, 0.999]}}},
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def summary(trajstore_cli: Cli, run: Path) -> xr.Dataset:
+    """The tables that `trajstore summary` prints."""
+    tables = json.loads(trajstore_cli("summary", run, "--json").stdout)
+    return xr.Dataset({name: (table["dims"], table["values"]) for name, table in tables.items()})
+
+
+def close(got: Any, expected: Any) -> bool:
+    return bool(np.isclose(float(got), float(expected), rtol=1e-5))
+
+
+def test_the_gradient_analysis_of_14_1a(
+    trajstore_cli: Cli, run: Path, summary: xr.Dataset, tmp_path: Path
+) -> None:
+    trajstore_cli("export", run, "--layout", "14.1a", "-o", tmp_path / "f")
+    file = load_file(tmp_path / "f")
+    norms = {
+        name: np.linalg.norm(file["grads"][:, file[f"{name}_token_ids"], :], axis=2)
+        for name in ("dead", "live")
+    }
+    for name, by_row in norms.items():
+        for when, row in (("first", 1), ("last", -1)):
+            told = summary["grad_norms"].sel(population=name, when=when)
+            assert close(told.sel(statistic="mean"), by_row[row].mean())
+            assert close(told.sel(statistic="max"), by_row[row].max())
+            assert close(told.sel(statistic="min"), by_row[row].min())
+    assert close(summary["max_dead_grad_norm"], norms["dead"][1:].max())
+    assert summary["when_step"].values.tolist() == file["recorded_steps"][[1, -1]].tolist()
+
+
+def test_the_verification_of_15_1a(
+    trajstore_cli: Cli, run: Path, summary: xr.Dataset, tmp_path: Path
+) -> None:
+    trajstore_cli("export", run, "--layout", "15.1a", "-o", tmp_path / "f")
+    file = load_file(tmp_path / "f")
+    centroids = summary["centroid_norm"].sel(population="all")
+    assert close(centroids.sel(state="first"), np.linalg.norm(file["embeddings"][0].mean(axis=0)))
+    assert close(centroids.sel(state="last"), np.linalg.norm(file["embeddings"][-1].mean(axis=0)))
+    dead = np.linalg.norm(file["grads"][1, file["dead_token_ids"], :], axis=1)
+    told = summary["grad_norms"].sel(population="dead", when="first", statistic="mean")
+    assert close(told, dead.mean())
+    logits = summary["logits"]
+    assert close(logits.sel(logit_statistic="min"), file["logits"][1].min())
+    assert close(logits.sel(logit_statistic="max"), file["logits"][1].max())
+    assert close(logits.sel(logit_statistic="range"), np.ptp(file["logits"][1]))
+    assert close(logits.sel(logit_statistic="std"), file["logits"][1].std(ddof=1))
+    assert close(summary["loss"].sel(when="first"), file["losses"][1])
+    assert close(summary["loss"].sel(when="last"), file["losses"][-1])
+
+
+def test_the_verification_of_1_12f(
+    trajstore_cli: Cli, run: Path, summary: xr.Dataset, tmp_path: Path
+) -> None:
+    trajstore_cli("export", run, "--layout", "1.12f", "-o", tmp_path / "f")
+    file = load_file(tmp_path / "f")
+    W = file["embeddings"][[0, -1]][:, DEAD].astype("f4")
+    moved = np.linalg.norm(W[1] - W[0], axis=1)
+    told = summary["displacement"].sel(population="dead")
+    assert close(told.sel(statistic="max"), moved.max())
+    assert close(told.sel(statistic="mean"), moved.mean())
+    assert close(told.sel(statistic="median"), np.median(moved))
+    for when, row in (("first", 1), ("last", -1)):
+        loss = np.float32(summary["loss"].sel(when=when)).astype(ml_dtypes.bfloat16)
+        assert loss == file["losses"][row]
+    # The same tables come out of the file once it is a run again, told which tokens are dead.
+    save_file({"untrained_indices": DEAD}, tmp_path / "masks")
+    trajstore_cli(
+        "import", tmp_path / "f", "--masks", tmp_path / "masks", "-o", tmp_path / "back.zarr"
+    )
+    tables = json.loads(trajstore_cli("summary", tmp_path / "back.zarr", "--json").stdout)
+    for name in ("grad_norms", "displacement", "centroid_norm", "logits", "max_dead_grad_norm"):
+        assert (np.array(tables[name]["values"], float) == summary[name].values).all()
+
+
+def test_the_last_line_of_1_12a(
+    trajstore_cli: Cli, run: Path, summary: xr.Dataset, tmp_path: Path
+) -> None:
+    done = trajstore_cli("export", run, "--layout", "1.12a", "-o", tmp_path / "f")
+    assert "Note: W, momentum and variance are those before the step of their row" in done.stdout
+    file = load_file(tmp_path / "f")
+    assert close(file["loss"][-1], summary["loss"].sel(when="last"))
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hdf5", "zarr"])
+def test_out_and_in_with_json(trajstore_cli: Cli, run: Path, tmp_path: Path, form: str) -> None:
+    back = tmp_path / "back.zarr"
+    file = back if form == "zarr" else tmp_path / "f"
+    facts = json.loads(trajstore_cli("export", run, "--format", form, "-o", file, "--json").stdout)
+    assert facts["path"] == str(file)
+    assert (facts["format"], facts["rows"], facts["tokens"]) == (form, ROWS, TOKENS)
+    if form != "zarr":
+        facts = json.loads(trajstore_cli("import", file, "-o", back, "--json").stdout)
+        assert facts["variables"] == ALL
+        assert (facts["first_step"], facts["last_step"]) == (0, ROWS - 1)
+    assert_same_run(run, back)
+
+
+def test_a_subset(trajstore_cli: Cli, run: Path, tmp_path: Path) -> None:
+    options = ["--steps", "0:30:10,5", "--tokens", "dead", "--vars", "W,loss"]
+    trajstore_cli("export", run, *options, "-o", tmp_path / "f")
+    trajstore_cli("import", tmp_path / "f", "-o", tmp_path / "back.zarr")
+    expected = xr.open_zarr(run)[["W", "loss"]].sel(step=[0, 5, 10, 20]).isel(token=DEAD)
+    assert_same_run(expected, tmp_path / "back.zarr")
+
+
+def test_wrong_calls_are_one_sentence(trajstore_cli: Cli, run: Path, tmp_path: Path) -> None:
+    file = tmp_path / "f"
+    assert "choose from" in trajstore_cli("export", run, "--format", "csv", "-o", file, rc=2).stderr
+    trajstore_cli("export", run, "-o", file)
+    refused = trajstore_cli("export", run, "-o", file, rc=2).stderr
+    assert len(refused.splitlines()) == 1
+    assert "already there" in refused
+    trajstore_cli("export", run, "-o", file, "--overwrite")
+    file.write_bytes(file.read_bytes()[:-1])
+    refused = trajstore_cli("import", file, "-o", tmp_path / "back.zarr", rc=1).stderr
+    assert "is not a sound safetensors file" in refused
+    assert "cut short" in refused
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing(run: Path, tmp_path: Path, number: signal.Signals) -> None:
+    # The signal comes when the file is half written, not at some moment: the process sends it.
+    code = (
+        "import os, sys\n"
+        "from trajstore import cli\n"
+        "from trajstore.console import BytesProgress\n"
+        f"BytesProgress.show = lambda self, done, total: os.kill(os.getpid(), {int(number)})\n"
+        "cli.main(sys.argv[1:])\n"
+    )
+    for command in (
+        ["export", run, "-o", tmp_path / "f"],
+        ["export", run, "--format", "zarr", "-o", tmp_path / "f"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *map(str, command)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode != 0
+        assert "Traceback" not in done.stderr
+        assert list(tmp_path.iterdir()) == []
