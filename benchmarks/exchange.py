@@ -1,0 +1,211 @@
+"""Export against mere decoding, and import against mere recording, at Wordybird's size.
+
+    python benchmarks/exchange.py [--rows 201] [--tokens 50257] [--folder DIR] [--json]
+
+Makes a run of that size in a temporary folder (5 GB of values for 201 rows, about 12 GB of disk in
+all), and prints for each way the ratio of speeds and the peak memory of its process. Every
+measurement is a process of its own. The values imitate a training run: weights that move less and
+less, gradients of which half are tiny, moments that follow from them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+VARIABLES = {
+    "W": "bfloat16",
+    "grad": "bfloat16",
+    "exp_avg": "bfloat16",
+    "exp_avg_sq": "bfloat16",
+    "logits": "bfloat16",
+    "loss": "float32",
+}
+HIDDEN = 64
+
+
+def rows_of_training(rows: int, tokens: int) -> Iterator[dict[str, np.ndarray]]:
+    """Bits of one row after another."""
+    rng = np.random.default_rng(0)
+
+    def bits(values: np.ndarray) -> np.ndarray:
+        return (values.astype("f4", copy=False).view("u4") >> 16).astype("u2")
+
+    shape = (tokens, HIDDEN)
+    W = rng.normal(0, 0.02, shape).astype("f4")
+    m, v = np.zeros(shape, "f4"), np.zeros(shape, "f4")
+    for row in range(rows):
+        grad = rng.standard_normal(shape, "f4") * np.float32(1e-3)
+        grad[rng.integers(0, tokens, tokens // 2)] *= np.float32(1e-3)
+        if row:
+            m = np.float32(0.9) * m + np.float32(0.1) * grad
+            v = np.float32(0.999) * v + np.float32(0.001) * grad * grad
+            W = W - np.float32(1e-3 * np.exp(-row / 40)) * m / (np.sqrt(v) + np.float32(1e-8))
+        nan = np.uint16(0x7FC0)
+        yield {
+            "W": bits(W),
+            "grad": bits(grad) if row else np.full(shape, nan),
+            "exp_avg": bits(m),
+            "exp_avg_sq": bits(v),
+            "logits": bits(rng.standard_normal(tokens, "f4")) if row else np.full(tokens, nan),
+            "loss": np.float32(10 - row / 100 if row else np.nan),
+        }
+
+
+def ingest(run: Path, rows: int, tokens: int) -> float:
+    """Seconds that the writer takes for the rows, without making them."""
+    from trajstore import RunWriter
+
+    spent = 0.0
+    begun = time.perf_counter()
+    with RunWriter.create(
+        run,
+        token=np.arange(tokens),
+        hidden=HIDDEN,
+        variables=VARIABLES,
+        is_dead=np.arange(tokens) % 3 == 0,
+        memory="448MiB",
+    ) as writer:
+        spent += time.perf_counter() - begun
+        made = list(rows_of_training(min(rows, 32), tokens))
+        for row in range(rows):
+            # A few rows again and again: making them must not be timed, nor run beside the writer.
+            begun = time.perf_counter()
+            writer.append(row, **made[row % len(made)])
+            spent += time.perf_counter() - begun
+        begun = time.perf_counter()
+    return spent + time.perf_counter() - begun
+
+
+def record(run: Path, rows: int, tokens: int) -> float:
+    """Make the run that is exported."""
+    from trajstore import RunWriter
+
+    begun = time.perf_counter()
+    with RunWriter.create(
+        run,
+        token=np.arange(tokens),
+        hidden=HIDDEN,
+        variables=VARIABLES,
+        is_dead=np.arange(tokens) % 3 == 0,
+    ) as writer:
+        for row, values in enumerate(rows_of_training(rows, tokens)):
+            writer.append(row, **values)
+    return time.perf_counter() - begun
+
+
+def decode(run: Path) -> float:
+    """Seconds to decode every array through `open_run`, keeping nothing."""
+    from trajstore import open_run
+
+    begun = time.perf_counter()
+    ds = open_run(run)
+    for name in VARIABLES:
+        data = ds[name].data
+        data.map_blocks(
+            lambda block: np.empty((1,) * block.ndim, "u1"),
+            chunks=tuple((1,) * len(lengths) for lengths in data.chunks),
+            dtype="u1",
+            meta=np.empty((0,) * data.ndim, "u1"),
+        ).compute()
+    return time.perf_counter() - begun
+
+
+def go_out(run: Path, file: Path, options: dict[str, Any]) -> float:
+    """Seconds of an export."""
+    from trajstore import export
+
+    begun = time.perf_counter()
+    export(run, file, **options)
+    return time.perf_counter() - begun
+
+
+def come_in(file: Path, run: Path) -> float:
+    """Seconds of an import."""
+    from trajstore import import_file
+
+    begun = time.perf_counter()
+    import_file(file, run)
+    return time.perf_counter() - begun
+
+
+def measured(call: str) -> dict[str, float]:
+    """Run one of the functions above in a process: its seconds and the peak memory in MB."""
+    code = f"import exchange; exchange.report({call!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
+    if done.returncode:
+        sys.exit(f"{call}\n{done.stderr}")
+    facts: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return facts
+
+
+def report(call: str) -> None:
+    """Evaluate a call and print what it took."""
+    seconds = eval(call)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+    print(json.dumps({"seconds": seconds, "peak": peak}))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=201)
+    parser.add_argument("--tokens", type=int, default=50_257)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    rows, tokens = arguments.rows, arguments.tokens
+    native = rows * tokens * (4 * HIDDEN + 1) * 2 / 1e6
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
+        folder = Path(scratch)
+        run, other = folder / "run.zarr", folder / "other.zarr"
+
+        def path(name: Path) -> str:
+            return f"Path({str(name)!r})"
+
+        measured(f"record({path(run)}, {rows}, {tokens})")
+        results = {"decode": measured(f"decode({path(run)})")}
+        for name, options in {
+            "export native": {},
+            "export 15.1a": {"layout": "15.1a"},
+            "export hdf5": {"format": "hdf5"},
+        }.items():
+            file = folder / "file"
+            results[name] = measured(f"go_out({path(run)}, {path(file)}, {options!r})")
+            back = folder / "back.zarr"
+            results[name.replace("export", "import")] = measured(
+                f"come_in({path(file)}, {path(back)})"
+            )
+            subprocess.run(["rm", "-r", file, back], check=True)
+        results["ingest"] = measured(f"ingest({path(other)}, {rows}, {tokens})")
+    for name, facts in results.items():
+        base = "decode" if name.startswith(("decode", "export")) else "ingest"
+        facts["MB/s"] = native / facts["seconds"]
+        facts["ratio"] = results[base]["seconds"] / facts["seconds"]
+        if not arguments.json:
+            print(
+                f"{name:14} {facts['seconds']:7.1f} s {facts['MB/s']:6.0f} MB/s  "
+                f"{facts['ratio']:5.2f} × {base:6}  peak {facts['peak']:5.0f} MB"
+            )
+    if arguments.json:
+        print(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()
