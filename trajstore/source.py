@@ -19,6 +19,7 @@ from trajstore.bits import NativeType, native_type
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.reader import open_group
 from trajstore.schema import COORDINATES, STEP, VARIABLES
+from trajstore.stored import stored_array
 
 __all__ = ["Series", "Source", "Tile", "attribute", "open_source", "positions"]
 
@@ -148,17 +149,19 @@ def open_source(run: str | os.PathLike[str] | xr.Dataset) -> Source:
 
 def _of_path(path: str | os.PathLike[str]) -> Source:
     group = open_group(path)
+    local = os.path.isdir(path)
     arrays: dict[str, Any] = dict(group.arrays())
     series = {}
     for name in (name for name in VARIABLES if name in arrays):
         array = arrays[name]
+        fast = stored_array(path, name, array) if local else None
         series[name] = _series(
             name,
             array.shape,
             dict(array.attrs),
             np.dtype(array.dtype),
             (array.shards or array.chunks)[:1] + array.chunks[1:2],
-            array.__getitem__,
+            (array if fast is None else fast).__getitem__,
         )
     return Source(
         attributes=dict(group.attrs),
