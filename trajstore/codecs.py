@@ -72,8 +72,8 @@ def unfold(folded: Bits, native: NativeType, out: Bits, start: int = 0) -> None:
     ----------
     folded : ndarray of ``native.bits``, (step, …)
     native : NativeType
-    out : ndarray of unsigned integers of the stored width, (step, …)
-        Receives the bits of the stored values of the rows from `start` on.
+    out : ndarray of unsigned integers of the stored or the native width, (step, …)
+        Receives the bits of the stored values of the rows from `start` on, or the native bits.
     start : int
         Rows that are only added up.
     """
@@ -87,8 +87,13 @@ def unfold(folded: Bits, native: NativeType, out: Bits, start: int = 0) -> None:
         np.right_shift(folded[here], one, out=difference)
         np.bitwise_xor(difference, sign, out=difference)
         np.add(bits, difference, out=bits)
-        if row >= start:
-            widen(bits, native, out=out[row - start : row - start + 1])
+        if row < start:
+            continue
+        place = out[row - start : row - start + 1]
+        if out.itemsize == native.itemsize:
+            np.copyto(place, bits)
+        else:
+            widen(bits, native, out=place)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from numcodecs import blosc
 from zarr.abc.codec import Codec
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, TransposeCodec
 
-from trajstore.bits import NATIVE_TYPES, STEP_TYPE, NativeType, widen
+from trajstore.bits import NATIVE_TYPES, STEP_TYPE, NativeType, narrow, widen
 from trajstore.codecs import DELTA, DeltaCodec, fold, unfold
 from trajstore.errors import InvalidArgument
 
@@ -157,8 +157,8 @@ class Chain:
             Of the whole chunk.
         window : tuple of slice
             What is wanted, with start and stop.
-        out : ndarray of ``native.stored``, shape of the window
-            Receives the values.
+        out : ndarray of ``native.stored`` or ``native.bits``, shape of the window
+            Receives the values, or their native bits.
 
         Raises
         ------
@@ -180,12 +180,13 @@ class Chain:
             unfold(
                 values[(slice(rows.stop), *rest)],
                 self.native,
-                out.view(f"u{self.native.stored.itemsize}"),
+                out.view(f"u{out.itemsize}"),
                 rows.start,
             )
         else:
             stored = values.view(self.native.stored)
-            out[...] = stored.transpose(np.argsort(order))[window]
+            wanted = stored.transpose(np.argsort(order))[window]
+            out[...] = wanted if out.dtype == stored.dtype else narrow(wanted, self.native)
 
 
 def _step_last(ndim: int) -> tuple[int, ...]:

@@ -90,8 +90,24 @@ class StoredArray:
                 values = values.take(within, axis)
         return values
 
-    def _read(self, spans: list[tuple[int, int]]) -> npt.NDArray[Any]:
-        out = np.empty([stop - start for start, stop in spans], self.dtype)
+    def bits(self, key: tuple[slice, ...]) -> npt.NDArray[Any]:
+        """Native bits of a selection by slices, without the detour over the stored values.
+
+        Raises
+        ------
+        FormatError
+            If a shard is missing or broken.
+        """
+        slices = (*key, *[slice(None)] * (self.ndim - len(key)))
+        spans = [
+            item.indices(length)[:2] for item, length in zip(slices, self.shape, strict=True)
+        ]
+        return self._read(spans, self.chain.native.bits)
+
+    def _read(
+        self, spans: list[tuple[int, int]], dtype: np.dtype[Any] | None = None
+    ) -> npt.NDArray[Any]:
+        out = np.empty([stop - start for start, stop in spans], dtype or self.dtype)
         if out.size == 0:
             return out
         rows = self.shard[0]

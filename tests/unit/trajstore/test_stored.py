@@ -132,3 +132,16 @@ def test_a_missing_shard_is_an_error_and_not_nan(small_run: tuple[Path, Any]) ->
     shard_of(small_run[0], 0).unlink()
     with pytest.raises(FormatError, match=r"^W, block 0: .* is missing"):
         open_run(small_run[0]).W.load()
+
+
+def test_native_bits_come_as_they_were_written(
+    small_run: tuple[Path, dict[str, np.ndarray]],
+) -> None:
+    path, bits = small_run
+    for name, array in zarr.open_group(path, mode="r").arrays():
+        if name in bits:
+            stored = stored_array(path, name, array)
+            assert stored is not None
+            where = (slice(3, 9), slice(1, 10))[: array.ndim]
+            assert stored.bits(where).dtype == bits[name].dtype
+            assert (stored.bits(where) == bits[name][where]).all()
