@@ -119,6 +119,8 @@ def _create(file: Any, tensor: Tensor) -> Any:
         dtype="uint16" if sixteen else tensor.dtype,
         # One step a chunk, as loops that append a step write it.
         chunks=(1, *tensor.shape[1:]) if series else None,
+        # Every value is written; filling the chunks first would write them twice.
+        fill_time="never" if series else None,
     )
     if sixteen:
         dataset.attrs["native_dtype"] = tensor.dtype

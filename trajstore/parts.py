@@ -108,18 +108,21 @@ def series_tensor(
         Called with the bits of a part and its rows, to change them in place.
     """
     wanted = dtype or series.native
+    exact = wanted.name == series.native.name
     tokens = selection.tokens if "token" in series.dims else None
     shape = (len(selection.rows), *series.shape[1:])
     if tokens is not None:
         shape = (shape[0], len(tokens), *shape[2:])
 
     def parts() -> Iterator[Part]:
-        for tile in series.tiles(selection.rows if rows is None else rows, tokens):
+        for tile in series.tiles(selection.rows if rows is None else rows, tokens, native=exact):
 
             def read(
                 values: Callable[[], Array] = tile.read, at: slice = tile.where[0]
             ) -> tuple[Array, int]:
-                bits, changed = convert(values(), series.native, wanted)
+                bits, changed = values(), 0
+                if not exact:
+                    bits, changed = convert(bits, series.native, wanted)
                 if finish is not None:
                     bits = bits if bits.flags.writeable else bits.copy()
                     finish(bits, at)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.conversion import convert
 from trajstore.layout import parse_bytes
 from trajstore.parts import Progress, in_parallel, series_tensor
 from trajstore.selection import Selection
@@ -122,10 +121,10 @@ def _read(source: Source, selection: Selection, rows: Array, held: dict[str, Arr
         def jobs(
             series: Series = series, tokens: Array | None = tokens, bits: Array = bits
         ) -> Iterator[Callable[[], None]]:
-            for tile in series.tiles(rows, tokens):
+            for tile in series.tiles(rows, tokens, native=True):
 
                 def job(tile: Tile = tile) -> None:
-                    bits[tile.where] = convert(tile.read(), series.native, series.native)[0]
+                    bits[tile.where] = tile.read()
 
                 yield job
 

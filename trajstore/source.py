@@ -16,6 +16,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.bits import NativeType, native_type
+from trajstore.conversion import convert
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.reader import open_group
 from trajstore.schema import COORDINATES, STEP, VARIABLES
@@ -58,8 +59,8 @@ class Series:
     attributes : dict
     tile : tuple of int
         Rows, and tokens where there are some, that are read together.
-    get : callable
-        Stored values at a tuple of slices.
+    get, bits : callable
+        Stored values, and native bits, at a tuple of slices.
     """
 
     name: str
@@ -69,8 +70,9 @@ class Series:
     attributes: dict[str, Any]
     tile: tuple[int, ...]
     get: Callable[[Where], Array]
+    bits: Callable[[Where], Array]
 
-    def tiles(self, rows: Array, tokens: Array | None) -> Iterator[Tile]:
+    def tiles(self, rows: Array, tokens: Array | None, *, native: bool = False) -> Iterator[Tile]:
         """Tiles that cover a selection, rows first.
 
         Parameters
@@ -79,27 +81,20 @@ class Series:
             Positions along ``step``, not decreasing; the same one may occur again.
         tokens : ndarray of int, optional
             Positions along ``token``, not decreasing; all without it.
+        native : bool
+            Read native bits instead of stored values.
         """
+        get = self.bits if native else self.get
         picked = [rows]
         if len(self.tile) > 1:
             picked.append(np.arange(self.shape[1]) if tokens is None else tokens)
         for row_at, row_from, row_pick in _spans(picked[0], self.tile[0]):
             if len(self.tile) == 1:
-                yield Tile(where=(row_at,), read=self._reader((row_from,), (row_pick,)))
+                yield Tile(where=(row_at,), read=_reader(get, (row_from,), (row_pick,)))
                 continue
             for token_at, token_from, token_pick in _spans(picked[1], self.tile[1]):
-                read = self._reader((row_from, token_from), (row_pick, token_pick))
+                read = _reader(get, (row_from, token_from), (row_pick, token_pick))
                 yield Tile(where=(row_at, token_at), read=read)
-
-    def _reader(self, where: Where, picks: tuple[Array | None, ...]) -> Callable[[], Array]:
-        def read() -> Array:
-            values = self.get(where)
-            for axis, pick in enumerate(picks):
-                if pick is not None:
-                    values = np.take(values, pick, axis=axis)
-            return values
-
-        return read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +156,8 @@ def _of_path(path: str | os.PathLike[str]) -> Source:
             dict(array.attrs),
             np.dtype(array.dtype),
             (array.shards or array.chunks)[:1] + array.chunks[1:2],
-            (array if fast is None else fast).__getitem__,
+            array.__getitem__ if fast is None else fast.__getitem__,
+            None if fast is None else fast.bits,
         )
     return Source(
         attributes=dict(group.attrs),
@@ -209,6 +205,7 @@ def _series(
     dtype: np.dtype[Any],
     tile: tuple[int, ...],
     get: Callable[[Where], Array],
+    bits: Callable[[Where], Array] | None = None,
 ) -> Series:
     dims = VARIABLES[name].dims
     native = native_type(attributes.get("native_dtype", dtype.name))
@@ -226,7 +223,21 @@ def _series(
         attributes=attributes,
         tile=tile,
         get=get,
+        bits=bits or (lambda where: convert(get(where), native, native)[0]),
     )
+
+
+def _reader(
+    get: Callable[[Where], Array], where: Where, picks: tuple[Array | None, ...]
+) -> Callable[[], Array]:
+    def read() -> Array:
+        values = get(where)
+        for axis, pick in enumerate(picks):
+            if pick is not None:
+                values = np.take(values, pick, axis=axis)
+        return values
+
+    return read
 
 
 def _spans(picked: Array, length: int) -> Iterator[tuple[slice, slice, Array | None]]:

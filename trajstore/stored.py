@@ -99,9 +99,7 @@ class StoredArray:
             If a shard is missing or broken.
         """
         slices = (*key, *[slice(None)] * (self.ndim - len(key)))
-        spans = [
-            item.indices(length)[:2] for item, length in zip(slices, self.shape, strict=True)
-        ]
+        spans = [item.indices(length)[:2] for item, length in zip(slices, self.shape, strict=True)]
         return self._read(spans, self.chain.native.bits)
 
     def _read(
