@@ -27,7 +27,7 @@ from numcodecs import blosc
 from zarr.abc.codec import Codec
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, TransposeCodec
 
-from trajstore.bits import NATIVE_TYPES, STEP_TYPE, NativeType, narrow, widen
+from trajstore.bits import NATIVE_TYPES, STEP_TYPE, NativeType, widen
 from trajstore.codecs import DELTA, DeltaCodec, fold, unfold
 from trajstore.errors import InvalidArgument
 
@@ -184,9 +184,7 @@ class Chain:
                 rows.start,
             )
         else:
-            stored = values.view(self.native.stored)
-            wanted = stored.transpose(np.argsort(order))[window]
-            out[...] = wanted if out.dtype == stored.dtype else narrow(wanted, self.native)
+            out[...] = values.view(out.dtype).transpose(np.argsort(order))[window]
 
 
 def _step_last(ndim: int) -> tuple[int, ...]:

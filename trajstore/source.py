@@ -150,6 +150,7 @@ def _of_path(path: str | os.PathLike[str]) -> Source:
     for name in (name for name in VARIABLES if name in arrays):
         array = arrays[name]
         fast = stored_array(path, name, array) if local else None
+        native = array.attrs.get("native_dtype", str(array.dtype))
         series[name] = _series(
             name,
             array.shape,
@@ -157,7 +158,7 @@ def _of_path(path: str | os.PathLike[str]) -> Source:
             np.dtype(array.dtype),
             (array.shards or array.chunks)[:1] + array.chunks[1:2],
             array.__getitem__ if fast is None else fast.__getitem__,
-            None if fast is None else fast.bits,
+            fast.bits if fast is not None and fast.chain.native.name == native else None,
         )
     return Source(
         attributes=dict(group.attrs),

@@ -91,7 +91,9 @@ class StoredArray:
         return values
 
     def bits(self, key: tuple[slice, ...]) -> npt.NDArray[Any]:
-        """Native bits of a selection by slices, without the detour over the stored values.
+        """Bits of a selection by slices, in the type of the chain, without a detour over float32.
+
+        Only `delta` knows a 16-bit type; the chains of `portable` hold what is stored.
 
         Raises
         ------
@@ -105,7 +107,9 @@ class StoredArray:
     def _read(
         self, spans: list[tuple[int, int]], dtype: np.dtype[Any] | None = None
     ) -> npt.NDArray[Any]:
-        out = np.empty([stop - start for start, stop in spans], dtype or self.dtype)
+        out = np.empty(
+            [stop - start for start, stop in spans], self.dtype if dtype is None else dtype
+        )
         if out.size == 0:
             return out
         rows = self.shard[0]

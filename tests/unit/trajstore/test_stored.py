@@ -143,5 +143,9 @@ def test_native_bits_come_as_they_were_written(
             stored = stored_array(path, name, array)
             assert stored is not None
             where = (slice(3, 9), slice(1, 10))[: array.ndim]
-            assert stored.bits(where).dtype == bits[name].dtype
-            assert (stored.bits(where) == bits[name][where]).all()
+            expected = bits[name][where]
+            if stored.chain.native.itemsize > expected.itemsize:  # portable holds float32
+                native = native_type(array.attrs["native_dtype"])
+                expected = widen(expected, native).view(f"u{native.stored.itemsize}")
+            assert stored.bits(where).dtype == expected.dtype
+            assert (stored.bits(where) == expected).all()
