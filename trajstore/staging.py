@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,14 +31,9 @@ def staged_file(target: str | os.PathLike[str], *, overwrite: bool = False) -> I
     path = Path(target)
     _check_file(path, overwrite=overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(
-        prefix=f".{path.name}.", suffix=PARTIAL_SUFFIX, dir=path.parent or None
-    )
-    os.close(handle)
-    partial = Path(name)
+    partial = _beside(path)
     try:
-        # mkstemp makes a file for its owner alone; a result is shared like any other file.
-        partial.chmod(0o666 & ~_umask())
+        partial.write_bytes(b"")
         yield partial
         _check_file(path, overwrite=overwrite)
         partial.replace(path)
@@ -59,7 +53,10 @@ def staged_run(target: str | os.PathLike[str], *, overwrite: bool = False) -> It
     """
     path = check_target(target, overwrite=overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=PARTIAL_SUFFIX, dir=path.parent))
+    folder = _beside(path)
+    # Of a killed process that had the same number.
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     new, old = folder / "new", folder / "old"
     try:
         yield new
@@ -80,7 +77,5 @@ def _check_file(path: Path, *, overwrite: bool) -> None:
         raise RunExists(f"{path} is already there; choose another path, or overwrite it")
 
 
-def _umask() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}{PARTIAL_SUFFIX}")
