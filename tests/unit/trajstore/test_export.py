@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 once it is imported)
 import numpy as np
 import pytest
 from exchange_runs import assert_same_run
