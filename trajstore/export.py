@@ -56,6 +56,10 @@ class Exported:
     bytes: int
     notes: tuple[str, ...]
 
+    def __fspath__(self) -> str:
+        """The path, so that whatever opens files takes the result."""
+        return str(self.path)
+
 
 def export(
     run: str | os.PathLike[str] | xr.Dataset,

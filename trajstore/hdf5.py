@@ -77,30 +77,28 @@ def write_hdf5(
         for name in selection.variables
     ]
     tensors.append(constant(STEPS_KEY, "int64", source.steps[selection.rows]))
-    texts: dict[str, list[str]] = {}
-    for name, values in source.coordinates.items():
-        selected = selection.along_token(values)
-        if COORDINATES[name].dtype == "string":
-            texts[name] = [str(text) for text in selected]
-        elif name == "is_dead":
-            for key, marks_dead in MASKS.items():
-                tensors.append(constant(key, "bool", selected.astype(bool) == marks_dead))
-        else:
-            tensors.append(constant(name, COORDINATES[name].dtype, selected))
-    attributes = {
+    # Texts are JSON in bytes: HDF5 keeps texts of any length in a heap, whose damage makes its
+    # library loop for ever, and pads those of one length with the NUL that a token may end with.
+    texts = {
         "trajstore": json.dumps(source.attributes),
         "variables": json.dumps(
             {name: source.series[name].attributes for name in selection.variables}
         ),
     }
+    for name, values in source.coordinates.items():
+        selected = selection.along_token(values)
+        if COORDINATES[name].dtype == "string":
+            texts[name] = json.dumps([str(text) for text in selected])
+        elif name == "is_dead":
+            for key, marks_dead in MASKS.items():
+                tensors.append(constant(key, "bool", selected.astype(bool) == marks_dead))
+        else:
+            tensors.append(constant(name, COORDINATES[name].dtype, selected))
     total = sum(tensor.nbytes for tensor in tensors)
     done = 0
     with h5py.File(path, "w", libver=("earliest", "v110")) as file:
-        for name, value in attributes.items():
-            # As a dataset: an attribute holds at most 64 KiB.
-            file.create_dataset(f"{name}_json", data=value)
-        for name, listed in texts.items():
-            file.create_dataset(name, data=listed, dtype=h5py.string_dtype())
+        for name, text in texts.items():
+            file.create_dataset(f"{name}_json", data=np.frombuffer(text.encode(), np.uint8))
         targets = {tensor.key: _create(file, tensor) for tensor in tensors}
         for key, where, bits in in_parallel(_jobs(tensors)):
             target = targets[key]
@@ -123,8 +121,8 @@ def _create(file: Any, tensor: Tensor) -> Any:
         fill_time="never" if series else None,
     )
     if sixteen:
-        dataset.attrs["native_dtype"] = tensor.dtype
-        dataset.attrs["description"] = f"bit patterns of {tensor.dtype} as uint16"
+        dataset.attrs["native_dtype"] = np.bytes_(tensor.dtype)
+        dataset.attrs["description"] = np.bytes_(f"bit patterns of {tensor.dtype} as uint16")
     return dataset
 
 
@@ -195,20 +193,31 @@ class Hdf5File:
 
     def native_dtype(self, key: str) -> str | None:
         """What the bits of a dataset mean, where an attribute says so."""
+        attributes = self._datasets[key].attrs
         try:
-            value = self._datasets[key].attrs.get("native_dtype")
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+            if "native_dtype" not in attributes:
+                return None
+            # A text of any length would be read from the heap; see `write_hdf5`.
+            fixed = attributes.get_id("native_dtype").dtype.kind == "S"
+            return attributes["native_dtype"].decode() if fixed else "of any length"
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._wrong(key, error) from None
-        return value if isinstance(value, str) else None
 
     def text(self, key: str) -> str:
-        """A dataset that is one text."""
-        return str(self._guarded(key, lambda: self._datasets[key].asstr()[()]))
+        """A dataset of bytes that are one text.
 
-    def texts(self, key: str) -> list[str]:
-        """A dataset of texts."""
-        values = self._guarded(key, lambda: self._datasets[key].asstr()[...])
-        return [str(text) for text in values]
+        Raises
+        ------
+        FormatError
+            If it holds anything else.
+        """
+        dtype, shape = self.dtype(key), self.shape(key)
+        if dtype != np.uint8 or len(shape) != 1:
+            raise FormatError(f"{self.path}: {key} is {dtype} of shape {shape}, expected bytes")
+        try:
+            return self.read(key).tobytes().decode()
+        except UnicodeDecodeError as error:
+            raise self._wrong(key, error) from None
 
     def read(self, key: str, start: int | None = None, stop: int | None = None) -> Array:
         """Values of a dataset, or of its rows from `start` up to `stop`.
@@ -237,7 +246,8 @@ class Hdf5File:
                 if not isinstance(link, h5py.HardLink):
                     continue  # an external one would read another file
                 item = self._file[name]
-                if isinstance(item, h5py.Dataset):
+                # No variable is a text, and texts of any length are not read; see `write_hdf5`.
+                if isinstance(item, h5py.Dataset) and item.dtype.kind != "O":
                     fault = self._fault(item)
                     if fault:
                         raise FormatError(f"{self.path} is not a sound HDF5 file: {name} {fault}")
@@ -254,8 +264,7 @@ class Hdf5File:
         if dataset.external or dataset.is_virtual:
             return "has its values in other files"
         count = math.prod(dataset.shape)
-        # A text of any length is kept elsewhere in the file; in its place are 16 bytes.
-        itemsize = 16 if dataset.dtype.kind == "O" else dataset.dtype.itemsize
+        itemsize = dataset.dtype.itemsize
         stored = dataset.id.get_storage_size()
         if not count:
             return None

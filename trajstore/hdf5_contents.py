@@ -107,10 +107,9 @@ def hdf5_content(file: Hdf5File) -> Content:
         notes.append("the file does not tell which tokens are dead")
     if "token_count" in file.keys:
         coordinates["token_count"] = _whole(file, "token_count", tokens)
-    if "token_text" in file.keys and file.shape("token_text") == (tokens,):
-        coordinates["token_text"] = checked_texts(
-            file, "token_text", file.texts("token_text"), tokens
-        )
+    if "token_text_json" in file.keys:
+        texts = parsed_json(file, file.text("token_text_json"))
+        coordinates["token_text"] = checked_texts(file, "token_text", texts, tokens)
     attributes = (
         kept_attributes(file, parsed_json(file, file.text("trajstore_json"))) if own else {}
     )
@@ -144,6 +143,7 @@ def _hdf5_native(file: Hdf5File, key: str) -> NativeType:
     if dtype.kind == "f" and dtype.name in NATIVE_TYPES:
         return NATIVE_TYPES[dtype.name]
     raise FormatError(
-        f"{file.path}: {key} is of type {dtype}, expected uint16 bits of bfloat16, or "
+        f"{file.path}: {key} is of type {dtype}"
+        f"{f' (native_dtype: {said})' if said else ''}, expected uint16 bits of bfloat16, or "
         f"{', '.join(name for name in NATIVE_TYPES if name != 'bfloat16')}"
     )

@@ -48,7 +48,7 @@ def test_h5py_reads_the_bits(small_run: SmallRun, tmp_path: Path) -> None:
     trajstore.export(path, tmp_path / "f.h5", format="hdf5")
     with h5py.File(tmp_path / "f.h5") as file:
         assert file["W"].dtype == np.uint16
-        assert file["W"].attrs["native_dtype"] == "bfloat16"
+        assert file["W"].attrs["native_dtype"] == b"bfloat16"
         assert file["W"].chunks == (1, 10, 6)
         assert (file["W"][...] == bits["W"]).all()
         assert (file["grad_W"][...] == bits["grad"]).all()
@@ -99,10 +99,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "integers": ({"W": np.zeros((ROWS, TOKENS, HIDDEN), "i4")}, "W is of type int32"),
     "rows": ({"losses": np.zeros(3, "f4")}, "losses has shape"),
     "steps": ({"steps": np.arange(ROWS)[::-1]}, "increase"),
-    "text as steps": ({"steps": "abc"}, "expected whole numbers"),
+    "text as steps": ({"steps": np.bytes_("abc")}, "expected whole numbers"),
     "misaligned": ({"losses": np.ones(ROWS, "f4")}, "no step had been taken"),
     "masks": ({"trained_mask": np.ones(TOKENS, bool)}, "disagree"),
-    "attributes": ({"trajstore_json": "{"}, "attributes cannot be read"),
+    "attributes": ({"trajstore_json": np.array([123], "u1")}, "attributes cannot be read"),
     "attributes that are numbers": ({"trajstore_json": np.zeros(3)}, "trajstore_json"),
 }
 
