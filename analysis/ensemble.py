@@ -47,21 +47,21 @@ def _block_kernel(
     spacing: Array,
     groups: Array,
     kernel: Kernel,
-    dtype: np.dtype[Any],
+    record: np.dtype[Any],
 ) -> npt.NDArray[np.void]:
     parts = [part[0] for part in chunks]
     before = _rows_of([part[0][0] for part in boundary])
     rows = parts[0].shape[0]
-    result = np.empty((rows, len(groups)), dtype)
+    result = np.empty((rows, len(groups)), record)
     members = [slice(None) if group.all() else np.nonzero(group)[0] for group in groups]
     for row in range(rows):
         now = _rows_of([part[row] for part in parts])
         for number, (group, at) in enumerate(zip(groups, members, strict=True)):
             if group.any():
                 facts = kernel(now[at], before[at], spacing[row])
-                result[row, number] = tuple(facts[name] for name in dtype.names or ())
+                result[row, number] = tuple(facts[name] for name in record.names or ())
             else:
-                result[row, number] = tuple(_nothing(dtype[name]) for name in dtype.names or ())
+                result[row, number] = tuple(_nothing(record[name]) for name in record.names or ())
         before = now
     return result
 
@@ -114,6 +114,7 @@ def _per_population(
         "s",
         groups=groups,
         kernel=kernel,
+        record=dtype,
         dtype=dtype,
         new_axes={"p": len(groups)},
         align_arrays=False,
@@ -198,8 +199,8 @@ def build_centroid(history: History, population: str | None = None) -> xr.Datase
         "max_radius": ("f8", "largest distance from the centroid", unit),
     }
     result = _per_population(history, population, _centroid_kernel, facts, motion=False)
-    first = result["step"] == history.ds["step"].values[:1].sum()
-    return result.assign(drift=result["drift"].where(~first, keep_attrs=True))
+    later = xr.DataArray(np.arange(history.rows) > 0, dims="step")
+    return result.assign(drift=result["drift"].where(later).assign_attrs(result["drift"].attrs))
 
 
 def _bulk_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
@@ -269,13 +270,10 @@ def _coherence_kernel(now: Array, before: Array, spacing: Array) -> dict[str, An
     moving = lengths != 0  # NaN is not 0
     with np.errstate(divide="ignore", invalid="ignore"):
         cosines = (ways * mean).sum(-1)[moving] / lengths[moving] / length
-    return {
-        "coherence": cosines.mean() if cosines.size and length != 0 else np.nan,
-        "moving": np.int64(moving.sum()),
-    }
+    return {"coherence": cosines.mean() if cosines.size and length != 0 else np.nan}
 
 
-def coherence(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
+def coherence(ds: xr.Dataset, population: str | None = None) -> xr.DataArray:
     """Whether a population moves as one: mean cosine between each token's ΔW and their mean.
 
     Tokens that do not move have no direction and are left out of the mean.
@@ -289,9 +287,8 @@ def coherence(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
 
     Returns
     -------
-    Dataset, (step, population), one row fewer than `ds`
-        ``coherence``, float64, from −1 to 1, NaN where nothing moves or the motions cancel;
-        ``moving``, int64, the number of tokens that count.
+    DataArray, float64 (step, population), one row fewer than `ds`
+        From −1 to 1; NaN where nothing moves, or the motions cancel.
 
     Raises
     ------
@@ -300,23 +297,20 @@ def coherence(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
 
     Examples
     --------
-    >>> coherence(ds, "dead").coherence.sel(step=slice(1, 50)).mean()   # doctest: +SKIP
+    >>> coherence(ds, "dead").sel(step=slice(1, 50)).mean()   # doctest: +SKIP
     """
     return build_coherence(History(ds), population)
 
 
-def build_coherence(history: History, population: str | None = None) -> xr.Dataset:
+def build_coherence(history: History, population: str | None = None) -> xr.DataArray:
     """`coherence` of a prepared Dataset."""
-    facts = {
-        "coherence": ("f8", "mean cosine between ΔW and its mean", "1"),
-        "moving": ("i8", "tokens that moved", "1"),
-    }
-    return _per_population(history, population, _coherence_kernel, facts, motion=True)
+    facts = {"coherence": ("f8", "mean cosine between ΔW and its mean", "1")}
+    result = _per_population(history, population, _coherence_kernel, facts, motion=True)
+    return result["coherence"]
 
 
 def _distinct_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
     vectors = unsigned_view(np.ascontiguousarray(now))
-    # Rows that differ somewhere differ, most of the time, in a sum; only the others are compared.
     whole = vectors.view(f"V{vectors.shape[1] * vectors.itemsize}").ravel()
     _, counts = np.unique(whole, return_counts=True)
     return {"distinct": np.int64(counts.size), "most_common": np.int64(counts.max())}
