@@ -58,7 +58,9 @@ def _block_kernel(
         now = _rows_of([part[row] for part in parts])
         for number, (group, at) in enumerate(zip(groups, members, strict=True)):
             if group.any():
-                facts = kernel(now[at], before[at], spacing[row])
+                # A NaN or an infinity among the tokens is an answer, not a mishap.
+                with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+                    facts = kernel(now[at], before[at], spacing[row])
                 result[row, number] = tuple(facts[name] for name in record.names or ())
             else:
                 result[row, number] = tuple(_nothing(record[name]) for name in record.names or ())
@@ -208,8 +210,7 @@ def _bulk_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
     bulk = velocities.mean(0)
     speed = vector_norm(bulk)
     thermal = np.sqrt(np.square(vector_norm(velocities - bulk)).mean())
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = speed / thermal
+    ratio = speed / thermal
     return {
         "bulk_velocity": bulk,
         "bulk_speed": speed,
@@ -268,8 +269,7 @@ def _coherence_kernel(now: Array, before: Array, spacing: Array) -> dict[str, An
     lengths = vector_norm(ways)
     length = vector_norm(mean)
     moving = lengths != 0  # NaN is not 0
-    with np.errstate(divide="ignore", invalid="ignore"):
-        cosines = (ways * mean).sum(-1)[moving] / lengths[moving] / length
+    cosines = (ways * mean).sum(-1)[moving] / lengths[moving] / length
     return {"coherence": cosines.mean() if cosines.size and length != 0 else np.nan}
 
 

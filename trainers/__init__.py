@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainers.callback import TrajectoryCallback
     from trainers.config import RunConfig
-    from trainers.presets import PRESETS
+    from trainers.presets import PRESETS, preset
     from trainers.recording import record
 
-__all__ = ["PRESETS", "RunConfig", "TrajectoryCallback", "record"]
+__all__ = ["PRESETS", "RunConfig", "TrajectoryCallback", "preset", "record"]
 
 _HOME = {
     "PRESETS": "trainers.presets",
     "RunConfig": "trainers.config",
     "TrajectoryCallback": "trainers.callback",
+    "preset": "trainers.presets",
     "record": "trainers.recording",
 }
 

@@ -150,17 +150,12 @@ def narrow(stored: Array, native: NativeType) -> Array:
     return bits
 
 
-def _of_torch(value: Any) -> tuple[Array, str]:
-    """Bits and type name of a torch tensor, without importing torch."""
-    torch = sys.modules["torch"]
-    name = str(value.dtype).removeprefix("torch.")
-    tensor = value.detach().cpu()
-    if name in NATIVE_TYPES:
-        native = NATIVE_TYPES[name]
-        # torch knows few unsigned types; the signed one of the same width carries the same bits.
-        signed = getattr(torch, f"int{8 * native.itemsize}")
-        return tensor.contiguous().view(signed).numpy().view(native.bits), name
-    return tensor.numpy(), name
+def _bits_of_tensor(tensor: Any, native: NativeType) -> Array:
+    """Bits of a torch tensor of the native type, without importing torch."""
+    # torch has few unsigned types; the signed one of the same width carries the same bits.
+    signed = getattr(sys.modules["torch"], f"int{8 * native.itemsize}")
+    bits: Array = tensor.contiguous().view(signed).numpy().view(native.bits)
+    return bits
 
 
 def as_bits(value: Any, native: NativeType, variable: str) -> Array:
@@ -182,9 +177,11 @@ def as_bits(value: Any, native: NativeType, variable: str) -> Array:
         For any other type, and for values that would have to be rounded.
     """
     if type(value).__module__.split(".")[0] == "torch":
-        array, name = _of_torch(value)
+        tensor = value.detach().cpu()
+        name = str(tensor.dtype).removeprefix("torch.")
         if name == native.name:
-            return array
+            return _bits_of_tensor(tensor, native)
+        array = tensor.float().numpy() if name == "bfloat16" else tensor.numpy()
     else:
         array = np.asarray(value)
         name = array.dtype.name

@@ -123,12 +123,15 @@ def record(
       trajstore record --preset gatsby --steps 300 -o gatsby.zarr
       trajstore record --preset gatsby --corpus book.txt --set optimizer.lr=3e-4
     """
-    from trainers.config import RunConfig
-    from trainers.presets import preset
+    import trainers
 
     if (preset_name is None) == (config_file is None):
         raise InvalidArgument("name either a preset (--preset gatsby) or a file (--config FILE)")
-    config = preset(preset_name) if preset_name else RunConfig.from_toml(str(config_file))
+    config = (
+        trainers.preset(preset_name)
+        if preset_name
+        else trainers.RunConfig.from_toml(str(config_file))
+    )
     places = {
         "steps": "training.steps",
         "device": "training.device",
@@ -144,10 +147,8 @@ def record(
     config = config.with_values([*assignments, *given])
     path = Path(output or f"{preset_name or Path(str(config_file)).stem}.zarr")
 
-    from trainers.recording import record as train
-
     with RecordingProgress(config.training.steps) as progress:
-        train(
+        trainers.record(
             config,
             path,
             corpus=corpus,
@@ -178,16 +179,16 @@ def presets(name: str | None, as_json: bool) -> None:
     Example:
       trajstore presets gatsby > mine.toml
     """
-    from trainers.presets import PRESETS, preset
+    import trainers
 
     if name is not None:
-        config = preset(name)
+        config = trainers.preset(name)
         if as_json:
             print_json(config.model_dump(mode="json"))
         else:
             click.echo(config.to_toml(), nl=False)
         return
-    listed = {key: (make.__doc__ or "").strip() for key, make in PRESETS.items()}
+    listed = {key: (make.__doc__ or "").strip() for key, make in trainers.PRESETS.items()}
     if as_json:
         print_json(listed)
     else:

@@ -8,18 +8,37 @@ chunk a block, and one step's snapshot one shard.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from trajstore.bits import STEP_TYPE, NativeType, native_type
+from trajstore.encoding import Chain, chain
 from trajstore.errors import InvalidArgument
 from trajstore.schema import STEP, Variable, variable
 
-__all__ = ["DEFAULT_MEMORY", "ArrayLayout", "Layout", "format_bytes", "parse_bytes", "plan"]
+__all__ = [
+    "BLOCKS",
+    "CHUNKS_AHEAD",
+    "DEFAULT_MEMORY",
+    "ArrayLayout",
+    "Layout",
+    "format_bytes",
+    "parse_bytes",
+    "plan",
+]
 
 DEFAULT_MEMORY = 1 << 30
 """Bytes for all buffers of a writer together."""
 
+BLOCKS = 2
+"""Block buffers of a writer: one is filled while the other is encoded."""
+
+CHUNKS_AHEAD = 2
+"""Encoded chunks, for each encoding thread, that may wait to be written."""
+
+_COPIES_OF_A_CHUNK = 4  # while it is encoded: two of scratch, two of what it is compressed to
+_MOST_THREADS = 8
 _LARGEST_CHUNK = 8 << 20
 _CHUNK = 4 << 20
 _FEWEST_TOKENS = 128
@@ -41,6 +60,8 @@ class ArrayLayout:
         Shape of one row.
     chunk, shard : tuple of int
         Shapes of an inner chunk and of a shard, step first. A shard is a whole number of chunks.
+    chain : Chain
+        Codecs of a chunk.
     """
 
     variable: Variable
@@ -48,6 +69,17 @@ class ArrayLayout:
     row: tuple[int, ...]
     chunk: tuple[int, ...]
     shard: tuple[int, ...]
+    chain: Chain
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of inner chunks of a shard in each dimension."""
+        return tuple(whole // part for whole, part in zip(self.shard, self.chunk, strict=True))
+
+    @property
+    def chunks(self) -> int:
+        """Number of inner chunks of a shard."""
+        return math.prod(self.grid)
 
     @property
     def row_bytes(self) -> int:
@@ -56,8 +88,8 @@ class ArrayLayout:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of one decoded inner chunk."""
-        return math.prod(self.chunk) * self.native.stored.itemsize
+        """Bytes of one inner chunk before it is compressed."""
+        return math.prod(self.chunk) * self.chain.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,23 +100,23 @@ class Layout:
     ----------
     block_rows : int
         Rows of a block: what is lost at worst, and how late a reader sees a row.
+    threads : int
+        That encode.
     arrays : dict of str to ArrayLayout
         The step coordinate first, then the variables.
     """
 
     block_rows: int
+    threads: int
     arrays: dict[str, ArrayLayout]
 
     @property
     def memory(self) -> int:
-        """Bytes that a writer holds at most: one block, and one chunk while it is encoded."""
-        return _memory(self.block_rows, self.arrays)
-
-
-def _memory(block_rows: int, arrays: Mapping[str, ArrayLayout]) -> int:
-    row = sum(array.row_bytes for array in arrays.values())
-    # A chunk exists twice while it is encoded: widened, and compressed.
-    return block_rows * row + 2 * max(array.chunk_bytes for array in arrays.values())
+        """Bytes that a writer holds at most: the blocks, and the chunks that are being encoded."""
+        block = self.block_rows * sum(array.row_bytes for array in self.arrays.values())
+        chunk = max(array.chunk_bytes for array in self.arrays.values())
+        encoding = self.threads * _COPIES_OF_A_CHUNK + self.threads * CHUNKS_AHEAD + 1
+        return BLOCKS * block + encoding * chunk
 
 
 def plan(
@@ -94,6 +126,8 @@ def plan(
     hidden: int,
     memory: int = DEFAULT_MEMORY,
     block_rows: int | None = None,
+    encoding: str = "delta",
+    threads: int | None = None,
 ) -> Layout:
     """Plan the blocks, shards and chunks of a run.
 
@@ -108,6 +142,9 @@ def plan(
     block_rows : int, optional
         Rows of a block. Without it: the largest power of two that fits into `memory` and keeps an
         inner chunk of at least 128 tokens within 8 MiB, at most 256.
+    encoding : {'delta', 'portable'}
+    threads : int, optional
+        That encode; without it as many as there are processors, at most 8.
 
     Raises
     ------
@@ -119,60 +156,55 @@ def plan(
             raise InvalidArgument(f"{name} has length {length}, expected at least 1")
     if block_rows is not None and block_rows < 1:
         raise InvalidArgument(f"a block has {block_rows} rows, expected at least 1")
+    threads = threads or min(os.cpu_count() or 1, _MOST_THREADS)
     lengths = {"token": tokens, "hidden": hidden}
 
-    def arrange(rows: int) -> dict[str, ArrayLayout]:
-        arrays = {
-            name: _array(variable(name), native_type(dtype), lengths, rows)
-            for name, dtype in variables.items()
-        }
-        return {STEP.name: _array(STEP, STEP_TYPE, lengths, rows)} | arrays
+    def arrange(rows: int) -> Layout:
+        arrays = {STEP.name: _array(STEP, STEP_TYPE, lengths, rows, encoding)}
+        for name, dtype in variables.items():
+            arrays[name] = _array(variable(name), native_type(dtype), lengths, rows, encoding)
+        return Layout(block_rows=rows, threads=threads, arrays=arrays)
 
-    if block_rows is not None:
-        arrays = arrange(block_rows)
-        need = _memory(block_rows, arrays)
-        if need > memory:
-            raise InvalidArgument(
-                f"blocks of {block_rows} rows need {format_bytes(need)}, but the memory budget is "
-                f"{format_bytes(memory)}; use smaller blocks or raise the budget"
-            )
-        return Layout(block_rows=block_rows, arrays=arrays)
-
-    widest = min(tokens, _FEWEST_TOKENS) * hidden * 4
-    rows = _MOST_ROWS
-    while rows > _FEWEST_ROWS and rows * widest > _LARGEST_CHUNK:
-        rows //= 2
-    while rows > _FEWEST_ROWS and _memory(rows, arrange(rows)) > memory:
-        rows //= 2
-    arrays = arrange(rows)
-    need = _memory(rows, arrays)
-    if need > memory:
+    rows = block_rows or _MOST_ROWS
+    if block_rows is None:
+        widest = min(tokens, _FEWEST_TOKENS) * hidden * 4
+        while rows > _FEWEST_ROWS and rows * widest > _LARGEST_CHUNK:
+            rows //= 2
+        while rows > _FEWEST_ROWS and arrange(rows).memory > memory:
+            rows //= 2
+    layout = arrange(rows)
+    if layout.memory > memory:
         raise InvalidArgument(
-            f"the memory budget of {format_bytes(memory)} does not hold one block of "
-            f"{rows} rows; at least {format_bytes(need)} is needed"
+            f"the memory budget of {format_bytes(memory)} does not hold {BLOCKS} blocks of "
+            f"{rows} rows; at least {format_bytes(layout.memory)} is needed"
         )
-    return Layout(block_rows=rows, arrays=arrays)
+    return layout
 
 
 def _array(
-    entry: Variable, native: NativeType, lengths: Mapping[str, int], rows: int
+    entry: Variable,
+    native: NativeType,
+    lengths: Mapping[str, int],
+    rows: int,
+    encoding: str,
 ) -> ArrayLayout:
     row = tuple(lengths[dim] for dim in entry.dims[1:])
-    if not row or entry.dims[1] != "token":
-        chunk = (rows, *row)
-        return ArrayLayout(variable=entry, native=native, row=row, chunk=chunk, shard=chunk)
-    tokens, *rest = row
-    token_bytes = rows * math.prod(rest) * native.stored.itemsize
-    most = min(tokens, max(_CHUNK // token_bytes, _FEWEST_TOKENS))
-    count = math.ceil(tokens / most)
-    # Even chunks: the last one is short by fewer tokens than there are chunks.
-    size = math.ceil(tokens / count)
+    chunk = shard = (rows, *row)
+    if "token" in entry.dims:
+        tokens, *rest = row
+        token_bytes = rows * math.prod(rest) * native.stored.itemsize
+        most = min(tokens, max(_CHUNK // token_bytes, _FEWEST_TOKENS))
+        # Even chunks: the last one is short by fewer tokens than there are chunks.
+        size = math.ceil(tokens / math.ceil(tokens / most))
+        chunk = (rows, size, *rest)
+        shard = (rows, size * math.ceil(tokens / size), *rest)
     return ArrayLayout(
         variable=entry,
         native=native,
         row=row,
-        chunk=(rows, size, *rest),
-        shard=(rows, size * math.ceil(tokens / size), *rest),
+        chunk=chunk,
+        shard=shard,
+        chain=chain(encoding, native, len(chunk)),
     )
 
 

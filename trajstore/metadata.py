@@ -18,7 +18,6 @@ import zarr
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
 from zarr.storage import MemoryStore
 
-from trajstore.encoding import codecs
 from trajstore.layout import ArrayLayout, Layout
 from trajstore.schema import COORDINATES, STEP, Coordinate
 
@@ -119,7 +118,7 @@ def _create(root: zarr.Group, name: str, array: ArrayLayout, auxiliary: list[str
         dimension_names=entry.dims,
         chunk_key_encoding=_CHUNK_KEYS,
         attributes=attributes,
-        **codecs(array.native, len(array.chunk)),
+        **array.chain.codecs(len(array.chunk)),
     )
 
 

@@ -7,46 +7,35 @@ little-endian uint64 pairs (offset, length) in C order of the chunk grid, and it
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import numpy as np
-import numpy.typing as npt
 
-from trajstore.encoding import checksum, encode
+from trajstore.encoding import checksum
 from trajstore.layout import ArrayLayout
 
-__all__ = ["shard_parts"]
+__all__ = ["chunk_windows", "shard_parts"]
 
 
-def shard_parts(block: npt.NDArray[Any], array: ArrayLayout) -> Iterator[bytes]:
-    """Encode one block of a variable as the consecutive parts of its shard.
-
-    Every chunk is stored, also one that equals the fill value: an array of NaN keeps its payloads.
-
-    Parameters
-    ----------
-    block : ndarray of native bits, (step, …)
-        At most ``array.shard`` long in every dimension.
-    array : ArrayLayout
-
-    Yields
-    ------
-    bytes
-        Inner chunks in C order, then the index.
-    """
-    grid = [math.ceil(whole / part) for whole, part in zip(array.shard, array.chunk, strict=True)]
-    index = np.empty((math.prod(grid), 2), "<u8")
-    offset = 0
-    for number, position in enumerate(itertools.product(*map(range, grid))):
-        window = tuple(
+def chunk_windows(array: ArrayLayout) -> Iterator[tuple[slice, ...]]:
+    """Where each inner chunk lies in a block, in C order of the chunk grid."""
+    for position in itertools.product(*map(range, array.grid)):
+        yield tuple(
             slice(at * length, (at + 1) * length)
             for at, length in zip(position, array.chunk, strict=True)
         )
-        part = encode(block[window], array.native, array.chunk)
-        index[number] = offset, len(part)
-        offset += len(part)
-        yield part
-    packed = index.tobytes()
+
+
+def shard_parts(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """Consecutive parts of a shard: the encoded chunks, each as soon as it is there, and the index.
+
+    Every chunk is stored, also one that equals the fill value: an array of NaN keeps its payloads.
+    """
+    index: list[tuple[int, int]] = []
+    offset = 0
+    for chunk in chunks:
+        index.append((offset, len(chunk)))
+        offset += len(chunk)
+        yield chunk
+    packed = np.array(index, "<u8").tobytes()
     yield packed + checksum(packed)

@@ -38,9 +38,9 @@ def vector_norm(vectors: Array, order: float = 2) -> npt.NDArray[np.float64]:
     -------
     ndarray of float64, (…)
     """
-    wide = np.ascontiguousarray(vectors, np.float64)
     # A NaN is an answer, not a mishap; so is the infinity of a square that no float64 holds.
     with np.errstate(invalid="ignore", over="ignore"):
+        wide = np.ascontiguousarray(vectors, np.float64)
         if order == 2:
             return np.asarray(np.sqrt(np.square(wide).sum(-1)))
         wide = np.abs(wide)

@@ -1,17 +1,22 @@
 """`RunWriter`: rows in, whole blocks out, one atomic commit a block.
 
 The flow of one row: its arrays are copied once, into their place in the block buffer (by `append`,
-or by a caller that fills `next_row` itself). When the block is full, every array is encoded into
-one shard and written; then each array's metadata grows; then the root is replaced, which is the
-commit. Whatever happens in between, a reader sees the rows of the last commit and nothing else.
+or by a caller that fills `next_row` itself). A full block goes to the `Pipeline`, which encodes and
+writes every array's shard behind the caller's back, while the next block is filled; then each
+array's metadata grows; then the root is replaced, which is the commit. Whatever happens in between,
+a reader sees the rows of the last commit and nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
+import time
+from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -21,11 +26,11 @@ import numpy.typing as npt
 
 from trajstore.bits import as_bits
 from trajstore.errors import InvalidArgument, RunExists, WriterClosed
-from trajstore.layout import DEFAULT_MEMORY, Layout, parse_bytes, plan
-from trajstore.metadata import DOCUMENT, Documents, chunk_key, utc_now
+from trajstore.layout import BLOCKS, DEFAULT_MEMORY, Layout, parse_bytes, plan
+from trajstore.metadata import DOCUMENT, Documents, utc_now
 from trajstore.objects import PARTIAL_SUFFIX, put
+from trajstore.pipeline import Pipeline
 from trajstore.schema import FORMAT, STEP
-from trajstore.shard import shard_parts
 from trajstore.version import __version__
 
 __all__ = ["RunWriter", "check_target"]
@@ -51,6 +56,8 @@ class RunWriter:
         Bytes appended, in native types.
     bytes_written : int
         Bytes of the shards on disk.
+    seconds_waited : float
+        How long `append` has waited for the disk, because all buffers were full.
 
     Examples
     --------
@@ -72,18 +79,22 @@ class RunWriter:
         self.rows = 0
         self.committed_rows = 0
         self.bytes_recorded = 0
-        self.bytes_written = 0
+        self.seconds_waited = 0.0
         self._documents = documents
         self._attributes = attributes
         self._last_step = -1
         self._status: Status = "recording"
-        self._block = {
-            name: np.empty((layout.block_rows, *array.row), array.native.bits)
-            for name, array in layout.arrays.items()
-        }
+        self._pipeline = Pipeline(path, layout, self._commit)
+        self._pending: deque[Future[None]] = deque()
+        self._blocks = [_allocate(layout) for _ in range(BLOCKS)]
         self._row_bytes = sum(
             array.row_bytes for name, array in layout.arrays.items() if name != STEP.name
         )
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of the shards on disk."""
+        return self._pipeline.bytes_written
 
     @classmethod
     def create(
@@ -100,7 +111,8 @@ class RunWriter:
         attributes: Mapping[str, Any] | None = None,
         memory: int | str = DEFAULT_MEMORY,
         block_rows: int | None = None,
-        encoding: str = "portable",
+        encoding: str = "delta",
+        threads: int | None = None,
         overwrite: bool = False,
     ) -> Self:
         """Make an empty run.
@@ -127,8 +139,11 @@ class RunWriter:
             Bytes for all buffers together.
         block_rows : int, optional
             Rows of a block; planned from `memory` without it.
-        encoding : {'portable'}
-            Chain of codecs.
+        encoding : {'delta', 'portable'}
+            ``delta`` is smaller and faster, and read wherever trajstore is installed; ``portable``
+            is read by any reader of Zarr v3.
+        threads : int, optional
+            That encode; without it as many as there are processors, at most 8.
         overwrite : bool
             Replace a run that is there.
 
@@ -139,8 +154,6 @@ class RunWriter:
         InvalidArgument
             If an argument is impossible.
         """
-        if encoding != "portable":
-            raise InvalidArgument(f"there is no encoding {encoding!r}; choose portable")
         path = check_target(path, overwrite=overwrite)
         ids = np.asarray(token)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(np.unique(ids)) != ids.size:
@@ -166,6 +179,8 @@ class RunWriter:
             hidden=hidden,
             memory=parse_bytes(memory),
             block_rows=block_rows,
+            encoding=encoding,
+            threads=threads,
         )
         now = utc_now()
         root = {
@@ -196,7 +211,10 @@ class RunWriter:
         """
         self._check_open()
         at = self.rows % self.layout.block_rows
-        return {name: block[at, ...] for name, block in self._block.items() if name != STEP.name}
+        if at == 0:
+            self._make_room()
+        block = self._block()
+        return {name: block[name][at, ...] for name in block if name != STEP.name}
 
     def commit_row(self, step: int) -> None:
         """Take the row that `next_row` gave out, every variable filled, as the state after `step`.
@@ -211,12 +229,12 @@ class RunWriter:
             raise InvalidArgument(
                 f"got step {step} after step {self._last_step}; steps must increase"
             )
-        self._block[STEP.name][self.rows % self.layout.block_rows] = step
+        self._block()[STEP.name][self.rows % self.layout.block_rows] = step
         self._last_step = step
         self.rows += 1
         self.bytes_recorded += self._row_bytes
         if self.rows % self.layout.block_rows == 0:
-            self._write_block()
+            self._hand_over(self.layout.block_rows)
 
     def append(self, step: int, **values: Any) -> None:
         """Append one row.
@@ -250,14 +268,36 @@ class RunWriter:
         self.commit_row(step)
 
     def close(self, status: Literal["complete", "interrupted"] = "complete") -> None:
-        """Commit the rows of the last, partial block, and set the status. Twice does no harm."""
+        """Commit every row, also of the last, partial block, and set the status.
+
+        Twice does no harm.
+
+        Raises
+        ------
+        OSError
+            If a block could not be written; what was committed before stays.
+        """
         if self._status != "recording":
             return
-        if self.rows > self.committed_rows:
-            self._write_shards()
-        self._commit(status)
         self._status = status
-        self._block.clear()
+        try:
+            partial = self.rows % self.layout.block_rows
+            if partial:
+                self._hand_over(partial, status)
+            else:
+                change = self.rows, status
+                self._pending.append(self._pipeline.submit(0, None, change))
+            self._settle(0)
+        except BaseException:
+            self._status = "interrupted"
+            if self._pipeline.failure is not None:
+                # The status is worth a try; the failure that is being raised matters more.
+                with contextlib.suppress(OSError):
+                    self._commit((self.committed_rows, "interrupted"))
+            raise
+        finally:
+            self._pipeline.close()
+            self._blocks.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -268,33 +308,64 @@ class RunWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close("complete" if kind is None else "interrupted")
+        try:
+            self.close("complete" if kind is None else "interrupted")
+        except BaseException as failure:
+            if failure is not error:  # which is on its way already
+                raise
 
     def _check_open(self) -> None:
         if self._status != "recording":
             raise WriterClosed(f"{self.path} is closed as {self._status}")
+        while self._pending and self._pending[0].done():
+            self._pending.popleft().result()
+        if self._pipeline.failure is not None:
+            raise self._pipeline.failure
 
-    def _write_block(self) -> None:
-        self._write_shards()
-        self._commit("recording")
+    def _block(self) -> dict[str, npt.NDArray[Any]]:
+        """Buffer of the block that is being filled."""
+        return self._blocks[self.rows // self.layout.block_rows % BLOCKS]
 
-    def _write_shards(self) -> None:
-        number, start = divmod(self.committed_rows, self.layout.block_rows)
-        assert start == 0, "a block is written whole"
-        filled = self.rows - self.committed_rows
-        for name, array in self.layout.arrays.items():
-            key = chunk_key(name, number, len(array.shard))
-            parts = shard_parts(self._block[name][:filled], array)
-            self.bytes_written += put(self.path / key, parts)
+    def _make_room(self) -> None:
+        """Wait until the buffer of the next block has been written."""
+        if len(self._pending) < BLOCKS:
+            return
+        started = time.perf_counter()
+        self._settle(BLOCKS - 1)
+        self.seconds_waited += time.perf_counter() - started
 
-    def _commit(self, status: Status) -> None:
-        if self.rows > self.committed_rows:
+    def _settle(self, most: int) -> None:
+        """Wait until at most so many blocks are on their way; raise what went wrong."""
+        while len(self._pending) > most:
+            self._pending.popleft().result()
+
+    def _hand_over(self, filled: int, status: Status = "recording") -> None:
+        """Have the block that ends with the last row written and committed."""
+        number = (self.rows - 1) // self.layout.block_rows
+        buffer = self._blocks[number % BLOCKS]
+        block = {name: array[:filled] for name, array in buffer.items()}
+        self._pending.append(self._pipeline.submit(number, block, (self.rows, status)))
+
+    def _commit(self, change: tuple[int, Status]) -> None:
+        """Make so many rows visible, with that status."""
+        rows, status = change
+        if rows > self.committed_rows:
             for name in self._documents.series():
-                put(self.path / name / DOCUMENT, [self._documents.array(name, self.rows)])
-        changes = {"status": status, "committed_rows": self.rows, "updated": utc_now()}
-        self._attributes = self._attributes | changes
-        put(self.path / DOCUMENT, [self._documents.root(self.rows, self._attributes)])
-        self.committed_rows = self.rows
+                put(self.path / name / DOCUMENT, [self._documents.array(name, rows)])
+        self._attributes = self._attributes | {
+            "status": status,
+            "committed_rows": rows,
+            "updated": utc_now(),
+        }
+        put(self.path / DOCUMENT, [self._documents.root(rows, self._attributes)])
+        self.committed_rows = rows
+
+
+def _allocate(layout: Layout) -> dict[str, npt.NDArray[Any]]:
+    return {
+        name: np.empty((layout.block_rows, *array.row), array.native.bits)
+        for name, array in layout.arrays.items()
+    }
 
 
 def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:

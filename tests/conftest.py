@@ -1,0 +1,78 @@
+"""Runs that several tests look at, and the installed command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trajstore import RunWriter
+from trajstore.encoding import ENCODINGS
+
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def trajstore_cli(tmp_path_factory: pytest.TempPathFactory) -> Cli:
+    """Run the installed `trajstore` in an empty folder: (arguments, rc) to the finished process."""
+    command = Path(sys.executable).with_name("trajstore")
+    folder = tmp_path_factory.mktemp("cwd")
+
+    def run(*arguments: Any, rc: int = 0) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [command, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            timeout=300,
+        )
+        assert done.returncode == rc, f"exit {done.returncode}: {done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stderr
+        return done
+
+    return run
+
+
+def random_bits(shape: tuple[int, ...], seed: int, width: int = 16) -> np.ndarray:
+    """Any bit patterns: NaN payloads, infinities, subnormals and negative zeros among them."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 1 << width, shape, dtype=f"u{width // 8}")
+
+
+@pytest.fixture(params=ENCODINGS)
+def small_run(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, dict[str, np.ndarray]]:
+    """A run of 11 rows in blocks of 4, every third token dead, and its bits; in both encodings."""
+    rows = 11
+    values = {
+        "W": random_bits((rows, 10, 6), 1),
+        "grad": random_bits((rows, 10, 6), 2),
+        "logits": random_bits((rows, 10), 3),
+        "loss": random_bits((rows,), 4, 32),
+    }
+    path = tmp_path / "small.zarr"
+    with RunWriter.create(
+        path,
+        token=np.arange(10) * 7,
+        hidden=6,
+        variables={"W": "bfloat16", "grad": "float16", "logits": "bfloat16", "loss": "float32"},
+        is_dead=np.arange(10) % 3 == 0,
+        token_count=np.arange(10),
+        token_text=[f"<{number}>" for number in range(9)] + ["é\n"],
+        config={"why": "a test"},
+        block_rows=4,
+        encoding=request.param,
+    ) as run:
+        for row in range(rows):
+            run.append(
+                step=row * 2,
+                W=values["W"][row],
+                grad=values["grad"][row],
+                logits=values["logits"][row],
+                loss=values["loss"][row].view("float32"),
+            )
+    return path, values

@@ -1,0 +1,263 @@
+"""One story, through the installed command: record, look, export; as a user would."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorstore
+import xarray as xr
+from conftest import Cli
+
+import trajstore
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+STEPS = 30
+
+
+@pytest.fixture(scope="module")
+def gatsby(trajstore_cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("story") / "gatsby.zarr"
+    done = trajstore_cli(
+        "record", "--preset", "gatsby", "--steps", STEPS, "--block-rows", 8, "-o", path
+    )
+    assert "gatsby stand-in (embedded)" in done.stderr
+    assert f"step {STEPS}/{STEPS}" in done.stderr
+    assert f"Recorded {STEPS + 1} rows" in done.stdout
+    return path
+
+
+def test_the_run_obeys_the_laws_of_the_notebook(gatsby: Path) -> None:
+    ds = xr.open_zarr(gatsby)
+    assert ds.step.values.tolist() == list(range(STEPS + 1))
+    dead = ds.is_dead.values
+    assert dead.sum() == 51
+    assert (ds.token_count.values[dead] == 0).all()
+    assert float(ds.loss[1]) == pytest.approx(math.log(128), abs=0.001)
+    assert float(ds.loss[-1]) < 4
+    logits = ds.logits[1].values
+    assert logits.max() == logits.min()
+    norms = np.linalg.norm(ds.grad[1].values, axis=-1)
+    assert norms[dead].mean() == pytest.approx(6.17e-2, rel=0.02)
+    assert norms[dead].std() < 1e-3 * norms[dead].mean()
+    assert norms[~dead].max() > 1
+    for name in ("grad", "logits", "loss", "lr", "grad_norm", "clip_coef"):
+        assert np.isnan(ds[name][0].values).all(), name
+    assert (ds.exp_avg[0].values == 0).all()
+    assert (ds.exp_avg_sq[0].values == 0).all()
+    np.testing.assert_allclose(ds.lr[1:], 1e-3 * (1 - np.arange(STEPS) / STEPS))
+    assert ds.lr.dtype == "float64"
+
+
+def test_the_start_is_one_point(gatsby: Path) -> None:
+    start = xr.open_zarr(gatsby).W[0].values
+    assert np.linalg.norm(start.mean(0)) == pytest.approx(1, abs=0.002)
+    assert np.linalg.norm(start - start.mean(0), axis=-1).max() < 0.01
+
+
+def test_every_step_follows_from_the_one_before(gatsby: Path) -> None:
+    """The real AdamW, given the recorded state, gradient, factor and rate, makes the next row."""
+    ds = xr.open_zarr(gatsby).load()
+    assert (ds.clip_coef[1:] < 1).any()
+    names = ("W", "grad", "exp_avg", "exp_avg_sq")
+    rows = {name: torch.from_numpy(ds[name].values).bfloat16() for name in names}
+    factors = torch.from_numpy(ds.clip_coef.values).bfloat16()
+    hyperparameters = ds.attrs["optimizer"]["hyperparameters"]
+    for t in range(1, STEPS + 1):
+        parameter = torch.nn.Parameter(rows["W"][t - 1].clone())
+        optimizer = torch.optim.AdamW(
+            [parameter],
+            lr=float(ds.lr[t]),
+            betas=tuple(hyperparameters["betas"]),
+            eps=hyperparameters["eps"],
+            weight_decay=hyperparameters["weight_decay"],
+        )
+        state = {name: rows[name][t - 1].clone() for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(float(t - 1)), **state}
+        parameter.grad = rows["grad"][t] * factors[t]
+        optimizer.step()
+        assert torch.equal(parameter.data, rows["W"][t])
+        assert torch.equal(state["exp_avg"], rows["exp_avg"][t])
+        assert torch.equal(state["exp_avg_sq"], rows["exp_avg_sq"][t])
+
+
+def test_a_stranger_reads_it_with_nothing_of_ours(gatsby: Path) -> None:
+    code = (
+        "import sys, xarray as xr\n"
+        "ds = xr.open_zarr(sys.argv[1])\n"
+        "assert all(v.chunks for v in ds.data_vars.values()), 'not lazy'\n"
+        "assert not {'torch', 'trajstore', 'trainers', 'analysis'} & set(sys.modules)\n"
+        "print(float(ds.W.astype('f8').sum()))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, gatsby],
+        capture_output=True,
+        text=True,
+        cwd=gatsby.parent,
+    )
+    assert done.returncode == 0, done.stderr
+    W = xr.open_zarr(gatsby).W
+    assert float(done.stdout) == float(W.astype("f8").sum())
+    spec = {"driver": "zarr3", "kvstore": f"file://{gatsby}/W/"}
+    theirs = tensorstore.open(spec, read=True).result().read().result()
+    assert theirs.tobytes() == W.values.tobytes()
+
+
+def test_info_and_summary_tell_what_happened(gatsby: Path, trajstore_cli: Cli) -> None:
+    facts = json.loads(trajstore_cli("info", gatsby, "--json").stdout)
+    assert facts["status"] == "complete"
+    assert facts["committed_rows"] == STEPS + 1
+    assert facts["steps"] == {"first": 0, "last": STEPS}
+    assert facts["arrays"]["W"]["native_dtype"] == "bfloat16"
+    assert facts["arrays"]["W"]["bytes_native"] == (STEPS + 1) * 128 * 64 * 2
+    assert facts["config"]["data"]["target_offset"] == 2
+    assert facts["optimizer"]["class"] == "torch.optim.adamw.AdamW"
+    assert facts["optimizer"]["hyperparameters"]["weight_decay"] == 0.01
+    assert facts["provenance"]["corpus"]["bytes"] == 265_905
+    text = trajstore_cli("info", gatsby).stdout
+    assert "complete, 31 rows, steps 0 to 30" in text
+    text = trajstore_cli("summary", gatsby).stdout
+    assert "Loss: 4.8520 at step 1" in text
+    assert "NON-ZERO" in text
+    json.loads(trajstore_cli("summary", gatsby, "--json").stdout)
+
+
+def test_the_export_is_the_notebooks_file(gatsby: Path, trajstore_cli: Cli, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    file = tmp_path / "gatsby.safetensors"
+    trajstore_cli("export", gatsby, "--layout", "15.1a", "-o", file)
+    tensors = load_file(file)
+    ds = xr.open_zarr(gatsby).load()
+    rows, float32 = STEPS + 1, torch.float32
+    shapes = {
+        "embeddings": ((rows, 128, 64), float32),
+        "grads": ((rows, 128, 64), float32),
+        "momentum": ((rows, 128, 64), float32),
+        "variance": ((rows, 128, 64), float32),
+        "logits": ((rows, 128), float32),
+        "losses": ((rows,), float32),
+        "recorded_steps": ((rows,), torch.int64),
+        "dead_token_ids": ((51,), torch.int64),
+        "live_token_ids": ((77,), torch.int64),
+        "init_method_code": ((), torch.int32),
+    } | dict.fromkeys(
+        ("init_sigma", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2"), ((), float32)
+    )
+    assert {k: (tuple(v.shape), v.dtype) for k, v in tensors.items()} == shapes
+    assert tensors["learning_rate"] == np.float32(1e-3)
+    assert tensors["init_sigma"] == np.float32(1e-5)
+    assert (tensors["embeddings"].numpy() == ds.W.values).all()
+    for key, name in {"grads": "grad", "logits": "logits"}.items():
+        assert (tensors[key][0] == 0).all()
+        assert (tensors[key][1:].numpy() == ds[name][1:].values).all()
+    assert tensors["losses"][0].isnan()
+    trajstore_cli("export", gatsby, "-o", file, rc=2)  # it is there
+
+
+def test_the_native_export_keeps_the_native_types(gatsby: Path, tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    file = trajstore.export(gatsby, tmp_path / "native.safetensors")
+    ds = xr.open_zarr(gatsby).load()
+    with safe_open(file, "pt") as tensors:
+        W = tensors.get_tensor("W")
+        assert W.dtype == torch.bfloat16
+        assert (W.float().numpy() == ds.W.values).all()
+        assert tensors.get_tensor("loss").dtype == torch.float32
+        assert tensors.get_tensor("lr").dtype == torch.float64
+        metadata = tensors.metadata()
+        assert json.loads(metadata["attributes"])["timeline"] == "post-step"
+        assert json.loads(metadata["token_text"])[ord("e")] == "e"
+
+
+def test_an_existing_run_is_safe(gatsby: Path, trajstore_cli: Cli) -> None:
+    before = (gatsby / "zarr.json").read_bytes()
+    done = trajstore_cli("record", "--preset", "gatsby", "--steps", 2, "-o", gatsby, rc=2)
+    assert "already there" in done.stderr
+    assert (gatsby / "zarr.json").read_bytes() == before
+
+
+def test_the_same_seed_gives_the_same_bits(
+    gatsby: Path, trajstore_cli: Cli, tmp_path: Path
+) -> None:
+    """Steps, blocks and bits do not depend on how the run is stored; other memory, same numbers."""
+    other = tmp_path / "again.zarr"
+    trajstore_cli(
+        "record", "--preset", "gatsby", "--steps", STEPS, "--memory", "64MiB", "-o", other
+    )
+    a, b = xr.open_zarr(gatsby).load(), xr.open_zarr(other).load()
+    for name in a.data_vars:
+        assert a[name].values.tobytes() == b[name].values.tobytes(), name
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (b"", "is empty"),
+        (b"caf\xc3\xa9 " * 100, "200 bytes that are not ASCII"),
+        (b"too short", "has 9 tokens, and one training example needs 129"),
+    ],
+)
+def test_an_unusable_text_is_one_sentence_and_nothing_is_made(
+    trajstore_cli: Cli, tmp_path: Path, text: bytes, complaint: str
+) -> None:
+    corpus = tmp_path / "text.txt"
+    corpus.write_bytes(text)
+    out = tmp_path / "run.zarr"
+    done = trajstore_cli("record", "--preset", "gatsby", "--corpus", corpus, "-o", out, rc=1)
+    assert complaint in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_steps_are_true_over_many_epochs(trajstore_cli: Cli, tmp_path: Path) -> None:
+    corpus = tmp_path / "text.txt"
+    corpus.write_bytes(b"It was a bright cold day in April. " * 9)  # 315 bytes: 6 steps an epoch
+    out = tmp_path / "run.zarr"
+    trajstore_cli("record", "--preset", "gatsby", "--corpus", corpus, "--steps", 20, "-o", out)
+    assert xr.open_zarr(out).step.values.tolist() == list(range(21))
+
+
+def test_a_preset_can_be_changed_as_a_file(trajstore_cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(trajstore_cli("presets", "gatsby").stdout)
+    out = tmp_path / "run.zarr"
+    trajstore_cli(
+        "record", "--config", file, "--set", "optimizer.lr=3e-4", "--steps", 2, "-o", out
+    )  # fmt: skip
+    ds = xr.open_zarr(out)
+    assert float(ds.lr[1]) == 3e-4
+    assert ds.attrs["config"]["optimizer"]["lr"] == 3e-4
+    assert ds.attrs["config"]["model"]["hidden"] == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--preset", "jazz"], "gatsby"),
+        ([], "name either a preset"),
+        (["--preset", "gatsby", "--set", "optimizer.lr=-1"], "optimizer.lr = -1"),
+        (["--preset", "gatsby", "--set", "optimizer.speed=1"], "no field optimizer.speed"),
+        (["--preset", "gatsby", "--set", "speed"], "expected section.field=value"),
+        (["--preset", "gatsby", "--record", "W,bogus"], "cannot record 'bogus'"),
+        (["--preset", "gatsby", "--memory", "lots"], "cannot read 'lots' as a size"),
+        (["--preset", "gatsby", "--set", "model.heads=3"], "3 heads do not divide 64"),
+        (["--preset", "gatsby", "--corpus", "nowhere.txt"], "cannot read the corpus"),
+    ],
+)
+def test_a_wrong_call_is_one_sentence(
+    trajstore_cli: Cli, tmp_path: Path, arguments: list[str], complaint: str
+) -> None:
+    rc = 1 if "--corpus" in arguments else 2
+    done = trajstore_cli("record", *arguments, "-o", tmp_path / "run.zarr", rc=rc)
+    assert complaint in done.stderr
+    assert done.stderr.startswith("trajstore: ")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,75 @@
+"""The built wheel in an empty environment: reading and analysing need no more than it brings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+CODE = """
+import sys
+import analysis, trajstore, trainers
+ds = trajstore.open_run(sys.argv[1])
+assert ds.traj.grad_norms().compute().shape == (11, 10)
+assert analysis.freeze(ds).compute().last_motion.shape == (10,)
+assert "site-packages" in trajstore.__file__ and "site-packages" in trainers.__file__
+assert "torch" not in sys.modules
+try:
+    trainers.record
+except trajstore.MissingExtra as error:
+    assert "trajstore[train]" in str(error), error
+else:
+    raise AssertionError("trained without torch")
+"""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Interpreter of a new environment with the wheel and what it depends on."""
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", folder, ROOT],
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = folder.glob("*.whl")
+    venv.create(folder / "env", with_pip=True)
+    python = folder / "env" / "bin" / "python"
+    subprocess.run(
+        [python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", wheel],
+        check=True,
+        capture_output=True,
+    )
+    return python
+
+
+def test_reading_and_analysing_need_only_the_wheel(
+    python: Path, small_run: tuple[Path, Any], tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    path, _ = small_run
+    done = subprocess.run(
+        [python, "-c", CODE, path], cwd=empty, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    command = python.with_name("trajstore")
+    for arguments, expected in (
+        (["info", path], "complete, 11 rows"),
+        (["summary", path], "Displacement"),
+        (["export", path, "-o", empty / "run.safetensors"], "Wrote"),
+        (["--help"], "Commands:"),
+    ):
+        done = subprocess.run([command, *arguments], cwd=empty, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert expected in done.stdout
+    done = subprocess.run([command, "presets"], cwd=empty, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "trajstore[train]" in done.stderr
+    assert "Traceback" not in done.stderr

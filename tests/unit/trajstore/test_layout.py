@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trajstore.errors import InvalidArgument
+from trajstore.layout import format_bytes, parse_bytes, plan
+
+EVERYTHING = {
+    "W": "bfloat16",
+    "grad": "bfloat16",
+    "exp_avg": "bfloat16",
+    "exp_avg_sq": "bfloat16",
+    "logits": "bfloat16",
+    "loss": "float32",
+}
+
+
+def test_gatsby_and_wordybird_get_the_blocks_that_the_format_names() -> None:
+    assert plan(EVERYTHING, tokens=128, hidden=64).block_rows == 256
+    assert plan(EVERYTHING, tokens=50_257, hidden=64).block_rows in (16, 32)
+
+
+@given(
+    tokens=st.integers(1, 60_000),
+    hidden=st.integers(1, 1024),
+    memory=st.integers(1 << 10, 1 << 31),
+    rows=st.none() | st.integers(1, 64),
+)
+def test_a_plan_keeps_its_promises(tokens: int, hidden: int, memory: int, rows: int | None) -> None:
+    try:
+        layout = plan(EVERYTHING, tokens=tokens, hidden=hidden, memory=memory, block_rows=rows)
+    except InvalidArgument:
+        least = plan(EVERYTHING, tokens=tokens, hidden=hidden, memory=1 << 60, block_rows=rows or 8)
+        assert least.memory > memory
+        return
+    assert layout.memory <= memory
+    assert rows in (None, layout.block_rows)
+    for array in layout.arrays.values():
+        for chunk, shard in zip(array.chunk, array.shard, strict=True):
+            assert shard % chunk == 0
+        assert array.shard[0] == layout.block_rows
+        assert all(whole >= row for whole, row in zip(array.shard[1:], array.row, strict=True))
+        # Rounding up wastes less than one chunk.
+        assert array.shard[1:] == array.row or array.shard[1] - array.row[0] < array.chunk[1]
+
+
+def test_a_budget_too_small_says_the_least_that_works() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        plan(EVERYTHING, tokens=128, hidden=64, memory=100_000)
+    least = str(caught.value).split("at least ")[1].removesuffix(" is needed")
+    assert plan(EVERYTHING, tokens=128, hidden=64, memory=round(parse_bytes(least) * 1.001))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1GiB", 1 << 30), ("1.5 MiB", 3 << 19), ("8MB", 8_000_000), ("77", 77), ("1kib", 1024)],
+)
+def test_sizes_are_read(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "0", "1 apple", "nan", "inf"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgument):
+        parse_bytes(text)
+
+
+def test_sizes_are_printed_in_the_largest_unit() -> None:
+    assert format_bytes(1536) == "1.5 KiB"
+    assert format_bytes(0) == "0 B"
+    assert format_bytes(5 << 30) == "5 GiB"

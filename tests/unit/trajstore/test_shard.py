@@ -1,0 +1,80 @@
+"""Shards against what zarr-python itself writes for the same metadata."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from conftest import random_bits
+from zarr.storage import MemoryStore
+
+from trajstore.bits import widen
+from trajstore.encoding import ENCODINGS
+from trajstore.layout import plan
+from trajstore.metadata import Documents, chunk_key
+from trajstore.shard import chunk_windows, shard_parts
+
+CASES = [
+    ("W", "bfloat16", 300, 5),
+    ("W", "float16", 40, 3),
+    ("W", "float32", 1, 1),
+    ("logits", "bfloat16", 300, 5),
+    ("loss", "float32", 3, 5),
+    ("lr", "float64", 3, 5),
+]
+
+
+def make(
+    name: str, dtype: str, tokens: int, hidden: int, encoding: str
+) -> tuple[Any, np.ndarray, Documents]:
+    layout = plan({name: dtype}, tokens=tokens, hidden=hidden, block_rows=7, encoding=encoding)
+    array = layout.arrays[name]
+    bits = random_bits((7, *array.row), 5, 8 * array.native.itemsize)
+    return array, bits, Documents(layout, {"token": np.arange(tokens)})
+
+
+def shard(bits: np.ndarray, array: Any) -> bytes:
+    windows = chunk_windows(array)
+    return b"".join(shard_parts(array.chain.encode(bits[w], array.chunk) for w in windows))
+
+
+def opened(name: str, documents: Documents, rows: int, objects: dict[str, Any]) -> zarr.Array:
+    buffer = zarr.core.buffer.cpu.Buffer.from_bytes
+    objects[f"{name}/zarr.json"] = buffer(documents.array(name, rows))
+    return zarr.open_array(MemoryStore(objects), path=name, mode="r+")
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize(("name", "dtype", "tokens", "hidden"), CASES)
+def test_zarr_reads_the_bits_back(
+    name: str, dtype: str, tokens: int, hidden: int, encoding: str
+) -> None:
+    array, bits, documents = make(name, dtype, tokens, hidden, encoding)
+    for rows in (7, 4):
+        buffer = zarr.core.buffer.cpu.Buffer.from_bytes(shard(bits[:rows], array))
+        objects = {chunk_key(name, 0, len(array.shard)): buffer}
+        read = opened(name, documents, rows, objects)[...]
+        unsigned = f"u{array.native.stored.itemsize}"
+        assert (read.view(unsigned) == widen(bits[:rows], array.native).view(unsigned)).all()
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize(("name", "dtype", "tokens", "hidden"), CASES)
+def test_a_whole_shard_is_what_zarr_writes(
+    name: str, dtype: str, tokens: int, hidden: int, encoding: str
+) -> None:
+    array, bits, documents = make(name, dtype, tokens, hidden, encoding)
+    objects: dict[str, Any] = {}
+    stored = widen(bits, array.native)
+    padded = np.zeros(array.shard, array.native.stored)
+    padded[tuple(slice(length) for length in stored.shape)] = stored
+    document = json.loads(documents.array(name, 7))
+    document["shape"] = list(array.shard)
+    whole = Documents.__new__(Documents)
+    whole._arrays, whole._series = {name: document}, (name,)
+    opened(name, whole, 7, objects)[...] = padded
+    theirs = objects[chunk_key(name, 0, len(array.shard))].to_bytes()
+    assert shard(bits, array) == theirs

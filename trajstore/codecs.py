@@ -1,0 +1,154 @@
+"""The `trajstore.delta` codec of Zarr v3: floating-point histories as folded integer differences.
+
+From one optimizer step to the next most values of a history keep their exponent and high mantissa
+bits, or do not change at all. Along the first axis of a chunk (step) this codec
+
+1. takes each value's bits in its native type: of a bfloat16 or float16 that is stored as float32,
+   the 16 bits it has, and refuses a value that has more;
+2. takes the difference to the bits of the row before, modulo 2^width; the first row stays;
+3. folds the sign of the difference into its lowest bit (zigzag), so that small differences have
+   high bits of zero whichever way they point.
+
+What comes out are unsigned integers of the native width. Exact for every bit pattern. zarr finds
+the codec by its entry point; this module needs numpy and zarr only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+from zarr.abc.codec import ArrayArrayCodec
+from zarr.core.array_spec import ArraySpec
+from zarr.core.buffer import NDBuffer
+from zarr.dtype import UInt16, UInt32, UInt64
+
+from trajstore.bits import NativeType, narrow, native_type, widen
+
+__all__ = ["DELTA", "DeltaCodec", "fold", "unfold"]
+
+DELTA = "trajstore.delta"
+
+_UNSIGNED: dict[int, Any] = {2: UInt16(), 4: UInt32(), 8: UInt64()}
+
+Bits = npt.NDArray[Any]
+
+
+def fold(bits: Bits, out: Bits, scratch: Bits) -> None:
+    """Differences along the first axis, with folded signs.
+
+    Parameters
+    ----------
+    bits : ndarray of unsigned integers, (step, …)
+    out, scratch : ndarray, same shape and type
+        `out` receives the result; `scratch` may hold anything, before and after.
+    """
+    np.copyto(out[:1], bits[:1])
+    np.subtract(bits[1:], bits[:-1], out=out[1:])
+    signed = np.dtype(f"i{bits.itemsize}")
+    difference, sign = out.view(signed), scratch.view(signed)
+    np.right_shift(difference, 8 * bits.itemsize - 1, out=sign)  # arithmetic: 0 or −1
+    np.left_shift(difference, 1, out=difference)
+    np.bitwise_xor(difference, sign, out=difference)
+
+
+def unfold(folded: Bits, out: Bits) -> None:
+    """Inverse of `fold`.
+
+    Parameters
+    ----------
+    folded : ndarray of unsigned integers, (step, …)
+    out : ndarray, same shape and type
+    """
+    one = out.dtype.type(1)
+    np.right_shift(folded, one, out=out)
+    sign = folded & one
+    np.negative(sign, out=sign)  # modulo 2^width: 0 or all ones
+    np.bitwise_xor(out, sign, out=out)
+    for row in range(1, len(out)):
+        later = out[row : row + 1]
+        np.add(later, out[row - 1 : row], out=later)
+
+
+@dataclass(frozen=True)
+class DeltaCodec(ArrayArrayCodec):
+    """Array-to-array codec ``trajstore.delta``.
+
+    Parameters
+    ----------
+    native_dtype : {'bfloat16', 'float16', 'float32', 'float64'}
+        Type whose values the array holds exactly.
+
+    Raises
+    ------
+    InvalidArgument
+        On encoding, if a value is not of that type.
+    """
+
+    is_fixed_size = True
+
+    native_dtype: str
+
+    @property
+    def native(self) -> NativeType:
+        """The type of that name."""
+        return native_type(self.native_dtype)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Codec from the metadata of an array."""
+        configuration = data.get("configuration", {})
+        if data.get("name") != DELTA or set(configuration) != {"native_dtype"}:
+            raise ValueError(f"expected the codec {DELTA} with a native_dtype, got {data!r}")
+        native_type(configuration["native_dtype"])
+        return cls(**configuration)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Metadata of the codec."""
+        return {"name": DELTA, "configuration": {"native_dtype": self.native_dtype}}
+
+    def validate(self, *, shape: tuple[int, ...], dtype: Any, chunk_grid: Any) -> None:
+        """Check that the array can hold the native type, and has a first axis.
+
+        Raises
+        ------
+        ValueError
+            If not.
+        """
+        stored = self.native.stored
+        if dtype.to_native_dtype() != stored:
+            raise ValueError(
+                f"{DELTA} of {self.native_dtype} encodes arrays of {stored}, got {dtype}"
+            )
+        if not shape:
+            raise ValueError(f"{DELTA} takes differences along the first axis, and there is none")
+
+    def resolve_metadata(self, chunk_spec: ArraySpec) -> ArraySpec:
+        """Spec of what comes out: unsigned integers of the native width."""
+        unsigned = _UNSIGNED[self.native.itemsize]
+        return replace(chunk_spec, dtype=unsigned, fill_value=unsigned.to_native_dtype().type(0))
+
+    def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
+        """Bytes that come out for so many bytes."""
+        native = self.native
+        return input_byte_length // native.stored.itemsize * native.itemsize
+
+    def _encode_sync(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> NDBuffer:
+        bits = narrow(chunk_array.as_numpy_array(), self.native)
+        out = np.empty_like(bits)
+        fold(bits, out, np.empty_like(bits))
+        return chunk_spec.prototype.nd_buffer.from_numpy_array(out)
+
+    def _decode_sync(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> NDBuffer:
+        folded = chunk_array.as_numpy_array()
+        bits = np.empty(folded.shape, self.native.bits)
+        unfold(folded, bits)
+        return chunk_spec.prototype.nd_buffer.from_numpy_array(widen(bits, self.native))
+
+    async def _encode_single(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> NDBuffer:
+        return self._encode_sync(chunk_array, chunk_spec)
+
+    async def _decode_single(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> NDBuffer:
+        return self._decode_sync(chunk_array, chunk_spec)

@@ -1,0 +1,122 @@
+"""From full blocks to files, behind the training.
+
+A block is encoded chunk by chunk in a pool of threads; one more thread writes the shards in order
+and commits them. numpy's loops, Blosc and the file system let go of the interpreter's lock, so the
+training runs on meanwhile. What is in flight is bounded: a few encoded chunks, and the blocks that
+the writer has buffers for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from trajstore.layout import CHUNKS_AHEAD, Layout
+from trajstore.metadata import chunk_key
+from trajstore.objects import put
+from trajstore.shard import chunk_windows, shard_parts
+
+__all__ = ["Pipeline"]
+
+Block = Mapping[str, npt.NDArray[Any]]
+
+
+class Pipeline:
+    """Encodes and writes the blocks of one run, in order.
+
+    Parameters
+    ----------
+    path : Path
+    layout : Layout
+        Also how many threads encode.
+    commit : callable
+        Makes everything written so far visible; called in the writing thread with what `submit`
+        was given.
+
+    Attributes
+    ----------
+    bytes_written : int
+        Of all shards so far.
+    failure : BaseException or None
+        What stopped it. Nothing is written or committed afterwards.
+    """
+
+    def __init__(self, path: Path, layout: Layout, commit: Callable[[Any], None]) -> None:
+        self.bytes_written = 0
+        self.failure: BaseException | None = None
+        self._path = path
+        self._layout = layout
+        self._commit = commit
+        self._encoders = ThreadPoolExecutor(layout.threads, "trajstore-encoder")
+        self._writer = ThreadPoolExecutor(1, "trajstore-writer")
+
+    def submit(self, number: int, block: Block | None, change: Any) -> Future[None]:
+        """Write a block, and commit.
+
+        Parameters
+        ----------
+        number : int
+            Of the block.
+        block : mapping of str to ndarray or None
+            Native bits of every array, which must stay as they are until the future is done;
+            without it there is only a commit.
+        change : Any
+            Argument of `commit`.
+
+        Returns
+        -------
+        Future
+            Its exception is the failure.
+        """
+        return self._writer.submit(self._run, number, block, change)
+
+    def close(self) -> None:
+        """Wait for everything submitted, and end the threads."""
+        self._writer.shutdown()
+        self._encoders.shutdown()
+
+    def _run(self, number: int, block: Block | None, change: Any) -> None:
+        if self.failure is not None:
+            raise self.failure
+        try:
+            if block is not None:
+                self._write(number, block)
+            self._commit(change)
+        except BaseException as error:
+            self.failure = error
+            raise
+
+    def _write(self, number: int, block: Block) -> None:
+        encoded = self._encoded(block)
+        try:
+            for name, array in self._layout.arrays.items():
+                parts = shard_parts(islice(encoded, array.chunks))
+                key = chunk_key(name, number, len(array.shard))
+                self.bytes_written += put(self._path / key, parts)
+        finally:
+            encoded.close()
+
+    def _encoded(self, block: Block) -> Generator[bytes, None, None]:
+        """Encoded chunks of all arrays in order, a few of them ahead of whoever takes them."""
+        ahead: deque[Future[bytes]] = deque()
+        try:
+            for encode, bits, shape in self._tasks(block):
+                ahead.append(self._encoders.submit(encode, bits, shape))
+                if len(ahead) > CHUNKS_AHEAD * self._layout.threads:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            for future in ahead:
+                future.cancel()
+
+    def _tasks(self, block: Block) -> Iterable[tuple[Any, npt.NDArray[Any], tuple[int, ...]]]:
+        for name, array in self._layout.arrays.items():
+            for window in chunk_windows(array):
+                yield array.chain.encode, block[name][window], array.chunk
