@@ -31,7 +31,9 @@ Array = npt.NDArray[Any]
 CAUSES = ("moved", "no_gradient", "underflow", "learning_rate", "skipped", "unexplained")
 """In the order of their flag values."""
 
-_EVIDENCE = np.dtype([(name, bool) for name in ("still", "no_gradient", "back", "stepped", "force")])
+_EVIDENCE = np.dtype(
+    [(name, bool) for name in ("still", "no_gradient", "back", "stepped", "force")]
+)
 
 
 def _second_moment(history: History, rule: AdamRule) -> da.Array:
@@ -63,7 +65,7 @@ def _learning_rates(history: History) -> npt.NDArray[np.float64]:
 
 def _follows(history: History) -> npt.NDArray[np.bool_]:
     """Whether each row is one optimizer step after the row before."""
-    return np.diff(history.steps, prepend=history.steps[:1] - 1) == 1
+    return np.asarray(np.diff(history.steps, prepend=history.steps[:1] - 1) == 1)
 
 
 def _earlier(block: Array, boundary: Array, part: slice) -> Array:
@@ -133,9 +135,7 @@ def adam_update(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> x
     return build_adam_update(History(ds), optimizer)
 
 
-def build_adam_update(
-    history: History, optimizer: Mapping[str, Any] | None = None
-) -> xr.Dataset:
+def build_adam_update(history: History, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
     """`adam_update` of a prepared Dataset."""
     require.variables(history.ds, "W", "exp_avg", "exp_avg_sq", "lr")
     history.require_rows(1, "adam_update")
@@ -160,9 +160,7 @@ def build_adam_update(
             dtype=dtype,
             meta=np.empty((0, 0, 0), dtype),
         )
-        return history.wrap(
-            data[1:], "W", rows=slice(1, None), dims=("step", "token", "hidden")
-        )
+        return history.wrap(data[1:], "W", rows=slice(1, None), dims=("step", "token", "hidden"))
 
     return xr.Dataset(
         {

@@ -137,7 +137,7 @@ def _per_population(
         array = xr.DataArray(
             data,
             dims=("step", "population", "hidden")[: data.ndim],
-            coords={"step": history.ds["step"].values[rows]},
+            coords={"step": history.ds["step"][rows]},
             attrs={"long_name": long_name, "units": units},
         )
         result[name] = array.isel(population=0) if population is not None else array

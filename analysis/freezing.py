@@ -46,7 +46,7 @@ def _join(
     for stretch in stretches:
         moves = stretch[_FIRST] >= 0
         again = moves & (result[_LAST] >= 0)
-        still = steps[stretch[_FIRST] - 1] - steps[result[_LAST]]
+        still = steps[np.maximum(stretch[_FIRST], 1) - 1] - steps[np.maximum(result[_LAST], 0)]
         result[_THAWS] += stretch[_THAWS] + (again & (still >= min_still))
         result[_MOVES] += stretch[_MOVES]
         result[_FIRST] = np.where(result[_FIRST] < 0, stretch[_FIRST], result[_FIRST])

@@ -191,7 +191,12 @@ class History:
         return self.wrap(data, "W", rows=slice(1, None))
 
     def wrap(
-        self, data: da.Array, like: str, *, rows: slice = slice(None), dims: Iterable[str] = _DIMS[:2]
+        self,
+        data: da.Array,
+        like: str,
+        *,
+        rows: slice = slice(None),
+        dims: Iterable[str] = _DIMS[:2],
     ) -> xr.DataArray:
         """DataArray with the coordinates of a variable that belong to `dims`."""
         dims = tuple(dims)

@@ -23,7 +23,7 @@ __all__ = [
 
 def _difference(later: npt.NDArray[Any], earlier: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     with np.errstate(invalid="ignore"):
-        return np.subtract(later, earlier, dtype=np.float64)
+        return np.asarray(np.subtract(later, earlier, dtype=np.float64))
 
 
 def _velocity(history: History) -> xr.DataArray:

@@ -97,13 +97,14 @@ def build_grad_norms(history: History, ord: float = 2) -> xr.DataArray:
     """`grad_norms` of a prepared Dataset."""
     order = check_order(ord)
     ds = history.ds
-    if order == 2 and "grad_token_norm" in ds:
-        norms = ds["grad_token_norm"].transpose("step", "token").drop_attrs()
+    source = "grad_token_norm" if order == 2 and "grad_token_norm" in ds else "grad"
+    if source == "grad":
+        norms = _measured(history, source, order=order)
     else:
-        norms = _measured(history, "grad", order=order)
-    unit = ds["grad"].attrs.get("units", "nat") if "grad" in ds else "nat"
+        norms = ds[source].transpose("step", "token").drop_attrs()
     return norms.rename("grad_norms").assign_attrs(
-        long_name=f"{order_label(order)} norm of the gradient", units=unit
+        long_name=f"{order_label(order)} norm of the gradient",
+        units=ds[source].attrs.get("units", "nat"),
     )
 
 
@@ -138,9 +139,7 @@ def displacement(ds: xr.Dataset, since: int | Literal["previous"] = 0) -> xr.Dat
     return build_displacement(History(ds), since)
 
 
-def build_displacement(
-    history: History, since: int | Literal["previous"] = 0
-) -> xr.DataArray:
+def build_displacement(history: History, since: int | Literal["previous"] = 0) -> xr.DataArray:
     """`displacement` of a prepared Dataset."""
     if isinstance(since, bool) or not (since == "previous" or isinstance(since, int | np.integer)):
         raise InvalidArgument(f"got since={since!r}, expected a step number or 'previous'")

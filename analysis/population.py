@@ -98,9 +98,9 @@ def _statistics(
     for number, group in enumerate(groups):
         if not group.any():
             continue
-        chosen = np.sort(values[..., group].astype(np.float64), axis=-1)
         out = result[..., number, :]
         with np.errstate(invalid="ignore"):  # inf − inf is NaN, which is the answer
+            chosen = np.sort(values[..., group].astype(np.float64), axis=-1)
             out[..., 0] = chosen.mean(-1)
             out[..., 1] = chosen.std(-1)
             # Sorted, NaN comes last: it must spoil every statistic, not only the maximum.

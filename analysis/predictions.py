@@ -28,8 +28,8 @@ def _statistics(
     logits: npt.NDArray[Any], dead: npt.NDArray[np.bool_] | None
 ) -> npt.NDArray[np.float64]:
     """From (…, token) to (…, statistic)."""
-    wide = logits.astype(np.float64)
     with np.errstate(invalid="ignore", over="ignore"):
+        wide = logits.astype(np.float64)
         largest = wide.max(-1, keepdims=True)
         shifted = wide - largest
         weights = np.exp(shifted)

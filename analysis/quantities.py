@@ -112,9 +112,7 @@ def compute(ds: xr.Dataset, names: Sequence[str]) -> xr.Dataset:
             variables[name] = result
         else:
             variables |= {str(key): array for key, array in result.data_vars.items()}
-    return xr.Dataset(
-        {name: _with_every_step(array, history) for name, array in variables.items()}
-    )
+    return xr.Dataset({name: _with_every_step(array, history) for name, array in variables.items()})
 
 
 def _with_every_step(array: xr.DataArray, history: History) -> xr.DataArray:
@@ -126,4 +124,4 @@ def _with_every_step(array: xr.DataArray, history: History) -> xr.DataArray:
         step=(missing, 0), mode="constant", constant_values=absent
     ).astype(array.dtype)
     attrs: dict[str, Any] = dict(array.attrs)
-    return padded.assign_coords(step=history.ds["step"].values).assign_attrs(attrs)
+    return padded.assign_coords(step=history.ds["step"]).assign_attrs(attrs)

@@ -31,8 +31,10 @@ def _scores(motion: npt.NDArray[Any], window: int) -> npt.NDArray[np.float64]:
     floor = _LEAST_MOTION * finite.max(initial=0)
     if floor == 0:
         return scores
-    change = np.diff(np.log(np.where(np.isfinite(motion), motion, np.inf) + floor), prepend=np.nan)
-    change = np.where(np.isinf(change), np.sign(change) * np.finfo(float).max, change)
+    with np.errstate(invalid="ignore"):  # from one infinity to the next
+        change = np.diff(
+            np.log(np.where(np.isfinite(motion), motion, np.inf) + floor), prepend=np.nan
+        )
     for row in range(1, motion.size):
         near = np.concatenate(
             [change[max(1, row - window) : row], change[row + 1 : row + 1 + window]]
@@ -41,8 +43,7 @@ def _scores(motion: npt.NDArray[Any], window: int) -> npt.NDArray[np.float64]:
         if near.size >= _FEWEST_NEIGHBOURS:
             usual = np.median(near)
             scatter = _MAD_TO_SIGMA * np.median(np.abs(near - usual)) + _LEAST_SCATTER
-            with np.errstate(over="ignore"):
-                scores[row] = (change[row] - usual) / scatter
+            scores[row] = (change[row] - usual) / scatter
     return scores
 
 

@@ -63,11 +63,10 @@ def binade(stored: Array, native: str) -> Array:
     ndarray, same type and shape
         2^(max(E, 1) − bias), E the biased exponent.
     """
-    mask = stored.dtype.type(0).view(f"u{stored.dtype.itemsize}").dtype.type(
-        _EXPONENT_MASK[stored.dtype.itemsize]
-    )
-    power: Array = (unsigned_view(stored) & mask).view(stored.dtype)
-    return np.maximum(power, stored.dtype.type(_LEAST_NORMAL[native]), out=power)
+    bits = unsigned_view(stored)
+    power: Array = (bits & bits.dtype.type(_EXPONENT_MASK[bits.itemsize])).view(stored.dtype)
+    np.maximum(power, stored.dtype.type(_LEAST_NORMAL[native]), out=power)
+    return power
 
 
 def spacing(stored: Array, native: str) -> Array:
@@ -86,8 +85,9 @@ def spacing(stored: Array, native: str) -> Array:
     ndarray, same type and shape
         NaN where the value is infinite or NaN.
     """
+    scale = stored.dtype.type(2.0 ** -mantissa_bits(native))
     power = binade(stored, native)
-    power *= stored.dtype.type(2.0 ** -mantissa_bits(native))
+    power *= scale
     power[np.isinf(power)] = np.nan
     return power
 
