@@ -13,7 +13,7 @@ from analysis.norms import displacement, grad_norms
 from analysis.pairs import REGIMES
 from analysis.population import by_population
 from analysis.predictions import logit_stats
-from analysis.quantities import QUANTITIES, compute
+from analysis.quantities import QUANTITIES, answer, compute
 from analysis.regimes import lattice_displacement, lifecycle, regimes, ulp
 from analysis.seams import seams
 from analysis.summary import summary
@@ -24,6 +24,7 @@ __all__ = [
     "REGIMES",
     "acceleration",
     "adam_update",
+    "answer",
     "bulk_thermal",
     "by_population",
     "centroid",

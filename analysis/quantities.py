@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +21,18 @@ from analysis.freezing import build_freeze
 from analysis.history import History
 from analysis.motion import build_acceleration, build_speed, build_velocity
 from analysis.norms import build_displacement, build_grad_norms
+from analysis.population import by_population as statistics_by_population
 from analysis.predictions import build_logit_stats
-from analysis.regimes import build_lattice_displacement, build_lifecycle, build_regimes
+from analysis.regimes import (
+    build_lattice_displacement,
+    build_lifecycle,
+    build_regimes,
+    build_ulp,
+)
 from analysis.seams import build_seams
 from trajstore.errors import InvalidArgument
 
-__all__ = ["QUANTITIES", "Quantity", "compute"]
+__all__ = ["QUANTITIES", "Quantity", "answer", "compute"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +58,7 @@ QUANTITIES: dict[str, Quantity] = {
     "speed": Quantity(build=build_speed, measures=("step_norm",)),
     "acceleration": Quantity(build=build_acceleration),
     "lattice_displacement": Quantity(build=build_lattice_displacement),
+    "ulp": Quantity(build=build_ulp),
     "regimes": Quantity(build=build_regimes, measures=("regime",)),
     "freeze": Quantity(build=build_freeze, measures=("moved",)),
     "lifecycle": Quantity(build=build_lifecycle, measures=("regime",)),
@@ -125,3 +133,81 @@ def _with_every_step(array: xr.DataArray, history: History) -> xr.DataArray:
     ).astype(array.dtype)
     attrs: dict[str, Any] = dict(array.attrs)
     return padded.assign_coords(step=history.ds["step"]).assign_attrs(attrs)
+
+
+def answer(
+    ds: xr.Dataset,
+    names: Sequence[str],
+    assignments: Sequence[str] = (),
+    *,
+    by_population: bool = False,
+) -> xr.Dataset:
+    """What ``trajstore analyze`` computes: quantities by name, with options as text.
+
+    Parameters
+    ----------
+    ds : Dataset
+        A run.
+    names : sequence of str
+        Of `QUANTITIES`. A single one is as its function returns it, several as by `compute`.
+    assignments : sequence of str
+        Options of a single quantity, ``name=value``.
+    by_population : bool
+        Statistics over the tokens of each population, of a single quantity that is one number
+        per token.
+
+    Returns
+    -------
+    Dataset
+        Lazy.
+
+    Raises
+    ------
+    InvalidArgument
+        If a name, an option or its value is not known, or does not go with the others.
+
+    Examples
+    --------
+    >>> answer(ds, ["displacement"], ["since=previous"], by_population=True)   # doctest: +SKIP
+    """
+    if len(names) != 1:
+        if assignments or by_population:
+            raise InvalidArgument(
+                "options and populations go with a single quantity; "
+                f"got {len(names)}: {', '.join(names)}"
+            )
+        return compute(ds, names)
+    (name,) = names
+    if name not in QUANTITIES:
+        raise InvalidArgument(f"there is no quantity {name!r}; choose from {', '.join(QUANTITIES)}")
+    quantity = QUANTITIES[name]
+    options = _options(quantity, name, assignments)
+    result = quantity.build(History(ds, quantity.measures), **options)
+    if by_population:
+        if not isinstance(result, xr.DataArray) or "token" not in result.dims:
+            raise InvalidArgument(f"{name} is not one number per token, so it has no populations")
+        return statistics_by_population(result)
+    return result.to_dataset(name=name) if isinstance(result, xr.DataArray) else result
+
+
+def _options(quantity: Quantity, name: str, assignments: Sequence[str]) -> dict[str, Any]:
+    known = [*inspect.signature(quantity.build).parameters][1:]
+    options = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or key not in known:
+            raise InvalidArgument(
+                f"got {assignment!r}, expected name=value with a name among "
+                f"{', '.join(known) or 'none, for it has no options'} of {name}"
+            )
+        options[key] = _value(text)
+    return options
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

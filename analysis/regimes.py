@@ -21,6 +21,7 @@ __all__ = [
     "build_lattice_displacement",
     "build_lifecycle",
     "build_regimes",
+    "build_ulp",
     "lattice_displacement",
     "lifecycle",
     "regimes",
@@ -67,6 +68,11 @@ def ulp(W: xr.DataArray | xr.Dataset) -> xr.DataArray:
     return result.rename("ulp").assign_attrs(
         long_name=f"spacing of {native}", units=array.attrs.get("units", "1")
     )
+
+
+def build_ulp(history: History) -> xr.DataArray:
+    """`ulp` of a prepared Dataset."""
+    return ulp(history.ds)
 
 
 def _ordinal_hops(

@@ -137,7 +137,6 @@ def child(way: str, path: Path, question: str) -> None:
     if way == "notebook":
         pass
     else:
-
         pass
     start = time.perf_counter()
     (in_notebook if way == "notebook" else in_trajstore)(path, question)
