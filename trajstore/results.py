@@ -207,6 +207,7 @@ def _write_csv(ds: xr.Dataset, path: Path) -> Any:
 def _append_rows(ds: xr.Dataset, path: Path, after: None) -> None:
     first = not path.exists()
     if ds.dims:
-        ds.to_dataframe().to_csv(path, mode="a", header=first)
+        dims = next(iter(ds.data_vars.values())).dims
+        ds.to_dataframe(dim_order=dims).to_csv(path, mode="a", header=first)
     else:
         ds.to_pandas().to_frame().T.to_csv(path, index=False)
