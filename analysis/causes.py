@@ -118,8 +118,8 @@ def adam_update(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> x
     -------
     Dataset, (step, token, hidden), one row fewer than `ds`
         ``adam_update``, float32; ``adam_update_ulp``, the same in spacings of W_{t−1}: below one
-        half it is rounded away. NaN in rows whose previous step was not recorded, where W_{t−1} is needed:
-        for the ratio always, for the update itself with decoupled weight decay.
+        half it is rounded away. NaN in rows whose previous step was not recorded, where W_{t−1}
+        is needed: for the ratio always, for the update itself with decoupled weight decay.
 
     Raises
     ------

@@ -13,7 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.lattice import ordinal, ordinal_dtype, unsigned_view
-from trajstore.summaries import result_dtype, step_norm, token_norm, ulp_hops, vector_norm
+from trajstore.summaries import (
+    result_dtype,
+    step_norm,
+    token_norm,
+    ulp_hops,
+    vector_norm,
+    vector_norms,
+)
 
 __all__ = ["MEASURES", "REGIMES", "measure_pairs", "measure_rows", "pair_dtype", "tiles"]
 
@@ -103,29 +110,34 @@ def _measure_tile(
     tile: Array, measures: Sequence[str], native: str, out: npt.NDArray[np.void]
 ) -> None:
     bits = unsigned_view(tile)
+    sign = bits.dtype.type(1 << (8 * bits.itemsize - 1))
     changed = (bits[1:] != bits[:-1]).any(-1)
-    # Where an infinity or NaN stays, no bit changes, and yet the length of its way is NaN.
-    at = np.nonzero(changed if np.isfinite(tile).all() else np.ones_like(changed))
+    if "moved" in measures and not (bits == sign).any():
+        out["moved"] = changed
+        if len(measures) == 1:
+            return
+    if "step_norm" in measures and not np.isfinite(tile).all():
+        # Where an infinity or NaN stays, no bit changes, and yet the length of its way is NaN.
+        changed = np.ones_like(changed)
+    at = np.nonzero(changed)
     earlier, later = tile[:-1][at], tile[1:][at]
     if "moved" in measures:
         before, after = unsigned_view(earlier), unsigned_view(later)
-        sign = before.dtype.type(1 << (8 * before.dtype.itemsize - 1))
         # −0.0 and +0.0 are the same point.
         out["moved"][at] = ((before != after) & (((before | after) & ~sign) != 0)).any(-1)
     if "step_norm" in measures:
         out["step_norm"][at] = step_norm(earlier, later)
     ulp = [measure for measure in measures if measure.startswith("ulp")]
     if ulp or "regime" in measures:
+        wanted = ("ulp_1", "ulp_2", "ulp_inf") if "regime" in measures else tuple(ulp)
         hops = ulp_hops(earlier, later, native)
-        norms = {name: vector_norm(hops, _order(name)) for name in ulp}
-        for name, norm in norms.items():
+        found = vector_norms(hops, [_order(name) for name in wanted])
+        norms = dict(zip(wanted, found, strict=True))
+        for name in ulp:
             with np.errstate(over="ignore"):
-                out[name][at] = norm
+                out[name][at] = norms[name]
         if "regime" in measures:
-            l1, l2, linf = (
-                norms[name] if name in norms else vector_norm(hops, _order(name))
-                for name in ("ulp_1", "ulp_2", "ulp_inf")
-            )
+            l1, l2, linf = found
             out["regime"][at] = _regime(l1, l2, linf, tile.shape[-1])
     whole = [measure for measure in measures if measure.startswith("ordinal")]
     if whole:

@@ -9,6 +9,7 @@ NumPy's pairwise summation of one contiguous vector, whatever surrounds it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,15 @@ import numpy.typing as npt
 
 from trajstore.lattice import binade, mantissa_bits, unsigned_view
 
-__all__ = ["result_dtype", "step_norm", "token_norm", "ulp_hops", "ulp_l1", "vector_norm"]
+__all__ = [
+    "result_dtype",
+    "step_norm",
+    "token_norm",
+    "ulp_hops",
+    "ulp_l1",
+    "vector_norm",
+    "vector_norms",
+]
 
 Array = npt.NDArray[Any]
 
@@ -24,6 +33,31 @@ Array = npt.NDArray[Any]
 def result_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     """Type of a summary of values of that type."""
     return np.dtype("float64") if np.dtype(dtype) == np.float64 else np.dtype("float32")
+
+
+def vector_norms(vectors: Array, orders: Sequence[float]) -> list[npt.NDArray[np.float64]]:
+    """Several norms over the last axis, in float64.
+
+    Parameters
+    ----------
+    vectors : ndarray, (…, hidden)
+    orders : sequence of {1, 2, inf}
+
+    Returns
+    -------
+    list of ndarray of float64, (…)
+    """
+    # A NaN is an answer, not a mishap; so is the infinity of a square that no float64 holds.
+    with np.errstate(invalid="ignore", over="ignore"):
+        wide = np.ascontiguousarray(vectors, np.float64)
+        if tuple(orders) != (2,):
+            wide = np.abs(wide)
+        norms = {
+            1: lambda: wide.sum(-1),
+            2: lambda: np.sqrt(np.square(wide).sum(-1)),
+            np.inf: lambda: wide.max(-1),
+        }
+        return [np.asarray(norms[order]()) for order in orders]
 
 
 def vector_norm(vectors: Array, order: float = 2) -> npt.NDArray[np.float64]:
@@ -38,13 +72,7 @@ def vector_norm(vectors: Array, order: float = 2) -> npt.NDArray[np.float64]:
     -------
     ndarray of float64, (…)
     """
-    # A NaN is an answer, not a mishap; so is the infinity of a square that no float64 holds.
-    with np.errstate(invalid="ignore", over="ignore"):
-        wide = np.ascontiguousarray(vectors, np.float64)
-        if order == 2:
-            return np.asarray(np.sqrt(np.square(wide).sum(-1)))
-        wide = np.abs(wide)
-        return np.asarray(wide.sum(-1) if order == 1 else wide.max(-1))
+    return vector_norms(vectors, (order,))[0]
 
 
 def _rounded(values: npt.NDArray[np.float64], dtype: npt.DTypeLike) -> Array:
@@ -103,9 +131,9 @@ def ulp_hops(earlier: Array, later: Array, native: str) -> npt.NDArray[np.float6
     """
     with np.errstate(invalid="ignore"):
         hops = np.subtract(later, earlier, dtype=np.float64)
-        # A power of two divides exactly; the spacing itself would be subnormal near zero.
-        hops /= binade(np.ascontiguousarray(earlier), native)
-    hops *= 2.0 ** mantissa_bits(native)
+        power = binade(np.ascontiguousarray(earlier), native)
+        power *= power.dtype.type(2.0 ** -mantissa_bits(native))  # inf stays inf, unlike `spacing`
+        hops /= power  # a power of two divides exactly
     lost = np.isnan(hops)
     if lost.any():
         before, after = (unsigned_view(np.ascontiguousarray(x)) for x in (earlier, later))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import xarray as xr
 from hypothesis import given, settings
@@ -49,7 +51,7 @@ def test_freeze(history: tuple[np.ndarray, xr.Dataset], min_still: int) -> None:
     steps, moved = ds.step.values, motion(bits)
     for token in range(bits.shape[1]):
         rows = [row + 1 for row in range(len(moved)) if moved[row, token]]
-        gaps = [steps[later - 1] - steps[row] for row, later in zip(rows, rows[1:], strict=False)]
+        gaps = [steps[later - 1] - steps[row] for row, later in itertools.pairwise(rows)]
         assert got.moves[token] == len(rows)
         assert got.last_motion[token] == (steps[rows[-1]] if rows else -1)
         assert got.thaws[token] == sum(gap >= min_still for gap in gaps)
