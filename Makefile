@@ -32,3 +32,8 @@ check: .venv  ## Lint, check types and imports; change nothing
 format: .venv  ## Format the code, and mend what the linter can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+.PHONY: bench
+bench: .venv  ## Measure against what people use today; the first time it records for minutes
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
+	for name in ingest read memory; do $(BIN)/python benchmarks/$$name.py || exit 1; done

@@ -15,6 +15,7 @@ the codec by its entry point; this module needs numpy and zarr only.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -36,40 +37,58 @@ _UNSIGNED: dict[int, Any] = {2: UInt16(), 4: UInt32(), 8: UInt64()}
 Bits = npt.NDArray[Any]
 
 
-def fold(bits: Bits, out: Bits, scratch: Bits) -> None:
+def fold(bits: Bits, out: Bits, sign: Bits) -> None:
     """Differences along the first axis, with folded signs.
+
+    Row by row, so that what the passes share stays in the processor's cache.
 
     Parameters
     ----------
     bits : ndarray of unsigned integers, (step, …)
-    out, scratch : ndarray, same shape and type
-        `out` receives the result; `scratch` may hold anything, before and after.
+    out : ndarray, same shape and type
+        Receives the result.
+    sign : ndarray, shape of one row, same type
+        Scratch; holds anything, before and after.
     """
-    np.copyto(out[:1], bits[:1])
-    np.subtract(bits[1:], bits[:-1], out=out[1:])
     signed = np.dtype(f"i{bits.itemsize}")
-    difference, sign = out.view(signed), scratch.view(signed)
-    np.right_shift(difference, 8 * bits.itemsize - 1, out=sign)  # arithmetic: 0 or −1
-    np.left_shift(difference, 1, out=difference)
-    np.bitwise_xor(difference, sign, out=difference)
+    highest = 8 * bits.itemsize - 1
+    sign = sign.view(signed)
+    for row in range(len(bits)):
+        here = slice(row, row + 1)  # a view also where a row is a single number
+        if row:
+            np.subtract(bits[here], bits[row - 1 : row], out=out[here])
+        else:
+            np.copyto(out[here], bits[here])
+        difference = out[here].view(signed)
+        np.right_shift(difference[0, ...], highest, out=sign)  # arithmetic: 0 or −1
+        np.add(difference, difference, out=difference)
+        np.bitwise_xor(difference, sign, out=difference)
 
 
-def unfold(folded: Bits, out: Bits) -> None:
-    """Inverse of `fold`.
+def unfold(folded: Bits, native: NativeType, out: Bits, start: int = 0) -> None:
+    """Inverse of `fold`, and stored form of the bits.
 
     Parameters
     ----------
-    folded : ndarray of unsigned integers, (step, …)
-    out : ndarray, same shape and type
+    folded : ndarray of ``native.bits``, (step, …)
+    native : NativeType
+    out : ndarray of unsigned integers of the stored width, (step, …)
+        Receives the bits of the stored values of the rows from `start` on.
+    start : int
+        Rows that are only added up.
     """
-    one = out.dtype.type(1)
-    np.right_shift(folded, one, out=out)
-    sign = folded & one
-    np.negative(sign, out=sign)  # modulo 2^width: 0 or all ones
-    np.bitwise_xor(out, sign, out=out)
-    for row in range(1, len(out)):
-        later = out[row : row + 1]
-        np.add(later, out[row - 1 : row], out=later)
+    one = native.bits.type(1)
+    bits = np.zeros((1, *folded.shape[1:]), native.bits)
+    sign, difference = np.empty_like(bits), np.empty_like(bits)
+    for row in range(len(folded)):
+        here = slice(row, row + 1)
+        np.bitwise_and(folded[here], one, out=sign)
+        np.negative(sign, out=sign)  # modulo 2^width: 0 or all ones
+        np.right_shift(folded[here], one, out=difference)
+        np.bitwise_xor(difference, sign, out=difference)
+        np.add(bits, difference, out=bits)
+        if row >= start:
+            widen(bits, native, out=out[row - start : row - start + 1])
 
 
 @dataclass(frozen=True)
@@ -138,17 +157,19 @@ class DeltaCodec(ArrayArrayCodec):
     def _encode_sync(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> NDBuffer:
         bits = narrow(chunk_array.as_numpy_array(), self.native)
         out = np.empty_like(bits)
-        fold(bits, out, np.empty_like(bits))
+        fold(bits, out, np.empty_like(bits[0, ...]))
         return chunk_spec.prototype.nd_buffer.from_numpy_array(out)
 
     def _decode_sync(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> NDBuffer:
+        native = self.native
         folded = chunk_array.as_numpy_array()
-        bits = np.empty(folded.shape, self.native.bits)
-        unfold(folded, bits)
-        return chunk_spec.prototype.nd_buffer.from_numpy_array(widen(bits, self.native))
+        out = np.empty(folded.shape, f"u{native.stored.itemsize}")
+        unfold(folded, native, out)
+        return chunk_spec.prototype.nd_buffer.from_numpy_array(out.view(native.stored))
 
     async def _encode_single(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> NDBuffer:
-        return self._encode_sync(chunk_array, chunk_spec)
+        return await asyncio.to_thread(self._encode_sync, chunk_array, chunk_spec)
 
     async def _decode_single(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> NDBuffer:
-        return self._decode_sync(chunk_array, chunk_spec)
+        # numpy lets go of the interpreter's lock: chunks are decoded side by side.
+        return await asyncio.to_thread(self._decode_sync, chunk_array, chunk_spec)

@@ -16,6 +16,7 @@ scalars and types without a delta are stored as they are, under either.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,17 +24,23 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 from numcodecs import blosc
+from zarr.abc.codec import Codec
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, TransposeCodec
 
-from trajstore.bits import NATIVE_TYPES, NativeType, widen
-from trajstore.codecs import DeltaCodec, fold
+from trajstore.bits import NATIVE_TYPES, STEP_TYPE, NativeType, widen
+from trajstore.codecs import DELTA, DeltaCodec, fold, unfold
 from trajstore.errors import InvalidArgument
 
-__all__ = ["ENCODINGS", "Chain", "chain", "checksum"]
+__all__ = ["ENCODINGS", "Chain", "chain", "chain_of", "checksum", "is_intact"]
 
 ENCODINGS = ("delta", "portable")
 
 Compressor = Literal["lz4", "zstd"]
+Kind = Literal["delta", "step-last", "plain"]
+
+
+_SMALLEST = 16 + 4  # a Blosc header and a checksum
+_RESIDUE = 0x48674BC7
 
 
 class _Scratch(threading.local):
@@ -67,7 +74,7 @@ class Chain:
     """
 
     native: NativeType
-    kind: Literal["delta", "step-last", "plain"]
+    kind: Kind
     compressor: Compressor
     level: int
 
@@ -117,7 +124,7 @@ class Chain:
             bits = whole
         if self.kind == "delta":
             values = _scratch.array("values", shape, bits.dtype)
-            fold(bits, values, _scratch.array("sign", shape, bits.dtype))
+            fold(bits, values, _scratch.array("sign", shape[1:], bits.dtype))
         else:
             unsigned = np.dtype(f"u{self.native.stored.itemsize}")
             if self.kind == "step-last":
@@ -133,13 +140,60 @@ class Chain:
         ).encode(values)
         return packed + checksum(packed)
 
+    def decode(
+        self,
+        data: bytes,
+        shape: tuple[int, ...],
+        window: tuple[slice, ...],
+        out: npt.NDArray[Any],
+    ) -> None:
+        """Decode part of a chunk.
+
+        Parameters
+        ----------
+        data : bytes
+            As `encode` made it.
+        shape : tuple of int
+            Of the whole chunk.
+        window : tuple of slice
+            What is wanted, with start and stop.
+        out : ndarray of ``native.stored``, shape of the window
+            Receives the values.
+
+        Raises
+        ------
+        ValueError
+            If the checksum does not fit, or what is inside is not a chunk of that shape.
+        """
+        if len(data) < _SMALLEST or not is_intact(data):
+            raise ValueError("the checksum does not fit")
+        unsigned = np.dtype(f"<u{self.itemsize}")
+        last = self.kind == "step-last"
+        order = _step_last(len(shape)) if last else tuple(range(len(shape)))
+        size = int(np.prod(shape)) * self.itemsize
+        if int.from_bytes(data[4:8], "little") != size:  # of what Blosc compressed
+            raise ValueError("it has another size than the metadata says")
+        values = _scratch.array("values", tuple(shape[axis] for axis in order), unsigned)
+        blosc.decompress(memoryview(data)[:-4], values)
+        if self.kind == "delta":
+            rows, *rest = window
+            unfold(
+                values[(slice(rows.stop), *rest)],
+                self.native,
+                out.view(f"u{self.native.stored.itemsize}"),
+                rows.start,
+            )
+        else:
+            stored = values.view(self.native.stored)
+            out[...] = stored.transpose(np.argsort(order))[window]
+
 
 def _step_last(ndim: int) -> tuple[int, ...]:
     """Order of the axes that puts step last, so that the history of one element is contiguous."""
     return (*range(1, ndim), 0)
 
 
-def chain(encoding: str, native: NativeType, ndim: int) -> Chain:
+def chain(encoding: str, native: NativeType, ndim: int, *, small: bool) -> Chain:
     """Codecs of an array.
 
     Parameters
@@ -147,6 +201,9 @@ def chain(encoding: str, native: NativeType, ndim: int) -> Chain:
     encoding : {'delta', 'portable'}
     native : NativeType
     ndim : int
+    small : bool
+        Whether the rows of the run are so small that no training makes them faster than the
+        slower compressor takes them. The figures behind the choice are in docs/benchmarks.md.
 
     Raises
     ------
@@ -159,12 +216,59 @@ def chain(encoding: str, native: NativeType, ndim: int) -> Chain:
         )
     if ndim == 1:
         return Chain(native=native, kind="plain", compressor="zstd", level=1)
-    if encoding == "delta" and native.name in NATIVE_TYPES:
-        return Chain(native=native, kind="delta", compressor="zstd", level=1)
-    return Chain(native=native, kind="step-last", compressor="zstd", level=1)
+    if encoding == "portable":
+        return Chain(native=native, kind="step-last", compressor="zstd", level=3 if small else 1)
+    if small:
+        return Chain(native=native, kind="delta", compressor="zstd", level=3)
+    return Chain(native=native, kind="delta", compressor="lz4", level=9)
+
+
+def chain_of(codecs: Sequence[Codec], stored: np.dtype[Any], ndim: int) -> Chain | None:
+    """Chain of which an array's metadata speaks.
+
+    Parameters
+    ----------
+    codecs : sequence of Codec
+        Of an inner chunk, as zarr read them.
+    stored : numpy.dtype
+        Of the array.
+    ndim : int
+
+    Returns
+    -------
+    Chain or None
+        None if it is none of ours; zarr can still read the array.
+    """
+    described = [codec.to_dict() for codec in codecs]
+    options = [item for item in described if item["name"] in ("blosc", DELTA)]
+    parameters: dict[str, Any] = {}
+    for item in options:
+        parameters.update(item["configuration"])  # type: ignore[arg-type]
+    name = parameters.get("native_dtype", stored.name)
+    types = NATIVE_TYPES | {STEP_TYPE.name: STEP_TYPE}
+    if "cname" not in parameters or name not in types:
+        return None
+    kinds: tuple[Kind, ...] = ("delta", "step-last", "plain")
+    for kind in kinds:
+        compressor = getattr(parameters["cname"], "value", parameters["cname"])
+        candidate = Chain(
+            native=types[name], kind=kind, compressor=compressor, level=parameters["clevel"]
+        )
+        ours = candidate.codecs(ndim)
+        sequence = [*ours["filters"], ours["serializer"], *ours["compressors"]]
+        if [codec.to_dict() for codec in sequence] == described:
+            return candidate
+    return None
 
 
 def checksum(data: bytes) -> bytes:
     """The four bytes that the crc32c codec puts behind the data."""
     value: int = google_crc32c.value(data)
     return value.to_bytes(4, "little")
+
+
+def is_intact(data: bytes) -> bool:
+    """Whether data ends with its own checksum."""
+    # Of anything followed by its crc32c, the crc32c is always the same.
+    intact: bool = google_crc32c.value(data) == _RESIDUE
+    return intact

@@ -39,7 +39,9 @@ CHUNKS_AHEAD = 2
 
 _COPIES_OF_A_CHUNK = 4  # while it is encoded: two of scratch, two of what it is compressed to
 _MOST_THREADS = 8
+_SMALL_ROW = 1 << 20
 _LARGEST_CHUNK = 8 << 20
+_LARGEST_SHARD = 256 << 20
 _CHUNK = 4 << 20
 _FEWEST_TOKENS = 128
 _MOST_ROWS = 256
@@ -55,7 +57,6 @@ class ArrayLayout:
     Attributes
     ----------
     variable : Variable
-    native : NativeType
     row : tuple of int
         Shape of one row.
     chunk, shard : tuple of int
@@ -65,11 +66,15 @@ class ArrayLayout:
     """
 
     variable: Variable
-    native: NativeType
     row: tuple[int, ...]
     chunk: tuple[int, ...]
     shard: tuple[int, ...]
     chain: Chain
+
+    @property
+    def native(self) -> NativeType:
+        """Type of the values in memory."""
+        return self.chain.native
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -140,8 +145,9 @@ def plan(
     memory : int, default 1 GiB
         Bytes for all buffers together.
     block_rows : int, optional
-        Rows of a block. Without it: the largest power of two that fits into `memory` and keeps an
-        inner chunk of at least 128 tokens within 8 MiB, at most 256.
+        Rows of a block. Without it: the largest power of two, at most 256 and at least 8, that
+        fits into `memory` and keeps an inner chunk of 128 tokens within 8 MiB, and a shard within
+        256 MiB, both decoded.
     encoding : {'delta', 'portable'}
     threads : int, optional
         That encode; without it as many as there are processors, at most 8.
@@ -156,19 +162,32 @@ def plan(
             raise InvalidArgument(f"{name} has length {length}, expected at least 1")
     if block_rows is not None and block_rows < 1:
         raise InvalidArgument(f"a block has {block_rows} rows, expected at least 1")
-    threads = threads or min(os.cpu_count() or 1, _MOST_THREADS)
+    threads = threads or min(_processors(), _MOST_THREADS)
     lengths = {"token": tokens, "hidden": hidden}
+    kinds = {STEP.name: (STEP, STEP_TYPE)}
+    kinds |= {name: (variable(name), native_type(dtype)) for name, dtype in variables.items()}
+    row_bytes = sum(
+        math.prod(lengths[dim] for dim in entry.dims[1:]) * native.itemsize
+        for entry, native in kinds.values()
+    )
+    chains = {
+        name: chain(encoding, native, len(entry.dims), small=row_bytes < _SMALL_ROW)
+        for name, (entry, native) in kinds.items()
+    }
 
     def arrange(rows: int) -> Layout:
-        arrays = {STEP.name: _array(STEP, STEP_TYPE, lengths, rows, encoding)}
-        for name, dtype in variables.items():
-            arrays[name] = _array(variable(name), native_type(dtype), lengths, rows, encoding)
+        arrays = {
+            name: _array(entry, lengths, rows, chains[name]) for name, (entry, _) in kinds.items()
+        }
         return Layout(block_rows=rows, threads=threads, arrays=arrays)
 
     rows = block_rows or _MOST_ROWS
     if block_rows is None:
-        widest = min(tokens, _FEWEST_TOKENS) * hidden * 4
-        while rows > _FEWEST_ROWS and rows * widest > _LARGEST_CHUNK:
+        # A chunk of few tokens must not be too large, nor what a snapshot of one step decodes.
+        chunk, shard = min(tokens, _FEWEST_TOKENS) * hidden * 4, tokens * hidden * 4
+        while rows > _FEWEST_ROWS and (
+            rows * chunk > _LARGEST_CHUNK or rows * shard > _LARGEST_SHARD
+        ):
             rows //= 2
         while rows > _FEWEST_ROWS and arrange(rows).memory > memory:
             rows //= 2
@@ -181,31 +200,25 @@ def plan(
     return layout
 
 
-def _array(
-    entry: Variable,
-    native: NativeType,
-    lengths: Mapping[str, int],
-    rows: int,
-    encoding: str,
-) -> ArrayLayout:
+def _processors() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _array(entry: Variable, lengths: Mapping[str, int], rows: int, coding: Chain) -> ArrayLayout:
     row = tuple(lengths[dim] for dim in entry.dims[1:])
     chunk = shard = (rows, *row)
     if "token" in entry.dims:
         tokens, *rest = row
-        token_bytes = rows * math.prod(rest) * native.stored.itemsize
+        token_bytes = rows * math.prod(rest) * coding.native.stored.itemsize
         most = min(tokens, max(_CHUNK // token_bytes, _FEWEST_TOKENS))
         # Even chunks: the last one is short by fewer tokens than there are chunks.
         size = math.ceil(tokens / math.ceil(tokens / most))
         chunk = (rows, size, *rest)
         shard = (rows, size * math.ceil(tokens / size), *rest)
-    return ArrayLayout(
-        variable=entry,
-        native=native,
-        row=row,
-        chunk=chunk,
-        shard=shard,
-        chain=chain(encoding, native, len(chunk)),
-    )
+    return ArrayLayout(variable=entry, row=row, chunk=chunk, shard=shard, chain=coding)
 
 
 def parse_bytes(text: str | int) -> int:

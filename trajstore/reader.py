@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import dask.array as da
 import xarray as xr
 import zarr
 from zarr.errors import NodeNotFoundError
 
 from trajstore.errors import FormatError, RunNotFound
 from trajstore.schema import FORMAT, VARIABLES
+from trajstore.stored import stored_array
 
 __all__ = ["open_group", "open_run"]
 
@@ -72,9 +74,19 @@ def open_run(path: str | os.PathLike[str]) -> xr.Dataset:
     """
     group = open_group(path)
     ds: xr.Dataset = xr.open_zarr(os.fspath(path), chunks=None)
+    local = os.path.isdir(path)
     for name, array in group.arrays():
-        if name in VARIABLES:
-            ds[name] = ds[name].chunk(_dask_chunks(array, ds[name].dims))
+        if name not in VARIABLES or name not in ds:
+            continue
+        chunks = _dask_chunks(array, ds[name].dims)
+        fast = stored_array(path, name, array) if local else None
+        if fast is None or fast.shape != ds[name].shape:
+            ds[name] = ds[name].chunk(chunks)
+        else:
+            # With dask's default getter a selection reaches the array, and only what it needs is
+            # read; with fancy=False it would read whole chunks.
+            data = da.from_array(fast, tuple(chunks.values()))
+            ds[name] = ds[name].copy(data=data)
     return ds
 
 

@@ -10,9 +10,9 @@ a reader sees the rows of the last commit and nothing else.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
-import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -386,28 +386,34 @@ def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Pa
         return target
     if not overwrite:
         raise RunExists(f"{path} is already there; choose another path, or overwrite it")
-    if not (target / DOCUMENT).is_file():
+    if not _is_run(target):
         raise RunExists(f"{path} is not a run, so it is not overwritten; choose another path")
     return target
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        document = json.loads((path / DOCUMENT).read_bytes())
+        return "trajstore_format" in document["attributes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _create_folder(
     path: Path, documents: Documents, root: Mapping[str, Any], *, overwrite: bool
 ) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=PARTIAL_SUFFIX, dir=path.parent))
+    beside = f".{path.name}.{os.getpid()}"
+    new = path.with_name(f"{beside}{PARTIAL_SUFFIX}")
+    new.mkdir()
     try:
-        # mkdtemp makes a folder for its owner alone; a run is shared like any other folder.
-        umask = os.umask(0)
-        os.umask(umask)
-        new.chmod(0o777 & ~umask)
         for key, data in documents.objects.items():
             put(new / key, [data])
         for name in documents.names():
             put(new / name / DOCUMENT, [documents.array(name, 0)])
         put(new / DOCUMENT, [documents.root(0, root)])
         if overwrite and path.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
+            old = path.with_name(f"{beside}.old")
             path.rename(old)
             new.rename(path)
             shutil.rmtree(old)

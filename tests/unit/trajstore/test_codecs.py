@@ -14,7 +14,7 @@ from hypothesis.extra import numpy as npst
 from zarr.codecs import BytesCodec, Crc32cCodec
 from zarr.storage import MemoryStore
 
-from trajstore.bits import NATIVE_TYPES, native_type, widen
+from trajstore.bits import NATIVE_TYPES, narrow, native_type, widen
 from trajstore.codecs import DELTA, DeltaCodec, fold, unfold
 
 FORMAT = Path(__file__).parents[3] / "docs" / "format.md"
@@ -25,14 +25,16 @@ GOLDEN = "00 7f ff 80 02 00 00 00 03 00 ff ff"
 
 def folded(bits: np.ndarray) -> np.ndarray:
     out = np.empty_like(bits)
-    fold(bits, out, np.empty_like(bits))
+    fold(bits, out, np.empty_like(bits[0, ...]))
     return out
 
 
 def unfolded(bits: np.ndarray) -> np.ndarray:
-    out = np.empty_like(bits)
-    unfold(bits, out)
-    return out
+    names = {2: "bfloat16", 4: "float32", 8: "float64"}
+    native = native_type(names[bits.itemsize])
+    out = np.empty(bits.shape, f"u{native.stored.itemsize}")
+    unfold(bits, native, out)
+    return narrow(out.view(native.stored), native)
 
 
 def reference(bits: np.ndarray) -> np.ndarray:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
+import zarr
 from conftest import random_bits
 
 import trajstore
@@ -253,6 +254,9 @@ def test_a_run_can_be_overwritten(small_run: tuple[Path, Any]) -> None:
 def test_only_runs_are_overwritten(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.tex").write_text("precious")
+    zarr.create_group(tmp_path / "theirs.zarr")
+    with pytest.raises(RunExists, match="not a run"):
+        create(tmp_path / "theirs.zarr", overwrite=True)
     with pytest.raises(RunExists, match="not a run"):
         create(tmp_path / "thesis", overwrite=True)
     assert (tmp_path / "thesis" / "chapter1.tex").read_text() == "precious"

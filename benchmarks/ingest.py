@@ -1,0 +1,224 @@
+"""How fast rows go in: the writer against what people use today, on a real Wordybird history."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import tensorstore
+import xarray as xr
+import zarr
+from history import MATRICES, wordybird
+from measure import alternate, cache, machine, save, table
+from ml_dtypes import bfloat16
+from safetensors.numpy import save_file
+
+from trajstore import RunWriter
+
+Rows = dict[str, np.ndarray]
+
+
+def size_of(path: Path) -> int:
+    """Bytes below a path."""
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def fresh(name: str) -> Path:
+    """Scratch path with nothing there."""
+    path = cache() / "scratch" / name
+    path.parent.mkdir(exist_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+    path.unlink(missing_ok=True)
+    return path
+
+
+def trajstore_writer(rows: Rows, **options: Any) -> Path:
+    path = fresh("trajstore.zarr")
+    _, tokens, hidden = rows["W"].shape
+    with RunWriter.create(
+        path,
+        token=np.arange(tokens),
+        hidden=hidden,
+        variables=dict.fromkeys(rows, "bfloat16"),
+        **options,
+    ) as run:
+        for step in range(len(rows["W"])):
+            run.append(step=step, **{name: rows[name][step] for name in rows})
+    return path
+
+
+def hdf5(rows: Rows, **options: Any) -> Path:
+    path = fresh("run.h5")
+    with h5py.File(path, "w") as file:
+        sets = {
+            name: file.create_dataset(name, a.shape, a.dtype, chunks=(1, *a.shape[1:]), **options)
+            for name, a in rows.items()
+        }
+        for step in range(len(rows["W"])):
+            for name, dataset in sets.items():
+                dataset[step] = rows[name][step]
+    return path
+
+
+def xarray_append(rows: Rows) -> Path:
+    path = fresh("xarray.zarr")
+    for step in range(len(rows["W"])):
+        ds = xr.Dataset(
+            {name: (("step", "token", "hidden"), a[step : step + 1]) for name, a in rows.items()}
+        )
+        ds.to_zarr(path, consolidated=False, **({"append_dim": "step"} if step else {}))
+    return path
+
+
+def zarr_chunk_a_step(rows: Rows) -> Path:
+    path = fresh("plain.zarr")
+    root = zarr.create_group(path)
+    arrays = {
+        name: root.create_array(name, shape=a.shape, dtype=a.dtype, chunks=(1, *a.shape[1:]))
+        for name, a in rows.items()
+    }
+    for step in range(len(rows["W"])):
+        for name, array in arrays.items():
+            array[step] = rows[name][step]
+    return path
+
+
+def tensorstore_zarr3(rows: Rows) -> Path:
+    path = fresh("tensorstore.zarr")
+    stores = {
+        name: tensorstore.open(
+            {
+                "driver": "zarr3",
+                "kvstore": f"file://{path}/{name}",
+                "metadata": {
+                    "shape": a.shape,
+                    "data_type": "uint16",
+                    "chunk_grid": {
+                        "name": "regular",
+                        "configuration": {"chunk_shape": (1, *a.shape[1:])},
+                    },
+                    "codecs": [
+                        {"name": "bytes", "configuration": {"endian": "little"}},
+                        {
+                            "name": "blosc",
+                            "configuration": {
+                                "cname": "lz4",
+                                "clevel": 5,
+                                "shuffle": "bitshuffle",
+                                "typesize": 2,
+                                "blocksize": 0,
+                            },
+                        },
+                    ],
+                },
+                "create": True,
+            }
+        ).result()
+        for name, a in rows.items()
+    }
+    pending = []
+    for step in range(len(rows["W"])):
+        pending += [store[step].write(rows[name][step]) for name, store in stores.items()]
+        while len(pending) > 16:
+            pending.pop(0).result()
+    for write in pending:
+        write.result()
+    return path
+
+
+def memmap(rows: Rows) -> Path:
+    path = fresh("memmap")
+    path.mkdir()
+    maps = {
+        name: np.lib.format.open_memmap(path / f"{name}.npy", "w+", a.dtype, a.shape)
+        for name, a in rows.items()
+    }
+    for step in range(len(rows["W"])):
+        for name, out in maps.items():
+            out[step] = rows[name][step]
+    return path
+
+
+def list_then_save(rows: Rows) -> Path:
+    """As the notebooks: a copy of every row in a list, stacked and saved at the end."""
+    path = fresh("run.safetensors")
+    lists: dict[str, list[np.ndarray]] = {name: [] for name in rows}
+    for step in range(len(rows["W"])):
+        for name, items in lists.items():
+            items.append(rows[name][step].copy())
+    save_file({name: np.stack(items).view(bfloat16) for name, items in lists.items()}, path)
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=48, help="of the fast contenders")
+    parser.add_argument("--first", type=int, default=40, help="row of the history to begin with")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="without the slow contenders")
+    options = parser.parse_args()
+    history = wordybird()
+
+    def loaded(count: int) -> Rows:
+        span = slice(options.first, options.first + count)
+        return {name: np.array(history[name][span]) for name in MATRICES}
+
+    many, few = loaded(options.rows), loaded(8)
+    fast: dict[str, Callable[[Rows], Path]] = {
+        "trajstore delta": trajstore_writer,
+        "trajstore delta, 1 thread": lambda rows: trajstore_writer(rows, threads=1),
+        "trajstore portable": lambda rows: trajstore_writer(rows, encoding="portable"),
+        "h5py uint16, uncompressed": hdf5,
+        "np.memmap, uncompressed": memmap,
+        "list, then save_file": list_then_save,
+        "TensorStore zarr3, lz4": tensorstore_zarr3,
+    }
+    slow: dict[str, Callable[[Rows], Path]] = {
+        "h5py uint16, gzip-1": lambda rows: hdf5(rows, compression="gzip", compression_opts=1),
+        "zarr-python, a chunk a step": zarr_chunk_a_step,
+        "xarray to_zarr, append a step": xarray_append,
+    }
+
+    def contender(write: Callable[[Rows], Path], rows: Rows) -> Callable[[], Any]:
+        raw = sum(array.nbytes for array in rows.values())
+
+        def run() -> tuple[float, dict[str, Any]]:
+            path = write(rows)
+            return raw, {"ratio": raw / size_of(path)}
+
+        return run
+
+    facts = machine()
+    results = alternate({name: contender(f, many) for name, f in fast.items()}, options.rounds)
+    if not options.quick:
+        results |= alternate({name: contender(f, few) for name, f in slow.items()}, 2)
+    base = results["h5py uint16, uncompressed"].rate
+    gzip = results.get("h5py uint16, gzip-1")
+    rows = [
+        [
+            name,
+            f"{measured.rate / 1e6:,.0f}",
+            f"{measured.rate / base:.2f}",
+            f"{measured.rate / gzip.rate:.1f}" if gzip else "",
+            f"{measured.facts['ratio']:.2f}",
+        ]
+        for name, measured in results.items()
+    ]
+    title = f"Ingest: Wordybird rows ({sum(a[0].nbytes for a in many.values()) / 1e6:.1f} MB each)"
+    text = table(title, ["writer", "MB/s", "× h5py raw", "× gzip-1", "compression"], rows)
+    save("ingest", text, {"machine": facts, "rates": {n: m.rate for n, m in results.items()},
+                          "seconds": {n: m.seconds for n, m in results.items()}})  # fmt: skip
+    shutil.rmtree(cache() / "scratch")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    main()

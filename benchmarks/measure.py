@@ -1,0 +1,104 @@
+"""Timing of contenders against each other, in one run: alternating rounds, medians, ratios."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Measured", "alternate", "cache", "machine", "save", "table"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One contender's rounds.
+
+    Attributes
+    ----------
+    seconds : list of float
+        Wall time of each round.
+    work : float
+        Bytes, steps or whatever a round got done.
+    facts : dict
+        What else it reported in its last round.
+    """
+
+    seconds: list[float]
+    work: float
+    facts: dict[str, Any]
+
+    @property
+    def rate(self) -> float:
+        """Work a second, of the median round."""
+        return self.work / statistics.median(self.seconds)
+
+
+def alternate(
+    contenders: Mapping[str, Callable[[], tuple[float, dict[str, Any]]]], rounds: int
+) -> dict[str, Measured]:
+    """Run every contender once a round, in turn.
+
+    Parameters
+    ----------
+    contenders : mapping of str to callable
+        Each returns the work it did and facts to report.
+    rounds : int
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    last: dict[str, tuple[float, dict[str, Any]]] = {}
+    for _ in range(rounds):
+        for name, contender in contenders.items():
+            start = time.perf_counter()
+            last[name] = contender()
+            seconds[name].append(time.perf_counter() - start)
+    return {
+        name: Measured(seconds=seconds[name], work=last[name][0], facts=last[name][1])
+        for name in contenders
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What the figures depend on."""
+    processor = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        processor = names[0].partition(":")[2].strip() if names else processor
+    return {
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0)),
+        "load_before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("numpy", "numcodecs", "zarr", "xarray", "h5py")},
+    }
+
+
+def cache() -> Path:
+    """Folder for histories and scratch files, outside the repository."""
+    folder = os.environ.get("TRAJSTORE_BENCHMARKS")
+    path = Path(folder) if folder else Path.home() / ".cache" / "trajstore-benchmarks"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> str:
+    """Markdown table."""
+    lines = [f"## {title}", "", "| " + " | ".join(columns) + " |"]
+    lines.append("|" + " --- |" * len(columns))
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def save(name: str, text: str, results: Mapping[str, Any]) -> None:
+    """Print the table, and keep it with the figures as JSON in the cache."""
+    print(text, flush=True)
+    stem = cache() / name
+    stem.with_suffix(".md").write_text(text)
+    stem.with_suffix(".json").write_text(json.dumps(results, indent=1))

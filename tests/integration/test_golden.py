@@ -1,0 +1,41 @@
+"""Stores that were written when their format was new are read forever."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+import trajstore
+from trajstore.bits import native_type, widen
+
+DATA = Path(__file__).parents[1] / "data"
+
+_spec = importlib.util.spec_from_file_location("make_golden", DATA / "make_golden.py")
+assert _spec is not None
+assert _spec.loader is not None
+golden = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(golden)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in DATA.glob("format*.zarr")))
+@pytest.mark.parametrize("opener", [trajstore.open_run, xr.open_zarr])
+def test_a_golden_store_reads_as_it_was_written(name: str, opener: object) -> None:
+    ds = opener(DATA / name)
+    assert ds.attrs["trajstore_format"] == int(name.removeprefix("format").partition("-")[0])
+    assert ds.attrs["status"] == "complete"
+    assert ds.step.values.tolist() == [0, 10, 20, 30, 40, 50, 60]
+    assert ds.token.values.tolist() == [2, 3, 5, 7]
+    assert ds.is_dead.values.tolist() == [True, False, False, True]
+    assert ds.token_text.values.tolist() == ["a", "b", "é", "\\n"]
+    for variable, dtype in golden.TYPES.items():
+        expected = widen(golden.golden_bits(variable), native_type(dtype))
+        assert ds[variable].attrs["native_dtype"] == dtype
+        assert ds[variable].values.tobytes() == np.ascontiguousarray(expected).tobytes()
+
+
+def test_there_are_golden_stores() -> None:
+    assert len(list(DATA.glob("format1-*.zarr"))) == 2

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from trajstore.cli import main
+from trajstore.console import print_json
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_every_command_explains_itself_with_an_example(name: str) -> None:
+    result = CliRunner().invoke(main, [name, "--help"])
+    assert result.exit_code == 0
+    assert f"trajstore {name}" in result.output
+    assert "Example" in result.output
+    for parameter in main.commands[name].params:
+        if isinstance(parameter, click.Option) and parameter.name not in ("help", "format_name"):
+            assert parameter.help, f"{name} {parameter.opts[0]} says nothing"
+
+
+@pytest.mark.parametrize("name", sorted(main.commands))
+def test_every_command_is_in_the_readme(name: str) -> None:
+    assert f"trajstore {name}" in (ROOT / "README.md").read_text()
+
+
+def test_a_missing_run_is_one_sentence(tmp_path: Path) -> None:
+    for name in ("info", "summary"):
+        result = CliRunner().invoke(main, [name, str(tmp_path / "nothing.zarr")])
+        assert result.exit_code == 2
+        assert result.output.startswith("trajstore: there is no run at ")
+        assert result.output.count("\n") == 1
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["--debug", "info", str(tmp_path / "nothing.zarr")])
+    assert isinstance(result.exception, FileNotFoundError)
+
+
+def test_json_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"a": [float("nan"), 1.5], "b": float("inf")})
+    assert capsys.readouterr().out == '{\n  "a": [\n    null,\n    1.5\n  ],\n  "b": null\n}\n'
