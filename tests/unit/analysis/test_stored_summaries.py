@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -20,7 +22,7 @@ def test_summaries_of_a_recorder_agree(scale, hidden, walk):
     factor = np.float32(2.0 ** np.round(np.log2(scale)))
     history = (bits.astype(np.uint32) << 16).view(np.float32) * factor
     history = torch.from_numpy(history).bfloat16()
-    for before, after in zip(history[:-1], history[1:], strict=True):
+    for before, after in itertools.pairwise(history):
         x, y = before.float().numpy(), after.float().numpy()
         np.testing.assert_array_equal(motion.token_norm(after).numpy(), token_norm(y))
         np.testing.assert_array_equal(motion.token_norm(after, before).numpy(), step_norm(x, y))
