@@ -111,8 +111,12 @@ def _measure_tile(
 ) -> None:
     bits = unsigned_view(tile)
     sign = bits.dtype.type(1 << (8 * bits.itemsize - 1))
-    changed = (bits[1:] != bits[:-1]).any(-1)
-    if "moved" in measures and not (bits == sign).any():
+    # Twice as fast in words of 64 bits, where a vector is a whole number of them.
+    words = bits.view(np.uint64) if bits.itemsize * bits.shape[-1] % 8 == 0 else bits
+    changed = (words[1:] != words[:-1]).any(-1)
+    # As a signed integer −0.0 is the least of all, so one pass finds it.
+    signed = bits.view(f"i{bits.itemsize}")
+    if "moved" in measures and signed.min(initial=0) > np.iinfo(signed.dtype).min:
         out["moved"] = changed
         if len(measures) == 1:
             return
