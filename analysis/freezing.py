@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from analysis import require
-from analysis.population import POPULATIONS, members
-from analysis.steps import between_rows
+from analysis.history import History
+from analysis.population import populations
 from trajstore.errors import InvalidArgument
 
-__all__ = ["freeze", "moved"]
+__all__ = ["build_freeze", "freeze"]
 
 # What one stretch of rows tells about a token. Rows are numbers within the run; −1 is none.
 _FIRST, _LAST, _MOVES, _THAWS = range(4)
-
-
-def _any_bit_changed(earlier: npt.NDArray[Any], later: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    unsigned = np.dtype(f"u{earlier.dtype.itemsize}")
-    a, b = (np.ascontiguousarray(x).view(unsigned) for x in (earlier, later))
-    magnitude = unsigned.type(np.iinfo(unsigned).max >> 1)
-    # −0.0 and +0.0 are the same point.
-    return np.asarray(((a != b) & (((a | b) & magnitude) != 0)).any(-1))
-
-
-def moved(ds: xr.Dataset) -> xr.DataArray:
-    """Whether any bit of a token's row of W changed since the row before.
-
-    Widening to float32 keeps distinct values distinct, so this is the motion in the native type.
-
-    Returns
-    -------
-    DataArray, bool (step, token)
-        One row fewer than `ds`.
-    """
-    require.variables(ds, "W")
-    return between_rows(ds["W"], _any_bit_changed, np.bool_)
 
 
 def _stretch(
@@ -69,39 +46,12 @@ def _join(
     for stretch in stretches:
         moves = stretch[_FIRST] >= 0
         again = moves & (result[_LAST] >= 0)
-        still = steps[stretch[_FIRST] - 1] - steps[result[_LAST]]
+        still = steps[np.maximum(stretch[_FIRST], 1) - 1] - steps[np.maximum(result[_LAST], 0)]
         result[_THAWS] += stretch[_THAWS] + (again & (still >= min_still))
         result[_MOVES] += stretch[_MOVES]
         result[_FIRST] = np.where(result[_FIRST] < 0, stretch[_FIRST], result[_FIRST])
         result[_LAST] = np.where(moves, stretch[_LAST], result[_LAST])
     return result
-
-
-def _scan(motion: xr.DataArray, steps: npt.NDArray[np.int64], min_still: int) -> Any:
-    """Summary of the whole run per token: (4, token), lazy if `motion` is."""
-    rows = np.arange(1, steps.size)
-    if motion.chunks is None:
-        return _stretch(motion.values, rows, steps, min_still)[0]
-    by_step, by_token = motion.data.chunks
-    stretches = da.map_blocks(
-        _stretch,
-        motion.data,
-        da.from_array(rows[:, None], chunks=(by_step, 1)),
-        steps=steps,
-        min_still=min_still,
-        new_axis=1,
-        chunks=((1,) * len(by_step), (4,), by_token),
-        dtype=np.int64,
-        meta=np.empty((0, 0, 0), np.int64),
-    )
-    return stretches.rechunk({0: -1}).map_blocks(
-        _join,
-        steps=steps,
-        min_still=min_still,
-        drop_axis=0,
-        dtype=np.int64,
-        meta=np.empty((0, 0), np.int64),
-    )
 
 
 def _fraction(flags: npt.NDArray[np.bool_], groups: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
@@ -135,7 +85,7 @@ def freeze(ds: xr.Dataset, min_still: int = 1) -> xr.Dataset:
     Parameters
     ----------
     ds : Dataset
-        With ``W`` (step, token, hidden).
+        With ``W`` (step, token, hidden), or a stored ``W_ulp_l1``.
     min_still : int
         Steps without motion that count as stillness, at least 1.
 
@@ -159,16 +109,20 @@ def freeze(ds: xr.Dataset, min_still: int = 1) -> xr.Dataset:
     --------
     >>> freeze(ds).frozen_since.groupby("is_dead").median()   # doctest: +SKIP
     """
+    return build_freeze(History(ds), min_still)
+
+
+def build_freeze(history: History, min_still: int = 1) -> xr.Dataset:
+    """`freeze` of a prepared Dataset."""
     if min_still < 1:
         raise InvalidArgument(f"got min_still={min_still}, expected at least 1 step")
-    motion = moved(ds)
-    steps = ds["step"].values.astype(np.int64)
-    if steps.size == 0:
-        raise InvalidArgument("this run has no rows yet, so nothing can be said about its motion")
-    summary = xr.DataArray(
-        _scan(motion, steps, min_still),
-        dims=("event", "token"),
-        coords={name: c for name, c in motion.coords.items() if c.dims == ("token",)},
+    history.require_rows(1, "freeze")
+    motion, steps = history.moved(), history.steps
+    summary = history.combine_rows(
+        motion,
+        functools.partial(_stretch, steps=steps, min_still=min_still),
+        functools.partial(_join, steps=steps, min_still=min_still),
+        4,
     )
 
     def last_motion(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -182,15 +136,12 @@ def freeze(ds: xr.Dataset, min_still: int = 1) -> xr.Dataset:
 
     def per_token(function: Any) -> xr.DataArray:
         result: xr.DataArray = xr.apply_ufunc(
-            function, summary.isel(event=_LAST), dask="parallelized", output_dtypes=[np.int64]
+            function, summary.isel(fact=_LAST), dask="parallelized", output_dtypes=[np.int64]
         )
         return result
 
     since = per_token(frozen_since)
-    if "is_dead" in ds.coords:
-        names, groups = list(POPULATIONS), members(ds)
-    else:
-        names, groups = ["all"], np.ones((1, ds.sizes["token"]), bool)
+    names, groups = populations(history.ds)
     lazy = motion.chunks is not None
     still_fraction = xr.apply_ufunc(
         lambda flags: _fraction(~flags, groups),
@@ -219,10 +170,10 @@ def freeze(ds: xr.Dataset, min_still: int = 1) -> xr.Dataset:
             "frozen_since": since.assign_attrs(
                 long_name="first recorded step after the last motion, -1 if not frozen", **step
             ),
-            "thaws": summary.isel(event=_THAWS).assign_attrs(
+            "thaws": summary.isel(fact=_THAWS).assign_attrs(
                 long_name="motions after stillness", **step
             ),
-            "moves": summary.isel(event=_MOVES).assign_attrs(long_name="rows with motion", **step),
+            "moves": summary.isel(fact=_MOVES).assign_attrs(long_name="rows with motion", **step),
             "still_fraction": still_fraction.assign_attrs(
                 long_name="share of tokens that did not move", **step
             ),

@@ -1,69 +1,66 @@
-"""Lengths of vectors over the hidden dimension."""
+"""Lengths of vectors over the hidden dimension: gradients, and ways from where a token was."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
+import dask.array as da
 import numpy as np
-import numpy.typing as npt
 import xarray as xr
 
 from analysis import require
-from analysis.steps import between_rows
+from analysis.history import History
+from analysis.pairs import measure_rows
 from trajstore.errors import InvalidArgument
+from trajstore.summaries import result_dtype
 
-__all__ = ["displacement", "grad_norms", "vector_norm"]
+__all__ = [
+    "build_displacement",
+    "build_grad_norms",
+    "check_order",
+    "displacement",
+    "grad_norms",
+    "order_label",
+]
 
 
-def vector_norm(vectors: npt.NDArray[Any], order: float = 2) -> npt.NDArray[Any]:
-    """Norm over the last axis, accumulated in float64.
+def check_order(order: float) -> float:
+    """Order of a norm as a number.
 
-    The square of a 16-bit value is exact in float64, and so, but for the widest spreads of
-    exponents, is a sum of them: the result does not depend on the order of summation.
-
-    Parameters
-    ----------
-    vectors : ndarray, (…, hidden)
-    order : {1, 2, inf}
-
-    Returns
-    -------
-    ndarray, (…)
-        float64.
+    Raises
+    ------
+    InvalidArgument
+        If it is neither 1, 2 nor inf.
     """
-    with np.errstate(invalid="ignore"):  # a signalling NaN is a NaN like any other
-        wide = vectors.astype(np.float64, copy=False)
-    if order == 2:
-        return np.asarray(np.sqrt(np.einsum("...h,...h->...", wide, wide)))
-    if order == 1:
-        return np.asarray(np.abs(wide).sum(-1))
-    return np.asarray(np.abs(wide).max(-1))
-
-
-def _check_order(order: float) -> float:
-    if order not in (1, 2, np.inf):
+    try:
+        number = float(order)
+    except (TypeError, ValueError):
+        number = np.nan
+    if number not in (1, 2, np.inf):
         raise InvalidArgument(f"got a norm of order {order!r}, expected 1, 2 or inf")
-    return float(order)
+    return number
 
 
-def _result_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return np.dtype("float64") if dtype == np.float64 else np.dtype("float32")
+def order_label(order: float) -> str:
+    """How a norm of that order is called."""
+    return "Linf" if np.isinf(order) else f"L{order:.0f}"
 
 
-def _over_hidden(vectors: xr.DataArray, order: float, result: np.dtype[Any]) -> xr.DataArray:
-    def kernel(block: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        with np.errstate(over="ignore"):  # beyond float32 a norm is inf, as it should be
-            return vector_norm(block, order).astype(result)
-
-    norms: xr.DataArray = xr.apply_ufunc(
-        kernel,
-        vectors,
-        input_core_dims=[["hidden"]],
-        dask="parallelized",
-        output_dtypes=[result],
-        keep_attrs=False,
-    )
-    return norms
+def _measured(
+    history: History, name: str, reference: da.Array | None = None, order: float = 2
+) -> xr.DataArray:
+    blocks = history.blocks(name)
+    dtype = result_dtype(blocks.dtype)
+    if reference is None:
+        data = blocks.map_blocks(
+            measure_rows, None, order, drop_axis=2, dtype=dtype, meta=np.empty((0, 0), dtype)
+        )
+    else:
+        data = da.blockwise(
+            measure_rows, "st", blocks, "sth", reference, "th",
+            concatenate=True, dtype=dtype, meta=np.empty((0, 0), dtype),
+        )  # fmt: skip
+    return history.wrap(data, name)
 
 
 def grad_norms(ds: xr.Dataset, ord: float = 2) -> xr.DataArray:
@@ -72,7 +69,8 @@ def grad_norms(ds: xr.Dataset, ord: float = 2) -> xr.DataArray:
     Parameters
     ----------
     ds : Dataset
-        With ``grad`` (step, token, hidden).
+        With ``grad`` (step, token, hidden). For order 2 a stored ``grad_token_norm`` is used, and
+        the gradients themselves are neither read nor needed.
     ord : {1, 2, inf}
 
     Returns
@@ -92,13 +90,21 @@ def grad_norms(ds: xr.Dataset, ord: float = 2) -> xr.DataArray:
     >>> norms = grad_norms(ds)                    # doctest: +SKIP
     >>> norms.sel(step=1).mean().compute()        # doctest: +SKIP
     """
-    order = _check_order(ord)
-    require.variables(ds, "grad")
-    norms = _over_hidden(ds["grad"], order, _result_dtype(ds["grad"].dtype))
-    label = "inf" if np.isinf(order) else f"{order:.0f}"
+    return build_grad_norms(History(ds), ord)
+
+
+def build_grad_norms(history: History, ord: float = 2) -> xr.DataArray:
+    """`grad_norms` of a prepared Dataset."""
+    order = check_order(ord)
+    ds = history.ds
+    source = "grad_token_norm" if order == 2 and "grad_token_norm" in ds else "grad"
+    if source == "grad":
+        norms = _measured(history, source, order=order)
+    else:
+        norms = ds[source].transpose("step", "token").drop_attrs()
     return norms.rename("grad_norms").assign_attrs(
-        long_name=f"L{label} norm of the gradient",
-        units=ds["grad"].attrs.get("units", "nat"),
+        long_name=f"{order_label(order)} norm of the gradient",
+        units=ds[source].attrs.get("units", "nat"),
     )
 
 
@@ -110,7 +116,8 @@ def displacement(ds: xr.Dataset, since: int | Literal["previous"] = 0) -> xr.Dat
     ds : Dataset
         With ``W`` (step, token, hidden).
     since : int or 'previous'
-        Step number of the reference, or the row before each.
+        Step number of the reference, or the row before each. For ``'previous'`` a stored
+        ``W_step_norm`` is used where every row of the run is there.
 
     Returns
     -------
@@ -129,29 +136,20 @@ def displacement(ds: xr.Dataset, since: int | Literal["previous"] = 0) -> xr.Dat
     --------
     >>> displacement(ds).isel(step=-1).mean().compute()   # doctest: +SKIP
     """
-    require.variables(ds, "W")
-    W = ds["W"]
-    result = _result_dtype(W.dtype)
+    return build_displacement(History(ds), since)
 
-    def kernel(earlier: npt.NDArray[Any], later: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return vector_norm(later.astype(np.float64) - earlier).astype(result)
 
-    if since == "previous":
-        distance = between_rows(W, kernel, result)
-        origin = "the previous row"
-    elif isinstance(since, int | np.integer):
-        distance = xr.apply_ufunc(
-            kernel,
-            W.isel(step=require.row_of_step(ds, int(since)), drop=True),
-            W,
-            input_core_dims=[["hidden"], ["hidden"]],
-            dask="parallelized",
-            output_dtypes=[result],
-            keep_attrs=False,
-        ).transpose("step", "token")
-        origin = f"step {since}"
-    else:
+def build_displacement(history: History, since: int | Literal["previous"] = 0) -> xr.DataArray:
+    """`displacement` of a prepared Dataset."""
+    if isinstance(since, bool) or not (since == "previous" or isinstance(since, int | np.integer)):
         raise InvalidArgument(f"got since={since!r}, expected a step number or 'previous'")
+    if since == "previous":
+        distance = history.step_norm()
+        origin = "the previous row"
+    else:
+        row = require.row_of_step(history.ds, int(since))
+        distance = _measured(history, "W", history.blocks("W")[row])
+        origin = f"step {since}"
     return distance.rename("displacement").assign_attrs(
-        long_name=f"distance from {origin}", units=W.attrs.get("units", "1")
+        long_name=f"distance from {origin}", units=history.units
     )

@@ -11,7 +11,7 @@ import xarray as xr
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
-__all__ = ["POPULATIONS", "by_population", "members"]
+__all__ = ["POPULATIONS", "by_population", "count_by_population", "members", "populations"]
 
 POPULATIONS = ("dead", "live", "all")
 
@@ -40,6 +40,56 @@ def members(da: xr.DataArray | xr.Dataset) -> npt.NDArray[np.bool_]:
     return np.stack([dead, ~dead, np.ones_like(dead)])
 
 
+def populations(
+    da: xr.DataArray | xr.Dataset,
+) -> tuple[list[str], npt.NDArray[np.bool_]]:
+    """Names of the populations and their members, (population, token).
+
+    Where nothing says which tokens are dead, the only population is ``all``.
+    """
+    if "is_dead" in da.coords:
+        return list(POPULATIONS), members(da)
+    return ["all"], np.ones((1, da.sizes["token"]), bool)
+
+
+def _count(
+    values: npt.NDArray[np.int8], groups: npt.NDArray[np.bool_], kinds: int
+) -> npt.NDArray[np.int64]:
+    """How many of each group have each value: (…, token) to (…, population, kind)."""
+    flags = values[..., None, :] == np.arange(kinds)[:, None]
+    return np.stack([flags[..., group].sum(-1) for group in groups], -2)
+
+
+def count_by_population(da: xr.DataArray, kinds: int, dim: str) -> xr.DataArray:
+    """Number of tokens of each population with each of the values 0, 1, … of `da`.
+
+    Parameters
+    ----------
+    da : DataArray of int8, (…, token)
+    kinds : int
+        Number of values.
+    dim : str
+        Name of the dimension of the values.
+
+    Returns
+    -------
+    DataArray, int64 (…, population, `dim`)
+    """
+    names, groups = populations(da)
+    counts: xr.DataArray = xr.apply_ufunc(
+        _count,
+        da.chunk({"token": -1}) if da.chunks is not None else da,
+        kwargs={"groups": groups, "kinds": kinds},
+        input_core_dims=[["token"]],
+        output_core_dims=[["population", dim]],
+        dask="parallelized",
+        output_dtypes=[np.int64],
+        dask_gufunc_kwargs={"output_sizes": {"population": len(names), dim: kinds}},
+        keep_attrs=False,
+    )
+    return counts.assign_coords(population=names)
+
+
 def _statistics(
     values: npt.NDArray[Any], groups: npt.NDArray[np.bool_], quantiles: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
@@ -48,9 +98,9 @@ def _statistics(
     for number, group in enumerate(groups):
         if not group.any():
             continue
-        chosen = np.sort(values[..., group].astype(np.float64), axis=-1)
         out = result[..., number, :]
         with np.errstate(invalid="ignore"):  # inf − inf is NaN, which is the answer
+            chosen = np.sort(values[..., group].astype(np.float64), axis=-1)
             out[..., 0] = chosen.mean(-1)
             out[..., 1] = chosen.std(-1)
             # Sorted, NaN comes last: it must spoil every statistic, not only the maximum.

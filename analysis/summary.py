@@ -9,9 +9,10 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis import require
-from analysis.norms import displacement, grad_norms, vector_norm
+from analysis.norms import displacement, grad_norms
 from analysis.population import POPULATIONS, by_population, members
 from trajstore.errors import InvalidArgument
+from trajstore.summaries import vector_norm
 
 __all__ = ["summary"]
 

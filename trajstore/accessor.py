@@ -39,6 +39,21 @@ class TrajAccessor:
         """The tokens that occur in the training corpus."""
         return self._ds.isel(token=~self._is_dead())
 
+    def by_population(self, da: xr.DataArray, **options: Any) -> xr.Dataset:
+        """Statistics over the dead, live and all tokens of this run.
+
+        Parameters
+        ----------
+        da : DataArray, (…, token)
+            Anything per token of this run; it need not carry ``is_dead`` itself.
+        **options
+            Of `analysis.by_population`.
+        """
+        import analysis
+
+        dead = xr.DataArray(self._is_dead(), dims="token")
+        return analysis.by_population(da.assign_coords(is_dead=dead), **options)
+
     def _is_dead(self) -> Any:
         if "is_dead" not in self._ds:
             raise VariableNotRecorded(
@@ -49,7 +64,7 @@ class TrajAccessor:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         import analysis
 
-        if name in analysis.__all__:
+        if callable(getattr(analysis, name, None)) and name in analysis.__all__:
             function: Callable[..., Any] = functools.partial(getattr(analysis, name), self._ds)
             return functools.update_wrapper(function, getattr(analysis, name))
         raise AttributeError(f"there is no ds.traj.{name}; there are {', '.join(dir(self))}")
@@ -57,4 +72,4 @@ class TrajAccessor:
     def __dir__(self) -> list[str]:
         import analysis
 
-        return sorted({"dead", "live", *analysis.__all__})
+        return sorted({"dead", "live", *(name for name in analysis.__all__ if name.islower())})

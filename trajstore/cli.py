@@ -17,10 +17,12 @@ import click
 from rich.text import Text
 
 from trajstore.console import (
+    AnalysisProgress,
     BytesProgress,
     RecordingProgress,
     err,
     out,
+    print_description,
     print_information,
     print_json,
     print_notes,
@@ -249,6 +251,64 @@ def summary(run: str, as_json: bool) -> None:
         )
         return
     print_summary(facts, ds)
+
+
+@main.command()
+@_RUN
+@click.argument("quantities", nargs=-1, required=True, metavar="QUANTITY…")
+@click.option(
+    "-o", "--output", type=click.Path(), help="A file to write: .nc, .zarr or .csv, streamed."
+)
+@click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="An option of a single quantity, such as since=previous. Repeatable.",
+)
+@click.option("--by-population", is_flag=True, help="Statistics over dead, live and all tokens.")
+@click.option("--scheduler", metavar="ADDRESS", help="A dask cluster to compute on.")
+@click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
+@_JSON
+@_sentences
+def analyze(
+    run: str,
+    quantities: tuple[str, ...],
+    output: str | None,
+    assignments: tuple[str, ...],
+    by_population: bool,
+    scheduler: str | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    r"""Compute quantities of a run in one pass, and write them or tell what they are like.
+
+    \b
+    Example:
+      trajstore analyze gatsby.zarr freeze
+      trajstore analyze gatsby.zarr grad_norms --by-population -o grad_norms.csv
+      trajstore analyze gatsby.zarr displacement --set since=previous -o steps.nc
+      trajstore analyze gatsby.zarr grad_norms freeze regimes -o motion.zarr
+    """
+    import analysis
+    from trajstore.reader import open_run
+    from trajstore.results import describe, write_result
+
+    result = analysis.answer(open_run(run), quantities, assignments, by_population=by_population)
+    with AnalysisProgress(scheduler) as progress:
+        if output is not None:
+            files = write_result(result, output, overwrite=overwrite, report=progress.report)
+        else:
+            files = []
+            facts = describe(result, report=progress.report)
+    if output is None and as_json:
+        print_json(facts)
+    elif output is None:
+        print_description(facts)
+    elif as_json:
+        print_json({"files": [str(file) for file in files], "variables": [*map(str, result)]})
+    else:
+        out.print(Text(f"Wrote {', '.join(map(str, files))}: {', '.join(map(str, result))}."))
 
 
 @main.command()

@@ -26,6 +26,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from trajstore.errors import InvalidArgument, MissingExtra
 from trajstore.layout import format_bytes
 
 if TYPE_CHECKING:
@@ -33,10 +34,12 @@ if TYPE_CHECKING:
     from trainers.corpus import Corpus
 
 __all__ = [
+    "AnalysisProgress",
     "BytesProgress",
     "RecordingProgress",
     "err",
     "out",
+    "print_description",
     "print_information",
     "print_json",
     "print_notes",
@@ -195,6 +198,71 @@ class RecordingProgress:
             self._bar.update(self._task, completed=recorder.step, state=state)
         else:
             err.print(f"step {recorder.step}/{self._steps}: {state}")
+
+
+class AnalysisProgress:
+    """Progress of a computation: a bar on a terminal; on a dask cluster, its own.
+
+    Parameters
+    ----------
+    address : str, optional
+        Of the cluster's scheduler. Without it, the threads of this process compute.
+
+    Raises
+    ------
+    MissingExtra
+        If there is an address, and dask.distributed is not installed.
+    InvalidArgument
+        If no scheduler answers.
+    """
+
+    def __init__(self, address: str | None = None) -> None:
+        self._client = _client(address) if address else None
+        self._bar = Progress(
+            TextColumn("{task.completed}/{task.total} tasks"),
+            BarColumn(bar_width=20),
+            TimeRemainingColumn(),
+            console=err,
+            disable=not err.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=None)
+
+    def __enter__(self) -> AnalysisProgress:
+        if self._client is None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+        if self._client is not None:
+            self._client.close()
+
+    def report(self, done: int, tasks: int) -> None:
+        """Show that so many tasks of so many are done."""
+        self._bar.update(self._task, completed=done, total=tasks)
+
+
+def _client(address: str) -> Any:
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise MissingExtra(
+            "computing on a cluster needs dask.distributed; install trajstore[cluster]"
+        ) from error
+    try:
+        return Client(address, timeout=10)
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"no dask scheduler answers at {address}: {error}") from error
+
+
+def print_description(facts: dict[str, Any]) -> None:
+    """Print what `trajstore.results.describe` found."""
+    printed = table("", "variable", "dimensions", "least", "mean", "largest", "NaN", "units")
+    for name, fact in facts.items():
+        sizes = " × ".join(f"{dim} {size}" for dim, size in fact["sizes"].items())
+        numbers = (f"{fact[key]:.6g}" for key in ("min", "mean", "max"))
+        printed.add_row(name, sizes, *numbers, str(fact["nan"]), fact["units"])
+    out.print(printed)
 
 
 def print_information(run: str, facts: dict[str, Any]) -> None:

@@ -1,0 +1,159 @@
+"""`trajstore analyze` and `summary` on a real run, as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import xarray as xr
+
+import analysis
+import trajstore
+
+ROWS, TOKENS, HIDDEN = 21, 12, 8
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A walk into rest, in blocks of 6 rows."""
+    path = tmp_path_factory.mktemp("runs") / "walk.zarr"
+    rng = np.random.default_rng(0)
+    W = rng.normal(size=(TOKENS, HIDDEN)).astype(np.float32)
+    with trajstore.RunWriter.create(
+        path,
+        token=np.arange(TOKENS),
+        hidden=HIDDEN,
+        variables={"W": "float32", "grad": "float32", "loss": "float32", "logits": "float32"},
+        is_dead=np.arange(TOKENS) < 5,
+        token_text=[f"«{number}»" for number in range(TOKENS)],
+        block_rows=6,
+    ) as writer:
+        for step in range(ROWS):
+            moving = step < 10 + np.arange(TOKENS)
+            W = W + np.float32(0.01) * moving[:, None] * rng.normal(size=W.shape).astype("f4")
+            grad = np.full_like(W, np.nan) if step == 0 else W / 10
+            logits = np.full(TOKENS, np.nan, "f4") if step == 0 else W[:, 0]
+            loss = np.float32("nan" if step == 0 else 3 - step / 10)
+            writer.append(step, W=W.astype("f4"), grad=grad, loss=loss, logits=logits)
+    return path
+
+
+def test_a_quantity_is_described(run: Path, trajstore_cli: Callable[..., Any]) -> None:
+    text = trajstore_cli("analyze", run, "freeze").stdout
+    assert "last_motion" in text
+    assert "token 12" in text
+    facts = json.loads(trajstore_cli("analyze", run, "freeze", "grad_norms", "--json").stdout)
+    assert facts["last_motion"]["max"] == 20
+    assert facts["grad_norms"]["sizes"] == {"step": ROWS, "token": TOKENS}
+    assert facts["grad_norms"]["nan"] == TOKENS
+
+
+@pytest.mark.parametrize("ending", [".zarr", ".nc"])
+def test_several_quantities_are_streamed_to_a_file(
+    run: Path, ending: str, trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    file = tmp_path / f"motion{ending}"
+    names = ["grad_norms", "freeze", "regimes", "velocity"]
+    said = trajstore_cli("analyze", run, *names, "-o", file)
+    assert str(file) in said.stdout
+    opened = xr.open_zarr(file) if ending == ".zarr" else xr.open_dataset(file, engine="h5netcdf")
+    expected = analysis.compute(trajstore.open_run(run), names).compute()
+    with opened:
+        xr.testing.assert_equal(opened.load(), expected)
+        assert opened.regime.attrs["flag_meanings"] == expected.regime.attrs["flag_meanings"]
+        assert opened.grad_norms.attrs["units"] == "nat"
+    assert [entry.name for entry in tmp_path.iterdir()] == [file.name], "nothing else is left"
+    trajstore_cli("analyze", run, "freeze", "-o", file, rc=2)
+    trajstore_cli("analyze", run, "freeze", "-o", file, "--overwrite")
+
+
+def test_tables_have_one_shape_each(
+    run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    ds = trajstore.open_run(run)
+    trajstore_cli("analyze", run, "grad_norms", "-o", tmp_path / "norms.csv")
+    table = pd.read_csv(tmp_path / "norms.csv").set_index(["step", "token"])["grad_norms"]
+    expected = analysis.grad_norms(ds).to_series()
+    np.testing.assert_allclose(table.to_numpy(), expected.to_numpy(), rtol=1e-6)
+    assert table.index.tolist() == expected.index.tolist()
+    done = trajstore_cli("analyze", run, "freeze", "-o", tmp_path / "freeze.csv", "--json")
+    files = json.loads(done.stdout)["files"]
+    assert sorted(Path(file).name for file in files) == [
+        "freeze.step.population.csv",
+        "freeze.token.csv",
+    ]
+    tokens = pd.read_csv(tmp_path / "freeze.token.csv")
+    assert tokens["last_motion"].tolist() == analysis.freeze(ds).last_motion.values.tolist()
+    assert tokens["token_text"].tolist() == [f"«{number}»" for number in range(TOKENS)]
+
+
+def test_options_and_populations(
+    run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "way.zarr"
+    trajstore_cli(
+        "analyze", run, "displacement", "--set", "since=previous", "--by-population", "-o", file
+    )
+    ds = trajstore.open_run(run)
+    expected = analysis.by_population(analysis.displacement(ds, since="previous"))
+    xr.testing.assert_allclose(xr.open_zarr(file).load(), expected.compute())
+    trajstore_cli("analyze", run, "grad_norms", "--set", "ord=inf", "--json")
+
+
+def test_computing_on_a_cluster(
+    run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    distributed = pytest.importorskip("distributed")
+    file = tmp_path / "life.zarr"
+    with distributed.LocalCluster(
+        n_workers=1,
+        threads_per_worker=1,
+        processes=False,
+        protocol="tcp",
+        host="127.0.0.1",
+        dashboard_address="127.0.0.1:0",
+    ) as cluster:
+        address = cluster.scheduler_address
+        trajstore_cli("analyze", run, "lifecycle", "--scheduler", address, "-o", file)
+    expected = analysis.lifecycle(trajstore.open_run(run)).compute()
+    xr.testing.assert_equal(xr.open_zarr(file).load(), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rc", "message"),
+    [
+        (["wobble"], 2, "no quantity 'wobble'"),
+        (["freeze", "wobble"], 2, "'wobble'"),
+        (["adam_update"], 1, "exp_avg, exp_avg_sq, lr"),
+        (["displacement", "--set", "since=99"], 1, "step 99 is not in the run"),
+        (["displacement", "--set", "till=9"], 2, "'till=9'"),
+        (["freeze", "speed", "--set", "min_still=3"], 2, "single quantity"),
+        (["freeze", "--by-population"], 2, "not one number per token"),
+        (["freeze", "-o", "motion.txt"], 2, r"\.zarr, \.nc, \.csv"),
+        (["freeze", "--scheduler", "tcp://127.0.0.1:1"], 2, "no dask scheduler answers"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(
+    run: Path, arguments: list[str], rc: int, message: str, trajstore_cli: Callable[..., Any]
+) -> None:
+    said = trajstore_cli("analyze", run, *arguments, rc=rc).stderr
+    assert len(said.strip().splitlines()) == 1
+    assert re.search(message, said)
+
+
+def test_summary_prints_the_tables(run: Path, trajstore_cli: Callable[..., Any]) -> None:
+    text = trajstore_cli("summary", run).stdout
+    for words in ("Gradient norms", "dead (5)", "Displacement from step 0 to 20", "Logits", "Loss"):
+        assert words in text
+    facts = json.loads(trajstore_cli("summary", run, "--json").stdout)
+    ds = trajstore.open_run(run)
+    norms = analysis.grad_norms(ds).sel(step=[1, 20])
+    expected = norms.isel(token=ds.is_dead.values).mean("token")
+    got = np.array(facts["grad_norms"]["values"])[0, :, 0]  # mean, first and last, dead
+    np.testing.assert_allclose(got, expected, rtol=1e-6)

@@ -1,0 +1,213 @@
+"""Analysis results to files, block by block: Zarr, NetCDF or CSV, by the ending of the name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import numpy as np
+import xarray as xr
+from dask.callbacks import Callback
+
+from trajstore.errors import InvalidArgument, MissingExtra, RunExists
+
+__all__ = ["ENDINGS", "describe", "progress_of_tasks", "write_result"]
+
+ENDINGS = (".zarr", ".nc", ".csv")
+
+# Values of one part of a table; some 100 bytes each while it is text.
+_CSV_VALUES = 1 << 19
+
+Report = Callable[[int, int], None]
+"""Told of tasks done and tasks in all."""
+
+
+@contextlib.contextmanager
+def progress_of_tasks(report: Report | None) -> Iterator[None]:
+    """Report the tasks of dask's local schedulers while they run."""
+    if report is None:
+        yield
+        return
+
+    def tell(key: Any, result: Any, graph: Any, state: Any, worker: Any) -> None:
+        done = len(state["finished"])
+        report(done, done + len(state["ready"]) + len(state["waiting"]) + len(state["running"]))
+
+    with Callback(posttask=tell):
+        yield
+
+
+def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, dict[str, Any]]:
+    """Sizes and extremes of each variable of a result, computed block by block.
+
+    Parameters
+    ----------
+    result : Dataset
+        Lazy, of numbers.
+    report : callable, optional
+        Told of tasks done and in all; local schedulers only.
+
+    Returns
+    -------
+    dict
+        Per variable: ``sizes``, ``units``, ``nan`` (how many), and ``min``, ``mean`` and ``max``
+        of the others.
+    """
+    lazy = {
+        (name, fact): value
+        for name, array in result.data_vars.items()
+        for fact, value in (
+            ("min", array.min()),
+            ("mean", array.astype(np.float64).mean()),
+            ("max", array.max()),
+            ("nan", array.isnull().sum()),
+        )
+    }
+    with progress_of_tasks(report):
+        values = dict(zip(lazy, dask.compute(*lazy.values()), strict=True))
+    return {
+        str(name): {
+            "sizes": {str(dim): size for dim, size in array.sizes.items()},
+            "units": str(array.attrs.get("units", "")),
+            **{fact: values[name, fact].item() for fact in ("min", "mean", "max", "nan")},
+        }
+        for name, array in result.data_vars.items()
+    }
+
+
+def write_result(
+    result: xr.Dataset,
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    report: Report | None = None,
+) -> list[Path]:
+    """Compute a result and write it, holding a few blocks at a time.
+
+    Parameters
+    ----------
+    result : Dataset
+        Lazy, of any dimensions.
+    path : path-like
+        Ending in ``.zarr``, ``.nc`` or ``.csv``. A table has one shape: variables of different
+        dimensions go to one file each, such as ``NAME.token.csv`` and ``NAME.step.population.csv``.
+    overwrite : bool
+        Replace what is there.
+    report : callable, optional
+        Told of tasks done and in all; local schedulers only.
+
+    Returns
+    -------
+    list of Path
+        What was written, each of them whole or not at all.
+
+    Raises
+    ------
+    InvalidArgument
+        For another ending.
+    RunExists
+        If something is at `path` and `overwrite` is not set.
+    MissingExtra
+        For NetCDF without h5netcdf.
+    """
+    target = Path(path)
+    if target.suffix not in ENDINGS:
+        raise InvalidArgument(
+            f"cannot tell the format of {target} by its ending; expected {', '.join(ENDINGS)}"
+        )
+    if target.suffix == ".nc":
+        try:
+            import h5netcdf  # noqa: F401
+        except ImportError as error:
+            raise MissingExtra(
+                "writing NetCDF needs h5netcdf; install trajstore[hdf5], or write .zarr or .csv"
+            ) from error
+    parts = _tables(result, target) if target.suffix == ".csv" else {target: result}
+    taken = [str(part) for part in parts if part.exists()]
+    if taken and not overwrite:
+        raise RunExists(
+            f"{', '.join(taken)} is already there; choose another name, or overwrite it"
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write = {".zarr": _write_zarr, ".nc": _write_netcdf, ".csv": _write_csv}[target.suffix]
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+        for number, (part, ds) in enumerate(parts.items()):
+            new = Path(scratch) / f"{number}{target.suffix}"
+            with progress_of_tasks(report):
+                dask.compute(write(ds, new))
+            if part.is_dir():
+                shutil.rmtree(part)
+            new.replace(part)
+    return list(parts)
+
+
+def _plain(ds: xr.Dataset, text: Any) -> xr.Dataset:
+    """Without the storage settings of the run it came from, even chunks, and text of one type."""
+    ds = ds.drop_encoding()
+    for name, array in ds.coords.items():
+        if array.dtype.kind in "TUO":
+            values = np.asarray(array.values).astype(object).astype(text)
+            ds = ds.assign_coords({name: (array.dims, values, array.attrs)})
+    largest: dict[Any, int] = {}
+    for array in ds.variables.values():
+        for dim, sizes in array.chunksizes.items():
+            largest[dim] = max(largest.get(dim, 0), *sizes)
+    return ds.chunk(largest)
+
+
+def _write_zarr(ds: xr.Dataset, path: Path) -> Any:
+    # Text of fixed length is no type of Zarr's specification; this is.
+    plain = _plain(ds, np.dtypes.StringDType())
+    with warnings.catch_warnings():
+        # Readers that know consolidated metadata expect it; the others need not.
+        warnings.filterwarnings("ignore", "Consolidated metadata", UserWarning)
+        return plain.to_zarr(path, mode="w-", zarr_format=3, consolidated=True, compute=False)
+
+
+def _write_netcdf(ds: xr.Dataset, path: Path) -> Any:
+    return _plain(ds, object).to_netcdf(path, engine="h5netcdf", compute=False)
+
+
+def _tables(result: xr.Dataset, path: Path) -> dict[Path, xr.Dataset]:
+    """Variables of one shape each, and the file of each table."""
+    shapes: dict[tuple[Any, ...], list[Any]] = {}
+    for name, array in result.data_vars.items():
+        shapes.setdefault(array.dims, []).append(name)
+    if len(shapes) == 1:
+        return {path: result}
+    return {
+        path.with_suffix("." + ".".join(map(str, dims or ("scalar",))) + ".csv"): result[names]
+        for dims, names in shapes.items()
+    }
+
+
+def _write_csv(ds: xr.Dataset, path: Path) -> Any:
+    ds = ds.drop_attrs()
+    dims = next(iter(ds.data_vars.values())).dims
+    if "step" not in dims:
+        return dask.delayed(_append_rows)(ds, path, None)
+    row = int(np.prod([ds.sizes[dim] for dim in dims if dim != "step"], dtype=np.int64))
+    size = max(1, _CSV_VALUES // max(1, row * len(ds.data_vars)))
+    written = None
+    for start in range(0, max(ds.sizes["step"], 1), size):
+        # Each part waits for the one before it, so that they come in order and few at a time.
+        written = dask.delayed(_append_rows)(
+            ds.isel(step=slice(start, start + size)), path, written
+        )
+    return written
+
+
+def _append_rows(ds: xr.Dataset, path: Path, after: None) -> None:
+    first = not path.exists()
+    if ds.dims:
+        dims = next(iter(ds.data_vars.values())).dims
+        ds.to_dataframe(dim_order=dims).to_csv(path, mode="a", header=first)
+    else:
+        ds.to_pandas().to_frame().T.to_csv(path, index=False)
