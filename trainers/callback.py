@@ -33,8 +33,9 @@ class TrajectoryCallback(TrainerCallback):
         Variables, or tiers of them: ``weights``, ``weights+grads``, ``all``.
     is_dead, token_count, token_text : array_like, (token,), optional
         What is known about the vocabulary.
-    config, corpus : mapping, optional
-        JSON values for the root attributes: how to run it again, and the text's identity.
+    config, origin : mapping, optional
+        JSON values for the root attributes: how to run it again, and what to add to its
+        provenance, such as the identity of the text.
     memory : int or str, default 1 GiB
         For all buffers of the recorder together.
     block_rows : int, optional
@@ -64,7 +65,7 @@ class TrajectoryCallback(TrainerCallback):
         token_count: npt.ArrayLike | None = None,
         token_text: npt.ArrayLike | None = None,
         config: Mapping[str, Any] | None = None,
-        corpus: dict[str, Any] | None = None,
+        origin: Mapping[str, Any] | None = None,
         memory: int | str = DEFAULT_MEMORY,
         block_rows: int | None = None,
         overwrite: bool = False,
@@ -78,7 +79,7 @@ class TrajectoryCallback(TrainerCallback):
             "token_text": token_text,
         }
         self._config = config
-        self._corpus = corpus
+        self._origin = origin
         self._options: dict[str, Any] = {
             "memory": memory,
             "block_rows": block_rows,
@@ -120,7 +121,7 @@ class TrajectoryCallback(TrainerCallback):
                 config=self._config,
                 attributes={
                     "optimizer": optimizer_attributes(real, self.recorder.param_group, schedule),
-                    "provenance": provenance(args.device, self._corpus),
+                    "provenance": provenance(args.device, self._origin),
                 },
                 **self._coordinates,
                 **self._options,

@@ -15,9 +15,10 @@ from transformers.trainer_callback import PrinterCallback
 
 from trainers.callback import TrajectoryCallback
 from trainers.capture import Recorder
-from trainers.config import DataConfig, ModelConfig, RunConfig
+from trainers.config import RunConfig
 from trainers.corpus import Corpus, load_corpus
 from trainers.model import build_model, initialise
+from trainers.optimizer import build_optimizer, build_schedule
 from trajstore.errors import ConfigError
 from trajstore.writer import check_target
 
@@ -59,6 +60,7 @@ def record(
     path: str | os.PathLike[str],
     *,
     corpus: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     on_corpus: Callable[[Corpus], None] | None = None,
     on_step: Callable[[Recorder], None] | None = None,
@@ -70,8 +72,9 @@ def record(
     config : RunConfig
     path : path-like
         Where the run will be, by custom ``NAME.zarr``.
-    corpus : path-like, optional
-        A plain ASCII text; without it the embedded stand-in.
+    corpus, tokenizer : path-like, optional
+        In place of those that the configuration names, which are taken from the cache where they
+        have been fetched, and else embedded.
     overwrite : bool
         Replace a run that is there.
     on_corpus, on_step : callable, optional
@@ -99,18 +102,16 @@ def record(
     """
     target = check_target(path, overwrite=overwrite)
     device = _device(config.training.device)
-    text = load_corpus(corpus, shortest=_shortest(config.model, config.data))
-    if text.vocab_size != config.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size = {config.model.vocab_size}: the tokenizer "
-            f"{config.data.tokenizer} has {text.vocab_size} tokens"
-        )
+    text = load_corpus(config, corpus=corpus, tokenizer=tokenizer)
     if on_corpus is not None:
         on_corpus(text)
     torch.manual_seed(config.training.seed)
     np.random.seed(config.training.seed)
     model = build_model(config.model)
-    initialise(model, config.initialisation)
+    initialise(model, config.initialisation, config.training.seed)
+    model.to(device)
+    optimizer = build_optimizer(model, config.optimizer)
+    schedule = build_schedule(optimizer, config.schedule, config.training.steps)
     counts = text.counts()
     callback = TrajectoryCallback(
         target,
@@ -119,7 +120,7 @@ def record(
         token_count=counts,
         token_text=text.token_text,
         config=config.model_dump(mode="json"),
-        corpus=text.provenance(),
+        origin=text.provenance(),
         memory=config.recording.memory,
         block_rows=config.recording.block_rows,
         overwrite=overwrite,
@@ -132,6 +133,7 @@ def record(
             train_dataset=ExampleDataset(
                 torch.from_numpy(text.ids), config.model.context, config.data.target_offset
             ),
+            optimizers=(optimizer, schedule),
             callbacks=[callback],
         )
         trainer.remove_callback(PrinterCallback)
@@ -140,10 +142,6 @@ def record(
         finally:
             callback.close()
     return target
-
-
-def _shortest(model: ModelConfig, data: DataConfig) -> int:
-    return model.context + data.target_offset - 1
 
 
 def _device(wanted: str) -> str:
@@ -164,20 +162,19 @@ def _device(wanted: str) -> str:
 
 
 def _training_arguments(config: RunConfig, device: str, scratch: str) -> TrainingArguments:
-    training, optimizer = config.training, config.optimizer
+    training = config.training
     return TrainingArguments(
         output_dir=scratch,
         max_steps=training.steps,
         per_device_train_batch_size=training.batch_size,
-        learning_rate=optimizer.lr,
-        weight_decay=optimizer.weight_decay,
-        adam_beta1=optimizer.betas[0],
-        adam_beta2=optimizer.betas[1],
-        adam_epsilon=optimizer.eps,
+        gradient_accumulation_steps=training.accumulation,
         max_grad_norm=training.max_grad_norm,
-        optim="adamw_torch",
+        # The optimizer and its schedule are built by us; this is what the Trainer tells of them.
+        learning_rate=config.optimizer.lr,
         lr_scheduler_type=config.schedule.name,
+        warmup_steps=config.schedule.warmup_steps,
         bf16=training.autocast == "bfloat16",
+        fp16=training.autocast == "float16",
         use_cpu=device == "cpu",
         seed=training.seed,
         dataloader_num_workers=0,

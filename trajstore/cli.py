@@ -91,7 +91,10 @@ def main(debug: bool) -> None:
 )
 @click.option("-o", "--output", type=click.Path(), help="The run, by default NAME.zarr.")
 @click.option("--steps", type=int, help="Optimizer steps to train.")
-@click.option("--corpus", type=click.Path(), help="A plain ASCII text; default: the embedded one.")
+@click.option("--corpus", type=click.Path(), help="A text; default: as fetched, or embedded.")
+@click.option(
+    "--tokenizer", type=click.Path(), help="Folder of a tokenizer; default: as fetched, or none."
+)
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), help="Where to train.")
 @click.option("--seed", type=int, help="Of everything random.")
 @click.option(
@@ -111,6 +114,7 @@ def record(
     assignments: tuple[str, ...],
     output: str | None,
     corpus: str | None,
+    tokenizer: str | None,
     variables: str | None,
     overwrite: bool,
     as_json: bool,
@@ -152,6 +156,7 @@ def record(
             config,
             path,
             corpus=corpus,
+            tokenizer=tokenizer,
             overwrite=overwrite,
             on_corpus=progress.show_corpus,
             on_step=progress.show_step,
