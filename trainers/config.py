@@ -35,6 +35,12 @@ def _size(text: str) -> str:
     return text
 
 
+def _record(names: tuple[str, ...]) -> tuple[str, ...]:
+    # Tiers stay what they are: of a tier, what a run does not have is left out.
+    resolve_record(names)
+    return names
+
+
 class ModelConfig(_Section):
     """A GPT-2 without dropout whose embedding and unembedding are one matrix."""
 
@@ -140,8 +146,14 @@ class TrainingConfig(_Section):
 class RecordingConfig(_Section):
     """What is recorded, and in which blocks."""
 
-    record: Annotated[tuple[str, ...], AfterValidator(resolve_record)] = ("all",)
+    record: Annotated[tuple[str, ...], AfterValidator(_record)] = ("all",)
     """Variables, or tiers of them."""
+    every: int = Field(1, ge=1)
+    """Steps from one row to the next; the last step is always recorded."""
+    tokens: str = "all"
+    """all, dead, live, or a file of token ids."""
+    logits_mode: Literal["last", "mean"] = "last"
+    """Logits at the last position: of the first sequence, or the mean over the step's sequences."""
     memory: Annotated[str, AfterValidator(_size)] = "1GiB"
     """For all buffers of the recorder together."""
     block_rows: int | None = Field(None, ge=1)

@@ -39,7 +39,7 @@ def gatsby_gradients() -> RunConfig:
 
 
 def gatsby_adam() -> RunConfig:
-    """Lil Gatsby in a plain PyTorch loop: Adam, GPT-2's own start, no clipping, no decay (1.12a)."""
+    """Lil Gatsby in a plain PyTorch loop: Adam, GPT-2's own start, mean logits (1.12a)."""
     return RunConfig(
         model=ModelConfig(vocab_size=128, context=128, hidden=64, layers=2, heads=2),
         data=DataConfig(corpus="gatsby", tokenizer="ascii", target_offset=2, skipped_shuffles=1),
@@ -49,7 +49,7 @@ def gatsby_adam() -> RunConfig:
         training=TrainingConfig(
             loop="plain", steps=10_000, batch_size=32, max_grad_norm=0.0, autocast="none", seed=42
         ),
-        recording=RecordingConfig(record=("all",)),
+        recording=RecordingConfig(record=("all",), logits_mode="mean"),
     )
 
 
@@ -74,7 +74,7 @@ def wordybird_1b() -> RunConfig:
 
 PRESETS: dict[str, Callable[[], RunConfig]] = {
     make.__name__.replace("_", "-"): make
-    for make in (gatsby, gatsby_gradients, wordybird_1, wordybird_1b)
+    for make in (gatsby, gatsby_gradients, gatsby_adam, wordybird_1, wordybird_1b)
 }
 
 

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +14,15 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
+from trainers.attachment import capture
 from trainers.callback import TrajectoryCallback
-from trainers.capture import Recorder
 from trainers.config import RunConfig
 from trainers.corpus import Corpus, load_corpus
+from trainers.loop import build_scaler, train
 from trainers.model import build_model, initialise
 from trainers.optimizer import build_optimizer, build_schedule
+from trainers.recorder import Recorder
+from trainers.tokens import read_tokens, select_tokens
 from trajstore.errors import ConfigError
 from trajstore.writer import check_target
 
@@ -105,6 +109,13 @@ def record(
     text = load_corpus(config, corpus=corpus, tokenizer=tokenizer)
     if on_corpus is not None:
         on_corpus(text)
+    counts = text.counts()
+    recording = config.recording
+    tokens: Any = recording.tokens
+    if tokens not in ("all", "dead", "live"):
+        tokens = read_tokens(tokens)
+    # Before anything is built: an impossible choice should not cost a minute.
+    select_tokens(tokens, config.model.vocab_size, counts == 0)
     torch.manual_seed(config.training.seed)
     np.random.seed(config.training.seed)
     model = build_model(config.model)
@@ -112,27 +123,36 @@ def record(
     model.to(device)
     optimizer = build_optimizer(model, config.optimizer)
     schedule = build_schedule(optimizer, config.schedule, config.training.steps)
-    counts = text.counts()
-    callback = TrajectoryCallback(
-        target,
-        config.recording.record,
-        is_dead=counts == 0,
-        token_count=counts,
-        token_text=text.token_text,
-        config=config.model_dump(mode="json"),
-        origin=text.provenance(),
-        memory=config.recording.memory,
-        block_rows=config.recording.block_rows,
-        overwrite=overwrite,
-        on_step=on_step,
+    dataset = ExampleDataset(
+        torch.from_numpy(text.ids), config.model.context, config.data.target_offset
     )
+    options: dict[str, Any] = {
+        "record": recording.record,
+        "every": recording.every,
+        "tokens": tokens,
+        "logits_mode": recording.logits_mode,
+        "is_dead": counts == 0,
+        "token_count": counts,
+        "token_text": text.token_text,
+        "config": config.model_dump(mode="json"),
+        "origin": text.provenance(),
+        "memory": recording.memory,
+        "block_rows": recording.block_rows,
+        "overwrite": overwrite,
+        "on_step": on_step,
+    }
+    if config.training.loop == "plain":
+        scaler = build_scaler(config, device)
+        clipped_to = config.training.max_grad_norm
+        with capture(model, optimizer, target, scaler=scaler, max_grad_norm=clipped_to, **options):
+            train(model, optimizer, schedule, dataset, config, device, scaler)
+        return target
+    callback = TrajectoryCallback(target, **options)
     with tempfile.TemporaryDirectory(prefix="trajstore-") as scratch:
         trainer = Trainer(
             model=model,
             args=_training_arguments(config, device, scratch),
-            train_dataset=ExampleDataset(
-                torch.from_numpy(text.ids), config.model.context, config.data.target_offset
-            ),
+            train_dataset=dataset,
             optimizers=(optimizer, schedule),
             callbacks=[callback],
         )
@@ -144,25 +164,30 @@ def record(
     return target
 
 
-def _device(wanted: str) -> str:
+def _device(wanted: str) -> torch.device:
     there = {
         "cpu": True,
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
     }
     if wanted == "auto":
-        return next((name for name in ("cuda", "mps") if there[name]), "cpu")
+        return torch.device(next((name for name in ("cuda", "mps") if there[name]), "cpu"))
     if not there[wanted]:
         available = ", ".join(name for name, yes in there.items() if yes)
         raise ConfigError(
             f"training.device = {wanted!r}: this machine has none that torch can use; "
             f"available: {available}"
         )
-    return wanted
+    return torch.device(wanted)
 
 
-def _training_arguments(config: RunConfig, device: str, scratch: str) -> TrainingArguments:
+def _training_arguments(config: RunConfig, device: torch.device, scratch: str) -> TrainingArguments:
     training = config.training
+    if training.autocast == "float16" and device.type != "cuda":
+        raise ConfigError(
+            f"training.autocast = 'float16': the Trainer scales gradients on CUDA only, and this "
+            f"run is on {device.type}; set training.loop=plain or training.autocast=bfloat16"
+        )
     return TrainingArguments(
         output_dir=scratch,
         max_steps=training.steps,
@@ -175,7 +200,7 @@ def _training_arguments(config: RunConfig, device: str, scratch: str) -> Trainin
         warmup_steps=config.schedule.warmup_steps,
         bf16=training.autocast == "bfloat16",
         fp16=training.autocast == "float16",
-        use_cpu=device == "cpu",
+        use_cpu=device.type == "cpu",
         seed=training.seed,
         dataloader_num_workers=0,
         dataloader_pin_memory=False,

@@ -18,7 +18,7 @@ from rich.text import Text
 from trajstore.layout import format_bytes
 
 if TYPE_CHECKING:
-    from trainers.capture import Recorder
+    from trainers.recorder import Recorder
     from trainers.corpus import Corpus
 
 __all__ = [
