@@ -1,4 +1,4 @@
-"""Attaching a recorder to a training: `capture` for any loop, and what it shares with the callback."""
+"""Attaching a recorder to a training: `capture` for any loop, and what the callback shares."""
 
 from __future__ import annotations
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import platformdirs
 
-__all__ = ["CACHE_VARIABLE", "cache_folder", "cached"]
+__all__ = ["CACHED", "CACHE_VARIABLE", "cache_folder", "cached"]
 
 CACHE_VARIABLE = "TRAJSTORE_CACHE"
 """Environment variable that names another folder."""
 
-_PLACES = {
+CACHED = {
     "gatsby": "gatsby.txt",
     "fineweb": "fineweb.txt",
     "gpt2": "gpt2",
@@ -27,5 +27,5 @@ def cache_folder() -> Path:
 
 def cached(name: str) -> Path | None:
     """What was fetched under that name (``gatsby``, ``fineweb``, ``gpt2``), or None."""
-    path = cache_folder() / _PLACES[name]
+    path = cache_folder() / CACHED[name]
     return path if path.exists() else None

@@ -121,7 +121,7 @@ class History:
             self._take_selected("grad_token_norm", token_norm(self.selected(gradient)))
 
     def taken(self, name: str) -> torch.Tensor | None:
-        """Copy of a value of the step in progress, of the recorded tokens; None if there is none."""
+        """Copy of a value of the step in progress, of the recorded tokens, if there is one."""
         return self._row.get(name)
 
     def finish(self, step: int, *, skipped: bool) -> None:

@@ -59,7 +59,7 @@ class DirectTransfer:
 
     def __init__(self, writer: RunWriter) -> None:
         self._writer = writer
-        self._row = _places(writer)
+        self._row: dict[str, torch.Tensor] = {}
 
     def put(self, name: str, value: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
         """Copy a value, or the rows `ids` of it, into the row that is being filled.
@@ -69,6 +69,9 @@ class DirectTransfer:
         tensor
             The copy, which stays as it is until the next `put` of that name.
         """
+        if not self._row:
+            # Not before it is needed: at the end of a block the writer may have to make room.
+            self._row = _places(self._writer)
         place = self._row[name]
         _fill(place, value, ids)
         return place
@@ -76,7 +79,7 @@ class DirectTransfer:
     def commit(self, step: int) -> None:
         """Hand the row over as the state after `step`, and begin the next."""
         self._writer.commit_row(step)
-        self._row = _places(self._writer)
+        self._row = {}
 
     def close(self) -> None:
         """Let go of the block."""
