@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import Any, ParamSpec
 
 import click
 from rich.text import Text
@@ -27,9 +27,6 @@ from trajstore.console import (
 from trajstore.errors import InvalidArgument, TrajstoreError
 from trajstore.layout import format_bytes
 from trajstore.version import __version__
-
-if TYPE_CHECKING:
-    from trainers.config import RunConfig
 
 __all__ = ["main"]
 
@@ -141,7 +138,7 @@ def _configured(
     assignments: tuple[str, ...],
     variables: str | None,
     fields: dict[str, Any],
-) -> RunConfig:
+) -> Any:
     import trainers
 
     if (preset_name is None) == (config_file is None):
