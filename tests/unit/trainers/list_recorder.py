@@ -57,8 +57,8 @@ class Lists:
     def add(self, **values: Any) -> None:
         for name, value in values.items():
             dtype = torch.float64 if isinstance(value, float) else None
-            value = torch.as_tensor(value, dtype=dtype).detach().clone()
-            self.rows.setdefault(name, []).append(value)
+            kept = torch.as_tensor(value, dtype=dtype).detach().clone()
+            self.rows.setdefault(name, []).append(kept)
 
     def after_step(self, optimizer: Any) -> None:
         self.add(W=self.parameter)

@@ -219,6 +219,8 @@ def test_a_scaler_that_is_off_changes_nothing(tiny: Any, tmp_path: Path) -> None
     assert "skipped" not in ds
 
 
+# torch.compile itself looks at the .grad of its fake parameters.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("called_before", [False, True])
 def test_compiled_models(called_before: bool, tiny: Any, tmp_path: Path) -> None:
     torch._dynamo.reset()
