@@ -105,8 +105,7 @@ class History:
             self._row[name] = chosen.to("cpu", copy=True)
             return
         self._check(name, value, ids)
-        self._row[name] = self._transfer.put(name, value, ids)
-        self._complete_step = None
+        self._put(name, value, ids)
 
     def take_motion(self) -> None:
         """Take how far W moved since the previous row."""
@@ -151,11 +150,13 @@ class History:
         if self.writer is None:
             return
         assert self._transfer is not None
-        if self._complete_step is not None:
-            self._commit(self._complete_step)
-        self._transfer.close()
         with self._full_disk():
-            self.writer.close("complete" if complete else "interrupted")
+            try:
+                if self._complete_step is not None:
+                    self._commit(self._complete_step)
+                self._transfer.close()
+            finally:
+                self.writer.close("complete" if complete else "interrupted")
 
     def _selected(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._ids is None else tensor.index_select(0, self._ids)
@@ -166,7 +167,14 @@ class History:
         if self._transfer is None:
             self._row[name] = value.to("cpu", copy=True)
         else:
-            self._row[name] = self._transfer.put(name, value)
+            self._put(name, value, None)
+
+    def _put(self, name: str, value: torch.Tensor, ids: torch.Tensor | None) -> None:
+        assert self._transfer is not None
+        with self._full_disk():
+            self._row[name] = self._transfer.put(name, value, ids)
+        # The row of the step before, if it was not handed over, is being written over.
+        self._complete_step = None
 
     def _check(self, name: str, value: torch.Tensor, ids: torch.Tensor | None) -> None:
         assert self.writer is not None

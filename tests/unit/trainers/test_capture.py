@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -450,6 +451,28 @@ def test_what_cannot_be_recorded_is_said(tiny: Any, tmp_path: Path) -> None:
     path.mkdir()
     with pytest.raises(RunExists):
         attempt(tiny)
+
+
+def test_a_full_disk_keeps_what_is_whole_and_says_what_to_do(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trajstore import writer
+
+    real = writer.put
+
+    def full_at_the_third_block(path: Path, *args: Any, **kwargs: Any) -> int:
+        if path.name.startswith("c.2"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(writer, "put", full_at_the_third_block)
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    path = tmp_path / "run.zarr"
+    with pytest.raises(RecordingError, match=r"no space is left.*first 8 rows are whole; free"):
+        train(tiny, optimizer, path, steps=100, block_rows=4)
+    ds = xr.open_zarr(path)
+    assert ds.step.values.tolist() == list(range(8))
+    assert np.isfinite(ds.W.values).all()
 
 
 def test_hooks_are_gone_afterwards(tiny: Any, tmp_path: Path) -> None:
