@@ -180,11 +180,12 @@ def _head(texts: Iterator[str]) -> bytes:
 
 
 def _fetch_gpt2(path: Path, source: str | None) -> Fetched:
-    from transformers import AutoTokenizer
-
+    transformers = _hub("transformers")
     place = source or _GPT2
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(place, local_files_only=os.path.isdir(place))
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            place, local_files_only=os.path.isdir(place)
+        )
         tokenizer.save_pretrained(path)
         state = json.loads(tokenizer.backend_tokenizer.to_str())
     except Exception as error:  # whatever the connection does

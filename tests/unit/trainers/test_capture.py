@@ -456,16 +456,16 @@ def test_what_cannot_be_recorded_is_said(tiny: Any, tmp_path: Path) -> None:
 def test_a_full_disk_keeps_what_is_whole_and_says_what_to_do(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trajstore import writer
+    from trajstore import pipeline
 
-    real = writer.put
+    real = pipeline.put
 
     def full_at_the_third_block(path: Path, *args: Any, **kwargs: Any) -> int:
         if path.name.startswith("c.2"):
             raise OSError(errno.ENOSPC, "No space left on device", str(path))
         return real(path, *args, **kwargs)
 
-    monkeypatch.setattr(writer, "put", full_at_the_third_block)
+    monkeypatch.setattr(pipeline, "put", full_at_the_third_block)
     optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
     path = tmp_path / "run.zarr"
     with pytest.raises(RecordingError, match=r"no space is left.*first 8 rows are whole; free"):
