@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from trainers.motion import token_norm, ulp_l1
+from trainers.motion import ULP_TYPES, token_norm, ulp_l1
 from trainers.parameter import RecordedParameter
 from trainers.transfer import Transfer, open_transfer
 from trajstore.errors import RecordingError
@@ -63,6 +63,11 @@ class History:
         self.variables = variables
         self.writer: RunWriter | None = None
         tensor = parameter.tensor.detach()
+        if "W_ulp_l1" in variables and tensor.dtype not in ULP_TYPES:
+            raise RecordingError(
+                f"W_ulp_l1 of {parameter.name}: got {tensor.dtype}, expected one of "
+                f"{', '.join(map(str, ULP_TYPES))}; leave it out of what is recorded"
+            )
         self._ids = None if ids is None else ids.to(tensor.device)
         self._required = required
         self._create = create
@@ -230,6 +235,7 @@ class History:
         else:
             self._keep_previous()
         self._pending.clear()
+        self._initial = self._initial.new_empty(0)
 
     def _commit(self, step: int) -> None:
         assert self._transfer is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["token_norm", "ulp", "ulp_l1"]
+__all__ = ["ULP_TYPES", "token_norm", "ulp", "ulp_l1"]
 
 # Number of mantissa bits, and biased exponent of the spacing at 1 counted from the smallest:
 # spacing = 2^(max(exponent, 1) - offset).
@@ -17,6 +17,9 @@ _LAYOUT = {
     torch.float16: (torch.int16, 10, 0x1F, 25),
     torch.float32: (torch.int32, 23, 0xFF, 150),
 }
+
+ULP_TYPES = tuple(_LAYOUT)
+"""Types whose spacing is known here."""
 
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,13 +49,10 @@ def ulp(tensor: torch.Tensor) -> torch.Tensor:
 
     2^(max(E, 1) - offset) with E the biased exponent: subnormals and zero have the least spacing.
 
-    Raises
-    ------
-    TypeError
-        For a type other than bfloat16, float16 and float32.
+    Parameters
+    ----------
+    tensor : tensor of one of `ULP_TYPES`
     """
-    if tensor.dtype not in _LAYOUT:
-        raise TypeError(f"got {tensor.dtype}, expected one of {', '.join(map(str, _LAYOUT))}")
     integer, mantissa, mask, offset = _LAYOUT[tensor.dtype]
     exponent = (tensor.detach().view(integer).long() >> mantissa) & mask
     # Assembled from its bits: a power computed by exp2 need not be exact on every device.

@@ -99,6 +99,7 @@ class DeferredTransfer:
 
     def __init__(self, writer: RunWriter, device: torch.device) -> None:
         self._writer = writer
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         shapes = _places(writer)
         self._slots = [
@@ -126,7 +127,7 @@ class DeferredTransfer:
         """As `DirectTransfer.put`; the copy is on the device."""
         if self._carried is not None:
             # The device waits, not the host, and only if the last row is still on the bus.
-            torch.cuda.current_stream().wait_event(self._carried)
+            torch.cuda.current_stream(self._device).wait_event(self._carried)
             self._carried = None
         place = self._staging[name]
         _fill(place, value, ids)
@@ -146,7 +147,7 @@ class DeferredTransfer:
         if self._stream is None:
             self._carry(number)
         else:
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 self._carry(number)
                 event = self._carried = torch.cuda.Event()

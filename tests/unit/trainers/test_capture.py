@@ -495,3 +495,25 @@ def test_a_loop_without_a_step_is_an_error(tiny: Any, tmp_path: Path) -> None:
         capture(tiny, optimizer, tmp_path / "run.zarr"),
     ):
         pass
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tokens", ["all", [3, 16]])
+def test_every_row_on_cuda(tokens: Any, tiny: Any, tmp_path: Path) -> None:
+    tiny.bfloat16().cuda()
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    lists = Lists(tiny.embedding.weight)
+    path = tmp_path / "run.zarr"
+    with capture(tiny, optimizer, path, tokens=tokens, max_grad_norm=0.3):
+        for batch in batches(40):
+            optimizer.zero_grad()
+            tiny(**{name: ids.cuda() for name, ids in batch.items()})["loss"].backward()
+            lists.add(grad=lists.parameter.grad)
+            torch.nn.utils.clip_grad_norm_(tiny.parameters(), 0.3)
+            optimizer.step()
+            lists.after_step(optimizer)
+    ids = list(range(VOCAB)) if tokens == "all" else tokens
+    for name, rows in lists.rows.items():
+        lists.rows[name] = [row.cpu()[ids] for row in rows]
+    ds = lists.agree_with(path)
+    assert np.isfinite(ds.clip_coef.values[1:]).all()
