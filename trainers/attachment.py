@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trainers.forward import LogitsMode
 from trainers.history import History, WriterFactory
 from trainers.parameter import RecordedParameter, find_parameters
 from trainers.provenance import optimizer_attributes, provenance
-from trainers.recorder import LogitsMode, Recorder, real_optimizer
+from trainers.recorder import Recorder, real_optimizer
 from trainers.tokens import Tokens, select_tokens
 from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.layout import DEFAULT_MEMORY, parse_bytes

@@ -12,7 +12,8 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trainers.attachment import Recording
-from trainers.recorder import LogitsMode, Recorder
+from trainers.forward import LogitsMode
+from trainers.recorder import Recorder
 from trainers.tokens import Tokens
 from trajstore.errors import RecordingError
 from trajstore.layout import DEFAULT_MEMORY

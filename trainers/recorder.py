@@ -18,8 +18,8 @@ Each tensor is copied once, straight into its place in the writer's block (see `
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -27,14 +27,13 @@ from accelerate.state import GradientState
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
+from trainers.forward import Logits, LogitsMode, Losses, Mean, logits_of, loss_of, unembeds
 from trainers.history import MOMENTS, History
 from trainers.parameter import unwrap
 from trajstore.errors import RecordingError
 from trajstore.writer import RunWriter
 
-__all__ = ["LogitsMode", "Recorder", "clip_coefficient", "real_optimizer"]
-
-LogitsMode = Literal["last", "mean"]
+__all__ = ["Recorder", "clip_coefficient", "real_optimizer"]
 
 
 def clip_coefficient(total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -161,7 +160,7 @@ class Recorder:
             self._losses.observe(loss)
         if logits is not None:
             if not self._logits_observed:
-                self._logits = _Logits(self._logits_mode)
+                self._logits = Logits(self._logits_mode)
                 self._logits_observed = True
             self._logits.add(logits)
 
@@ -187,7 +186,7 @@ class Recorder:
         )
         head = next((h.parameter.head for h in self._histories if h.parameter.head), None)
         wanted = {name for history in self._histories for name in history.variables}
-        if head is not None and "logits" in wanted and _unembeds(model, head):
+        if head is not None and "logits" in wanted and unembeds(model, head):
             self._handles.append(head.register_forward_hook(eager(self._on_logits)))
         if head is not None and "hidden_mean" in wanted:
             self._handles.append(head.register_forward_pre_hook(eager(self._on_hidden)))
@@ -210,11 +209,11 @@ class Recorder:
 
     def _forget(self) -> None:
         """Begin the next step."""
-        self._losses = _Losses(self._loss_scale)
-        self._logits = _Logits(self._logits_mode)
+        self._losses = Losses(self._loss_scale)
+        self._logits = Logits(self._logits_mode)
         self._logits_observed = False
         self._head_seen = False
-        self._hidden = _Mean()
+        self._hidden = Mean()
         self._total_norm: torch.Tensor | None = None
         self._raw: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
@@ -237,7 +236,7 @@ class Recorder:
     ) -> None:
         if not (module.training and torch.is_grad_enabled()):
             return
-        loss, logits = _loss_of(output), _logits_of(output)
+        loss, logits = loss_of(output), logits_of(output)
         if loss is not None:
             self._losses.add(loss, share=kwargs.get("num_items_in_batch") is not None)
         if not self._head_seen and not self._logits_observed and logits is not None:
@@ -355,80 +354,6 @@ class Recorder:
             self._on_step(self)
 
 
-class _Losses:
-    """Loss of a step from those of its micro-batches."""
-
-    def __init__(self, scale: float) -> None:
-        self._scale = scale
-        self._values: list[torch.Tensor] = []
-        self._shares = False
-        self._observed = False
-
-    def add(self, loss: torch.Tensor, *, share: bool) -> None:
-        """Of one micro-batch: its mean, or its share of the mean over the step."""
-        if not self._observed:
-            self._values.append(loss.detach())
-            self._shares = share
-
-    def observe(self, loss: torch.Tensor) -> None:
-        if not self._observed:
-            self._observed, self._shares = True, False
-            self._values.clear()
-        self._values.append(loss.detach())
-
-    def value(self) -> torch.Tensor | None:
-        if not self._values:
-            return None
-        if len(self._values) == 1:
-            loss = self._values[0].reshape(())
-        else:
-            stacked = torch.stack([value.reshape(()) for value in self._values])
-            loss = stacked.sum() if self._shares else stacked.mean()
-        return loss * self._scale if self._shares and self._scale != 1 else loss
-
-
-class _Mean:
-    """Mean of means, weighted by how many things each is the mean of."""
-
-    def __init__(self) -> None:
-        self._mean: torch.Tensor | None = None
-        self._count = 0
-
-    def add(self, mean: torch.Tensor, count: int) -> None:
-        if self._mean is None:
-            self._mean = mean
-        else:
-            weight = count / (self._count + count)
-            self._mean = self._mean + (mean.float() - self._mean) * weight
-        self._count += count
-
-    def value(self) -> torch.Tensor | None:
-        return self._mean
-
-
-class _Logits:
-    """Logits of a step at the last position of its sequences."""
-
-    def __init__(self, mode: LogitsMode) -> None:
-        self._mode = mode
-        self._first: torch.Tensor | None = None
-        self._mean = _Mean()
-
-    def add(self, logits: torch.Tensor) -> None:
-        """Of one micro-batch: (batch, position, token), or (batch, token)."""
-        last = logits.detach()[:, -1] if logits.ndim == 3 else logits.detach()
-        if self._mode == "mean":
-            self._mean.add(last.mean(dim=0), len(last))
-            self._dtype = last.dtype
-        elif self._first is None:
-            # A copy of one row: a view would keep the logits of the whole batch alive.
-            self._first = last[0].clone()
-
-    def value(self) -> torch.Tensor | None:
-        mean = self._mean.value()
-        return self._first if mean is None else mean.to(self._dtype)
-
-
 def _group(optimizer: Optimizer, history: History) -> dict[str, Any]:
     for group in optimizer.param_groups:
         if any(p is history.parameter.tensor for p in group["params"]):
@@ -436,30 +361,3 @@ def _group(optimizer: Optimizer, history: History) -> dict[str, Any]:
     raise RecordingError(
         f"{history.parameter.name} is not among the parameters that the optimizer trains"
     )
-
-
-def _unembeds(model: torch.nn.Module, head: torch.nn.Module) -> bool:
-    """Whether a module's output is logits: the model says so, or it is tied to an embedding."""
-    if getattr(model, "get_output_embeddings", lambda: None)() is head:
-        return True
-    return any(
-        isinstance(module, torch.nn.Embedding) and module.weight is getattr(head, "weight", None)
-        for module in model.modules()
-    )
-
-
-def _loss_of(output: Any) -> torch.Tensor | None:
-    if isinstance(output, Mapping):
-        output = output.get("loss")
-    elif isinstance(output, tuple):
-        output = output[0] if output else None
-    scalar = isinstance(output, torch.Tensor) and output.numel() == 1 and output.ndim <= 1
-    return output if scalar and output.is_floating_point() else None
-
-
-def _logits_of(output: Any) -> torch.Tensor | None:
-    if isinstance(output, Mapping):
-        output = output.get("logits")
-    elif isinstance(output, tuple):
-        output = next((o for o in output if isinstance(o, torch.Tensor) and o.ndim > 1), None)
-    return output if isinstance(output, torch.Tensor) and output.ndim > 1 else None
