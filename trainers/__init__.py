@@ -9,17 +9,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainers.attachment import capture
     from trainers.callback import TrajectoryCallback
     from trainers.config import RunConfig
+    from trainers.downloads import fetch
+    from trainers.planning import plan
     from trainers.presets import PRESETS, preset
     from trainers.recording import record
 
-__all__ = ["PRESETS", "RunConfig", "TrajectoryCallback", "preset", "record"]
+__all__ = [
+    "PRESETS",
+    "RunConfig",
+    "TrajectoryCallback",
+    "capture",
+    "fetch",
+    "plan",
+    "preset",
+    "record",
+]
 
 _HOME = {
     "PRESETS": "trainers.presets",
     "RunConfig": "trainers.config",
     "TrajectoryCallback": "trainers.callback",
+    "capture": "trainers.attachment",
+    "fetch": "trainers.downloads",
+    "plan": "trainers.planning",
     "preset": "trainers.presets",
     "record": "trainers.recording",
 }

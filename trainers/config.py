@@ -35,6 +35,12 @@ def _size(text: str) -> str:
     return text
 
 
+def _record(names: tuple[str, ...]) -> tuple[str, ...]:
+    # Tiers stay what they are: of a tier, what a run does not have is left out.
+    resolve_record(names)
+    return names
+
+
 class ModelConfig(_Section):
     """A GPT-2 without dropout whose embedding and unembedding are one matrix."""
 
@@ -57,52 +63,82 @@ class ModelConfig(_Section):
 class DataConfig(_Section):
     """What is trained on."""
 
-    corpus: Literal["gatsby"] = "gatsby"
+    corpus: Literal["gatsby", "fineweb"] = "gatsby"
     """Which text is meant; a path given to `record` takes its place."""
-    tokenizer: Literal["ascii"] = "ascii"
-    """One token per ASCII byte."""
+    tokenizer: Literal["ascii", "gpt2"] = "ascii"
+    """One token per ASCII byte, or GPT-2's; a path given to `record` takes its place."""
     target_offset: Literal[1, 2] = 1
     """How far ahead the predicted token lies. The notebooks shift their labels by one and GPT-2
     shifts them again inside its loss: 2, the token after next."""
+    live_tokens: int = Field(30_590, ge=1)
+    """Distinct ids of the embedded stream of ids, which takes the place of a text where a
+    tokenizer other than ascii is wanted and there is no text. A text has its own."""
+    skipped_shuffles: int = Field(0, ge=0)
+    """Orders of the examples that the plain loop draws and passes over before it trains: notebook
+    1.12a draws one for a batch that it only looks at."""
 
 
 class InitialisationConfig(_Section):
-    """How the embedding matrix starts."""
+    """How the embedding matrix starts; everything else starts as GPT-2 does."""
 
-    kind: Literal["point"] = "point"
-    """One random unit vector for all tokens, plus Gaussian noise."""
+    kind: Literal["point", "normal", "default"] = "point"
+    """One random unit vector for all tokens plus noise; every element drawn by itself; or GPT-2's
+    own."""
     sigma: float = Field(1e-5, ge=0)
-    """Standard deviation of the noise. Drawn in float32, then rounded to the weights' type."""
+    """Standard deviation of the noise (point) or of the elements (normal)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which it is drawn and added, before it is rounded to the weights' type."""
+    reseed: bool = False
+    """Seed again, with training.seed, right before the embedding is drawn."""
 
 
 class OptimizerConfig(_Section):
-    """AdamW; biases and layer norms are spared the weight decay, as the Trainer does."""
+    """The optimizer; biases and layer norms are spared the weight decay, as the Trainer does."""
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """adam adds the decay to the gradient, adamw takes it from the weights."""
     lr: float = Field(1e-3, gt=0)
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
         0.9,
         0.999,
     )
+    """Of Adam's moments."""
     eps: float = Field(1e-8, gt=0)
+    """Of Adam."""
+    momentum: float = Field(0.0, ge=0, lt=1)
+    """Of SGD."""
     weight_decay: float = Field(0.01, ge=0)
+
+    @model_validator(mode="after")
+    def _momentum_is_of_sgd(self) -> Self:
+        if self.momentum and self.name != "sgd":
+            raise ValueError(f"momentum = {self.momentum} is of sgd; {self.name} has betas")
+        return self
 
 
 class ScheduleConfig(_Section):
     """How the learning rate changes over the run."""
 
-    name: Literal["linear", "constant"] = "linear"
-    """Linear decay to zero at the last step, or none."""
+    name: Literal["linear", "cosine", "constant"] = "linear"
+    """Decay to zero at the last step along a line or half a cosine, or none."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear growth from zero before that."""
 
 
 class TrainingConfig(_Section):
     """The loop."""
 
+    loop: Literal["trainer", "plain"] = "trainer"
+    """The Hugging Face Trainer, or a plain PyTorch loop."""
     steps: int = Field(10_000, ge=1)
     batch_size: int = Field(32, ge=1)
+    """Examples of one micro-batch."""
+    accumulation: int = Field(1, ge=1)
+    """Micro-batches of one optimizer step."""
     max_grad_norm: float = Field(1.0, ge=0)
     """Gradients are clipped to this global norm; 0 leaves them."""
-    autocast: Literal["none", "bfloat16"] = "bfloat16"
+    autocast: Literal["none", "bfloat16", "float16"] = "bfloat16"
+    """Mixed precision of the forward pass; float16 brings a gradient scaler."""
     seed: int = Field(42, ge=0)
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
 
@@ -110,8 +146,14 @@ class TrainingConfig(_Section):
 class RecordingConfig(_Section):
     """What is recorded, and in which blocks."""
 
-    record: Annotated[tuple[str, ...], AfterValidator(resolve_record)] = ("all",)
+    record: Annotated[tuple[str, ...], AfterValidator(_record)] = ("all",)
     """Variables, or tiers of them."""
+    every: int = Field(1, ge=1)
+    """Steps from one row to the next; the last step is always recorded."""
+    tokens: str = "all"
+    """all, dead, live, or a file of token ids."""
+    logits_mode: Literal["last", "mean"] = "last"
+    """Logits at the last position: of the first sequence, or the mean over the step's sequences."""
     memory: Annotated[str, AfterValidator(_size)] = "1GiB"
     """For all buffers of the recorder together."""
     block_rows: int | None = Field(None, ge=1)

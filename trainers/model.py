@@ -39,14 +39,33 @@ def build_model(config: ModelConfig) -> GPT2LMHeadModel:
 
 
 @torch.no_grad()
-def initialise(model: GPT2LMHeadModel, config: InitialisationConfig) -> None:
+def initialise(model: GPT2LMHeadModel, config: InitialisationConfig, seed: int) -> None:
     """Give the embedding matrix its start.
 
-    All tokens are one random unit vector plus noise of standard deviation ``sigma``: first the
-    vector, then the noise, drawn in float32 on the CPU whatever the device, then rounded.
+    ``point``: all tokens are one random unit vector plus noise of standard deviation ``sigma``,
+    first the vector drawn, then the noise. ``normal``: every element is drawn from N(0, sigma²).
+    ``default``: as `build_model` left it.
+
+    Everything is drawn on the CPU, whatever the device, in the type that the configuration names,
+    and then rounded to the weights' type.
+
+    Parameters
+    ----------
+    model : GPT2LMHeadModel
+    config : InitialisationConfig
+    seed : int
+        Of the run, for ``config.reseed``.
     """
+    if config.reseed:
+        torch.manual_seed(seed)
+    if config.kind == "default":
+        return
     embedding = model.get_input_embeddings().weight
     tokens, hidden = embedding.shape
-    point = torch.randn(hidden)
-    noise = torch.randn(tokens, hidden) * config.sigma
-    embedding.copy_(point / point.norm() + noise)
+    dtype = getattr(torch, config.dtype)
+    if config.kind == "point":
+        vector = torch.randn(hidden, dtype=dtype)
+        noise = torch.randn(tokens, hidden, dtype=dtype) * config.sigma
+        embedding.copy_(vector / vector.norm() + noise)
+    else:
+        embedding.copy_(torch.randn(tokens, hidden, dtype=dtype) * config.sigma)

@@ -32,7 +32,50 @@ def gatsby() -> RunConfig:
     )
 
 
-PRESETS: dict[str, Callable[[], RunConfig]] = {"gatsby": gatsby}
+def gatsby_gradients() -> RunConfig:
+    """Lil Gatsby, W and its gradient only: what moves a dead token (14.1a)."""
+    recording = RecordingConfig(record=("W", "grad", "loss", "lr", "grad_norm", "clip_coef"))
+    return gatsby().model_copy(update={"recording": recording})
+
+
+def gatsby_adam() -> RunConfig:
+    """Lil Gatsby in a plain PyTorch loop: Adam, GPT-2's own start, mean logits (1.12a)."""
+    return RunConfig(
+        model=ModelConfig(vocab_size=128, context=128, hidden=64, layers=2, heads=2),
+        data=DataConfig(corpus="gatsby", tokenizer="ascii", target_offset=2, skipped_shuffles=1),
+        initialisation=InitialisationConfig(kind="default"),
+        optimizer=OptimizerConfig(name="adam", lr=1e-3, weight_decay=0.0),
+        schedule=ScheduleConfig(name="constant"),
+        training=TrainingConfig(
+            loop="plain", steps=10_000, batch_size=32, max_grad_norm=0.0, autocast="none", seed=42
+        ),
+        recording=RecordingConfig(record=("all",), logits_mode="mean"),
+    )
+
+
+def wordybird_1() -> RunConfig:
+    """Wordybird 1, 100 steps: the 50,257 tokens of GPT-2, drawn from N(0, 0.02) (1.12f)."""
+    return RunConfig(
+        model=ModelConfig(vocab_size=50_257, context=128, hidden=64, layers=2, heads=2),
+        data=DataConfig(corpus="fineweb", tokenizer="gpt2", target_offset=2),
+        initialisation=InitialisationConfig(kind="normal", sigma=0.02, reseed=True),
+        optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0),
+        schedule=ScheduleConfig(name="linear"),
+        training=TrainingConfig(steps=100, batch_size=32, max_grad_norm=1.0, seed=42),
+        recording=RecordingConfig(record=("all",)),
+    )
+
+
+def wordybird_1b() -> RunConfig:
+    """Wordybird 1b: the same for 200 steps without a seam (1.12f)."""
+    config = wordybird_1()
+    return config.model_copy(update={"training": config.training.model_copy(update={"steps": 200})})
+
+
+PRESETS: dict[str, Callable[[], RunConfig]] = {
+    make.__name__.replace("_", "-"): make
+    for make in (gatsby, gatsby_gradients, gatsby_adam, wordybird_1, wordybird_1b)
+}
 
 
 def preset(name: str) -> RunConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from collections.abc import Mapping
 from typing import Any
 
 import accelerate
@@ -17,15 +18,15 @@ from trajstore.version import __version__
 __all__ = ["optimizer_attributes", "provenance"]
 
 
-def provenance(device: torch.device, corpus: dict[str, Any] | None = None) -> dict[str, Any]:
+def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Versions, machine and text.
 
     Parameters
     ----------
     device : torch.device
         That the model is trained on.
-    corpus : dict, optional
-        Name, byte count and sha256 of the text.
+    origin : mapping, optional
+        What else is known, such as the identities of the text and the tokenizer.
     """
     facts: dict[str, Any] = {
         "python": platform.python_version(),
@@ -41,8 +42,7 @@ def provenance(device: torch.device, corpus: dict[str, Any] | None = None) -> di
     }
     if device.type == "cuda":
         facts["device_name"] = torch.cuda.get_device_name(device)
-    if corpus is not None:
-        facts["corpus"] = corpus
+    facts |= origin or {}
     commit = _git_commit()
     if commit:
         facts["git_commit"] = commit

@@ -3,55 +3,20 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-import torch
-from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
-from transformers.trainer_callback import PrinterCallback
-
+from trainers.attachment import capture
 from trainers.callback import TrajectoryCallback
-from trainers.capture import Recorder
-from trainers.config import DataConfig, ModelConfig, RunConfig
+from trainers.config import RunConfig
 from trainers.corpus import Corpus, load_corpus
-from trainers.model import build_model, initialise
-from trajstore.errors import ConfigError
+from trainers.recorder import Recorder
+from trainers.tokens import read_tokens, select_tokens
+from trainers.training import build_training
 from trajstore.writer import check_target
 
-__all__ = ["ExampleDataset", "record"]
-
-
-class ExampleDataset(Dataset[dict[str, torch.Tensor]]):
-    """Every window of a text, with its labels.
-
-    GPT-2's loss shifts labels by one itself, so labels that equal the inputs train on the next
-    token, and labels one ahead on the token after next.
-
-    Parameters
-    ----------
-    ids : tensor of int64
-    context : int
-        Tokens of one example.
-    target_offset : {1, 2}
-    """
-
-    def __init__(self, ids: torch.Tensor, context: int, target_offset: int) -> None:
-        self._ids = ids
-        self._context = context
-        self._shift = target_offset - 1
-
-    def __len__(self) -> int:
-        return len(self._ids) - self._context - self._shift + 1
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        end = index + self._context
-        return {
-            "input_ids": self._ids[index:end],
-            "labels": self._ids[index + self._shift : end + self._shift],
-        }
+__all__ = ["record"]
 
 
 def record(
@@ -59,6 +24,7 @@ def record(
     path: str | os.PathLike[str],
     *,
     corpus: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     on_corpus: Callable[[Corpus], None] | None = None,
     on_step: Callable[[Recorder], None] | None = None,
@@ -70,8 +36,9 @@ def record(
     config : RunConfig
     path : path-like
         Where the run will be, by custom ``NAME.zarr``.
-    corpus : path-like, optional
-        A plain ASCII text; without it the embedded stand-in.
+    corpus, tokenizer : path-like, optional
+        In place of those that the configuration names, which are taken from the cache where they
+        have been fetched, and else embedded.
     overwrite : bool
         Replace a run that is there.
     on_corpus, on_step : callable, optional
@@ -98,93 +65,46 @@ def record(
     >>> record(config, "gatsby.zarr")                                # doctest: +SKIP
     """
     target = check_target(path, overwrite=overwrite)
-    device = _device(config.training.device)
-    text = load_corpus(corpus, shortest=_shortest(config.model, config.data))
-    if text.vocab_size != config.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size = {config.model.vocab_size}: the tokenizer "
-            f"{config.data.tokenizer} has {text.vocab_size} tokens"
-        )
+    text = load_corpus(config, corpus=corpus, tokenizer=tokenizer)
     if on_corpus is not None:
         on_corpus(text)
-    torch.manual_seed(config.training.seed)
-    np.random.seed(config.training.seed)
-    model = build_model(config.model)
-    initialise(model, config.initialisation)
     counts = text.counts()
-    callback = TrajectoryCallback(
-        target,
-        config.recording.record,
-        is_dead=counts == 0,
-        token_count=counts,
-        token_text=text.token_text,
-        config=config.model_dump(mode="json"),
-        corpus=text.provenance(),
-        memory=config.recording.memory,
-        block_rows=config.recording.block_rows,
-        overwrite=overwrite,
-        on_step=on_step,
-    )
-    with tempfile.TemporaryDirectory(prefix="trajstore-") as scratch:
-        trainer = Trainer(
-            model=model,
-            args=_training_arguments(config, device, scratch),
-            train_dataset=ExampleDataset(
-                torch.from_numpy(text.ids), config.model.context, config.data.target_offset
-            ),
-            callbacks=[callback],
-        )
-        trainer.remove_callback(PrinterCallback)
-        try:
-            trainer.train()
-        finally:
-            callback.close()
-    return target
-
-
-def _shortest(model: ModelConfig, data: DataConfig) -> int:
-    return model.context + data.target_offset - 1
-
-
-def _device(wanted: str) -> str:
-    there = {
-        "cpu": True,
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
+    recording = config.recording
+    tokens: Any = recording.tokens
+    if tokens not in ("all", "dead", "live"):
+        tokens = read_tokens(tokens)
+    # Before anything is built: an impossible choice should not cost a minute.
+    select_tokens(tokens, config.model.vocab_size, counts == 0)
+    training = build_training(config, text)
+    options: dict[str, Any] = {
+        "record": recording.record,
+        "every": recording.every,
+        "tokens": tokens,
+        "logits_mode": recording.logits_mode,
+        "is_dead": counts == 0,
+        "token_count": counts,
+        "token_text": text.token_text,
+        "config": config.model_dump(mode="json"),
+        "origin": text.provenance(),
+        "memory": recording.memory,
+        "block_rows": recording.block_rows,
+        "overwrite": overwrite,
+        "on_step": on_step,
     }
-    if wanted == "auto":
-        return next((name for name in ("cuda", "mps") if there[name]), "cpu")
-    if not there[wanted]:
-        available = ", ".join(name for name, yes in there.items() if yes)
-        raise ConfigError(
-            f"training.device = {wanted!r}: this machine has none that torch can use; "
-            f"available: {available}"
-        )
-    return wanted
-
-
-def _training_arguments(config: RunConfig, device: str, scratch: str) -> TrainingArguments:
-    training, optimizer = config.training, config.optimizer
-    return TrainingArguments(
-        output_dir=scratch,
-        max_steps=training.steps,
-        per_device_train_batch_size=training.batch_size,
-        learning_rate=optimizer.lr,
-        weight_decay=optimizer.weight_decay,
-        adam_beta1=optimizer.betas[0],
-        adam_beta2=optimizer.betas[1],
-        adam_epsilon=optimizer.eps,
-        max_grad_norm=training.max_grad_norm,
-        optim="adamw_torch",
-        lr_scheduler_type=config.schedule.name,
-        bf16=training.autocast == "bfloat16",
-        use_cpu=device == "cpu",
-        seed=training.seed,
-        dataloader_num_workers=0,
-        dataloader_pin_memory=False,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        log_level="error",
-    )
+    if config.training.loop == "plain":
+        with capture(
+            training.model,
+            training.optimizer,
+            target,
+            scaler=training.scaler,
+            max_grad_norm=config.training.max_grad_norm,
+            **options,
+        ):
+            training.run()
+        return target
+    callback = TrajectoryCallback(target, **options)
+    try:
+        training.run([callback])
+    finally:
+        callback.close()
+    return target

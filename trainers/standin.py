@@ -1,9 +1,13 @@
-"""The embedded corpus: English-like text, generated, the same bytes everywhere.
+"""The embedded corpora, generated, the same bytes everywhere.
 
-It stands in for The Great Gatsby where no text is given: as long (265,905 bytes), as many distinct
-bytes (77 of 128), sentences of a small grammar over a vocabulary whose words are used with Zipf's
-frequencies, in paragraphs with dialogue. The generator uses only `random.Random.random`, whose
-sequence Python promises to keep.
+`gatsby_standin` is English-like text that stands in for The Great Gatsby where no text is given: as
+long (265,905 bytes), as many distinct bytes (77 of 128), sentences of a small grammar over a
+vocabulary whose words are used with Zipf's frequencies, in paragraphs with dialogue. The generator
+uses only `random.Random.random`, whose sequence Python promises to keep.
+
+`id_stream` stands in for a text in GPT-2's tokens, where there is no tokenizer either: as many ids
+as the notebooks' web text has, independent of each other, with Zipf's frequencies. It uses only the
+raw bits of NumPy's PCG64, which NumPy promises to keep.
 """
 
 from __future__ import annotations
@@ -13,9 +17,13 @@ from bisect import bisect
 from collections.abc import Sequence
 from itertools import accumulate
 
-__all__ = ["GATSBY_SIZE", "gatsby_standin"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["GATSBY_SIZE", "ID_STREAM_SIZE", "gatsby_standin", "id_stream"]
 
 GATSBY_SIZE = 265_905
+ID_STREAM_SIZE = 475_160
 
 _SEED = 1925
 
@@ -201,3 +209,27 @@ def gatsby_standin() -> bytes:
         size += len(paragraphs[-1]) + 1
     text = "\n".join(paragraphs)[: GATSBY_SIZE - 2].rstrip("\n")
     return (text + ".\n" * (GATSBY_SIZE - len(text))).encode("ascii")[: GATSBY_SIZE - 1] + b"\n"
+
+
+def id_stream(vocab_size: int, live: int) -> npt.NDArray[np.int64]:
+    """Stream of token ids in which exactly `live` of `vocab_size` ids occur.
+
+    Parameters
+    ----------
+    vocab_size, live : int
+        ``1 <= live <= vocab_size``.
+
+    Returns
+    -------
+    ndarray of int64
+        `ID_STREAM_SIZE` ids, or `live` if that is more. The n-th most frequent one occurs about as
+        often as 1/(n + 2.7), and every live one at least once.
+    """
+    bits = np.random.PCG64(_SEED).random_raw
+    ids = np.argsort(bits(vocab_size), kind="stable")[:live]
+    size = max(ID_STREAM_SIZE, live)
+    cumulative = np.cumsum(1 / (np.arange(live) + 3.7))
+    uniform = (bits(size - live) >> np.uint64(11)) * 2.0**-53
+    drawn = ids[np.searchsorted(cumulative[:-1], uniform * cumulative[-1], side="right")]
+    stream = np.concatenate([ids, drawn])
+    return stream[np.argsort(bits(size), kind="stable")].astype(np.int64)

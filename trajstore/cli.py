@@ -26,6 +26,7 @@ from trajstore.console import (
     print_information,
     print_json,
     print_notes,
+    print_plan,
     print_summary,
     stopped_by_signals,
 )
@@ -80,34 +81,94 @@ def main(debug: bool) -> None:
     """
 
 
+def _configuration(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that make a configuration, the same for all commands that take one."""
+    options = (
+        click.option("--preset", "preset_name", metavar="NAME", help="One of `trajstore presets`."),
+        click.option(
+            "--config",
+            "config_file",
+            type=click.Path(dir_okay=False),
+            help="A TOML file instead of a preset, as `trajstore presets NAME` prints it.",
+        ),
+        click.option(
+            "--set",
+            "assignments",
+            multiple=True,
+            metavar="SECTION.KEY=VALUE",
+            help="Change one field of the configuration, such as optimizer.lr=3e-4. Repeatable.",
+        ),
+        click.option("--steps", type=int, help="Optimizer steps to train."),
+        click.option(
+            "--corpus", type=click.Path(), help="A text; default: as fetched, or embedded."
+        ),
+        click.option(
+            "--tokenizer",
+            type=click.Path(),
+            help="Folder of a tokenizer; default: as fetched, or none.",
+        ),
+        click.option(
+            "--record",
+            "variables",
+            metavar="W,grad,…",
+            help="Variables, or a tier: weights, weights+grads, all.",
+        ),
+        click.option("--every", type=int, metavar="K", help="Steps from one row to the next."),
+        click.option("--tokens", metavar="all|dead|live|FILE", help="Which tokens to record."),
+        click.option(
+            "--memory", metavar="SIZE", help="For all buffers of the recorder, such as 512MiB."
+        ),
+        click.option(
+            "--block-rows", type=int, help="Rows of a block; default: planned from the memory."
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+_PLACES = {
+    "steps": "training.steps",
+    "device": "training.device",
+    "seed": "training.seed",
+    "every": "recording.every",
+    "tokens": "recording.tokens",
+    "memory": "recording.memory",
+    "block_rows": "recording.block_rows",
+}
+
+
+def _configured(
+    preset_name: str | None,
+    config_file: str | None,
+    assignments: tuple[str, ...],
+    variables: str | None,
+    fields: dict[str, Any],
+) -> Any:
+    import trainers
+
+    if (preset_name is None) == (config_file is None):
+        raise InvalidArgument("name either a preset (--preset gatsby) or a file (--config FILE)")
+    config = (
+        trainers.preset(preset_name)
+        if preset_name
+        else trainers.RunConfig.from_toml(str(config_file))
+    )
+    given = [
+        f"{_PLACES[name]}={json.dumps(value)}"
+        for name, value in fields.items()
+        if value is not None
+    ]
+    if variables is not None:
+        given.append(f"recording.record={json.dumps(variables.split(','))}")
+    return config.with_values([*assignments, *given])
+
+
 @main.command()
-@click.option("--preset", "preset_name", metavar="NAME", help="One of `trajstore presets`.")
-@click.option(
-    "--config",
-    "config_file",
-    type=click.Path(dir_okay=False),
-    help="A TOML file instead of a preset, as `trajstore presets NAME` prints it.",
-)
-@click.option(
-    "--set",
-    "assignments",
-    multiple=True,
-    metavar="SECTION.KEY=VALUE",
-    help="Change one field of the configuration, such as optimizer.lr=3e-4. Repeatable.",
-)
+@_configuration
 @click.option("-o", "--output", type=click.Path(), help="The run, by default NAME.zarr.")
-@click.option("--steps", type=int, help="Optimizer steps to train.")
-@click.option("--corpus", type=click.Path(), help="A plain ASCII text; default: the embedded one.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), help="Where to train.")
 @click.option("--seed", type=int, help="Of everything random.")
-@click.option(
-    "--record",
-    "variables",
-    metavar="W,grad,…",
-    help="Variables, or a tier: weights, weights+grads, all.",
-)
-@click.option("--memory", metavar="SIZE", help="For all buffers of the recorder, such as 512MiB.")
-@click.option("--block-rows", type=int, help="Rows of a block; default: planned from the memory.")
 @click.option("--overwrite", is_flag=True, help="Replace a run that is there.")
 @_JSON
 @_sentences
@@ -117,6 +178,7 @@ def record(
     assignments: tuple[str, ...],
     output: str | None,
     corpus: str | None,
+    tokenizer: str | None,
     variables: str | None,
     overwrite: bool,
     as_json: bool,
@@ -128,29 +190,11 @@ def record(
     Example:
       trajstore record --preset gatsby --steps 300 -o gatsby.zarr
       trajstore record --preset gatsby --corpus book.txt --set optimizer.lr=3e-4
+      trajstore record --preset wordybird-1b --every 10 --tokens dead
     """
     import trainers
 
-    if (preset_name is None) == (config_file is None):
-        raise InvalidArgument("name either a preset (--preset gatsby) or a file (--config FILE)")
-    config = (
-        trainers.preset(preset_name)
-        if preset_name
-        else trainers.RunConfig.from_toml(str(config_file))
-    )
-    places = {
-        "steps": "training.steps",
-        "device": "training.device",
-        "seed": "training.seed",
-        "memory": "recording.memory",
-        "block_rows": "recording.block_rows",
-    }
-    given = [
-        f"{places[name]}={json.dumps(value)}" for name, value in fields.items() if value is not None
-    ]
-    if variables is not None:
-        given.append(f"recording.record={json.dumps(variables.split(','))}")
-    config = config.with_values([*assignments, *given])
+    config = _configured(preset_name, config_file, assignments, variables, fields)
     path = Path(output or f"{preset_name or Path(str(config_file)).stem}.zarr")
 
     with RecordingProgress(config.training.steps) as progress:
@@ -158,6 +202,7 @@ def record(
             config,
             path,
             corpus=corpus,
+            tokenizer=tokenizer,
             overwrite=overwrite,
             on_corpus=progress.show_corpus,
             on_step=progress.show_step,
@@ -172,6 +217,69 @@ def record(
             f"on disk (ratio {facts['ratio']:.2f})."
         )
         out.print(f"Look at it with: trajstore summary {path}")
+
+
+@main.command()
+@_configuration
+@_JSON
+@_sentences
+def plan(
+    preset_name: str | None,
+    config_file: str | None,
+    assignments: tuple[str, ...],
+    corpus: str | None,
+    tokenizer: str | None,
+    variables: str | None,
+    as_json: bool,
+    **fields: Any,
+) -> None:
+    r"""Tell what a run will cost before it is made: rows, chunks, bytes, memory, files.
+
+    \b
+    Example:
+      trajstore plan --preset wordybird-1b
+    """
+    import trainers
+    from trajstore.schema import TIERS
+
+    config = _configured(preset_name, config_file, assignments, variables, fields)
+    wanted = trainers.plan(config, corpus=corpus, tokenizer=tokenizer)
+    tiers = {}
+    for tier in TIERS:
+        recording = config.recording.model_copy(update={"record": (tier,)})
+        alternative = config.model_copy(update={"recording": recording})
+        tiers[tier] = trainers.plan(alternative, corpus=corpus, tokenizer=tokenizer)
+    facts = wanted.facts() | {"tiers": {tier: made.totals() for tier, made in tiers.items()}}
+    if as_json:
+        print_json(facts)
+    else:
+        print_plan(facts)
+
+
+@main.command()
+@click.argument("name", metavar="gatsby|fineweb|gpt2")
+@click.option("--source", help="Another place: an address, a data set, or a local path.")
+@click.option("--sha256", metavar="HEX", help="What the result must have.")
+@_JSON
+@_sentences
+def fetch(name: str, source: str | None, sha256: str | None, as_json: bool) -> None:
+    r"""Download a corpus or tokenizer into the cache, where `record` finds it.
+
+    \b
+    Example:
+      trajstore fetch gpt2
+    """
+    import trainers
+
+    fetched = trainers.fetch(name, source=source, sha256=sha256)
+    if as_json:
+        print_json({**vars(fetched), "path": str(fetched.path)})
+    else:
+        unit = "tokens" if fetched.path.is_dir() else "bytes"
+        out.print(
+            f"Fetched {fetched.path}: {fetched.size:,} {unit} from {fetched.source}, "
+            f"sha256 {fetched.sha256}"
+        )
 
 
 @main.command()

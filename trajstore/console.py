@@ -30,8 +30,8 @@ from trajstore.errors import InvalidArgument, MissingExtra
 from trajstore.layout import format_bytes
 
 if TYPE_CHECKING:
-    from trainers.capture import Recorder
     from trainers.corpus import Corpus
+    from trainers.recorder import Recorder
 
 __all__ = [
     "AnalysisProgress",
@@ -43,6 +43,7 @@ __all__ = [
     "print_information",
     "print_json",
     "print_notes",
+    "print_plan",
     "print_summary",
     "stopped_by_signals",
     "table",
@@ -291,6 +292,35 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
             out.print(f"[bold]{section}[/bold]")
             for name, value in _flat(facts[section]):
                 out.print(Text(f"  {name} = {value}"))
+
+
+def print_plan(facts: dict[str, Any]) -> None:
+    """Print what `trainers.planning.RunPlan.facts` says, and the tiers beside each other."""
+    out.print(
+        f"{facts['rows']} rows of {facts['tokens']} tokens: steps 0 to {facts['steps']}, every "
+        f"{facts['every']}; blocks of {facts['block_rows']} rows; at most "
+        f"{format_bytes(facts['memory'])} of memory; {facts['files']} files."
+    )
+    printed = table("", "array", "type", "native", "expected on disk", "chunk")
+    for name, array in facts["arrays"].items():
+        printed.add_row(
+            name,
+            array["native_dtype"],
+            format_bytes(array["bytes_native"]),
+            format_bytes(array["bytes_on_disk"]),
+            " × ".join(map(str, array["chunk"])),
+        )
+    out.print(printed)
+    printed = table("Tiers", "tier", "native", "expected on disk", "memory", "rows a block")
+    for tier, totals in facts["tiers"].items():
+        printed.add_row(
+            tier,
+            format_bytes(totals["bytes_native"]),
+            format_bytes(totals["bytes_on_disk"]),
+            format_bytes(totals["memory"]),
+            str(totals["block_rows"]),
+        )
+    out.print(printed)
 
 
 def _sizes(facts: dict[str, Any]) -> tuple[str, str, str]:

@@ -14,6 +14,7 @@ __all__ = [
     "COORDINATES",
     "FORMAT",
     "IMPORTED",
+    "RECORDED",
     "STEP",
     "TIERS",
     "VARIABLES",
@@ -144,11 +145,49 @@ VARIABLES: dict[str, Variable] = {
             units="1",
             row0="nan",
         ),
+        Variable(
+            name="skipped",
+            dims=("step",),
+            long_name="1 if the gradient scaler skipped the optimizer's step, else 0",
+            units="1",
+            row0="nan",
+        ),
+        Variable(
+            name="hidden_mean",
+            dims=("step", "hidden"),
+            long_name="mean over batch and position of the hidden state that is unembedded",
+            units="1",
+            row0="nan",
+        ),
+        Variable(
+            name="grad_token_norm",
+            dims=("step", "token"),
+            long_name="L2 norm over hidden of the gradient before clipping",
+            units="nat",
+            row0="nan",
+        ),
+        Variable(
+            name="W_step_norm",
+            dims=("step", "token"),
+            long_name="L2 norm over hidden of the change of W since the previous row",
+            units="1",
+            row0="nan",
+        ),
+        Variable(
+            name="W_ulp_l1",
+            dims=("step", "token"),
+            long_name="L1 norm over hidden of the change of W since the previous row, in ulp",
+            units="1",
+            row0="nan",
+        ),
     )
 }
 
 IMPORTED = ("delta",)
 """Variables that only a foreign file gives: a recorded run holds W, from which they follow."""
+
+RECORDED = tuple(name for name in VARIABLES if name not in IMPORTED)
+"""Variables that a recording can hold."""
 
 COORDINATES: dict[str, Coordinate] = {
     entry.name: entry
@@ -184,12 +223,18 @@ COORDINATES: dict[str, Coordinate] = {
     )
 }
 
+_SMALL = ("logits", "loss", "lr", "grad_norm", "clip_coef", "skipped")
+
 TIERS: dict[str, tuple[str, ...]] = {
-    "weights": ("W", "logits", "loss", "lr", "grad_norm", "clip_coef"),
-    "weights+grads": ("W", "grad", "logits", "loss", "lr", "grad_norm", "clip_coef"),
-    "all": tuple(name for name in VARIABLES if name not in IMPORTED),
+    "weights": ("W", *_SMALL),
+    "weights+grads": ("W", "grad", *_SMALL),
+    "all": ("W", "grad", "exp_avg", "exp_avg_sq", *_SMALL),
 }
-"""What ``record`` may be instead of a list of variables. Per-step scalars cost nothing."""
+"""What ``record`` may be instead of a list of variables. Per-step scalars cost nothing.
+
+What follows from the rest of a tier is in none: ``hidden_mean`` and the summaries per token
+(``grad_token_norm``, ``W_step_norm``, ``W_ulp_l1``) are recorded when they are named.
+"""
 
 
 def variable(name: str) -> Variable:
@@ -224,10 +269,10 @@ def resolve_record(record: str | tuple[str, ...] | list[str]) -> tuple[str, ...]
     names = record.split(",") if isinstance(record, str) else list(record)
     wanted: set[str] = set()
     for name in (n.strip() for n in names):
-        if name not in TIERS and name not in TIERS["all"]:
+        if name not in TIERS and name not in RECORDED:
             raise InvalidArgument(
                 f"cannot record {name!r}; choose a tier ({', '.join(TIERS)}) "
-                f"or variables ({', '.join(TIERS['all'])})"
+                f"or variables ({', '.join(RECORDED)})"
             )
         wanted.update(TIERS.get(name, (name,)))
     if "W" not in wanted:

@@ -1,0 +1,92 @@
+"""`record`, `plan`, `presets` and `fetch` as a user types them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+SMALL = [
+    "--set", "model.context=16", "--set", "training.batch_size=2", "--set", "training.device=cpu",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAJSTORE_CACHE", str(tmp_path / "cache"))
+
+
+def test_every_preset_records_without_files(
+    trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    presets = json.loads(trajstore_cli("presets", "--json").stdout)
+    assert len(presets) == 5
+    for name in presets:
+        path = tmp_path / f"{name}.zarr"
+        done = trajstore_cli("record", "--preset", name, "--steps", 2, *SMALL, "-o", path)
+        assert "embedded" in done.stderr
+        ds = xr.open_zarr(path)
+        assert ds.step.values.tolist() == [0, 1, 2]
+        assert abs(ds.loss.values[1] - np.log(ds.sizes["token"])) < 0.1
+        assert (np.abs(ds.grad.values[1, ds.is_dead.values]).max(axis=-1) > 0).all()
+
+
+def test_plan_says_what_record_then_does(trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.txt"
+    tokens.write_text("101 7 32\n")
+    call = [
+        "--preset", "gatsby", "--steps", 10, "--every", 4, "--tokens", tokens,
+        "--record", "all,W_ulp_l1", "--block-rows", 2, *SMALL,
+    ]  # fmt: skip
+    planned = json.loads(trajstore_cli("plan", *call, "--json").stdout)
+    path = tmp_path / "run.zarr"
+    happened = json.loads(trajstore_cli("record", *call, "-o", path, "--json").stdout)
+    for name in ("files", "bytes_native"):
+        assert planned[name] == happened[name]
+    assert planned["rows"] == happened["committed_rows"] == 4
+    assert list(planned["tiers"]) == ["weights", "weights+grads", "all"]
+    ds = xr.open_zarr(path)
+    assert ds.step.values.tolist() == [0, 4, 8, 10]
+    assert ds.token.values.tolist() == [7, 32, 101]
+    shown = trajstore_cli("plan", "--preset", "wordybird-1b").stdout
+    assert "201 rows of 50257 tokens" in shown
+    assert "weights+grads" in shown
+
+
+def test_a_configuration_file_records_the_same(
+    trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(trajstore_cli("presets", "gatsby-adam").stdout)
+    for number, source in enumerate((("--preset", "gatsby-adam"), ("--config", file))):
+        out = tmp_path / f"{number}.zarr"
+        trajstore_cli("record", *source, "--steps", 2, *SMALL, "-o", out)
+    a, b = (xr.open_zarr(tmp_path / f"{number}.zarr") for number in range(2))
+    assert np.array_equal(a.W.values, b.W.values)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["record", "--preset", "gatsby", "--set", "optimizer.lr=fast"], "optimizer.lr = 'fast'"),
+        (["record", "--preset", "gatsby", "--tokens", "some"], "is not all, dead or live"),
+        (["record", "--preset", "gatsby", "--every", "0"], "recording.every = 0"),
+        (["record", "--preset", "gatsby", "--set", "model.vocab_size=90"], "must agree"),
+        (["plan", "--preset", "gatsby", "--memory", "1KiB"], "memory budget"),
+        (["fetch", "moby-dick"], "choose from gatsby, fineweb, gpt2"),
+    ],
+)
+def test_wrong_calls_are_one_sentence(
+    arguments: list[str], sentence: str, trajstore_cli: Callable[..., Any]
+) -> None:
+    done = trajstore_cli(*arguments, rc=2)
+    assert sentence in done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 2

@@ -1,0 +1,54 @@
+"""The scripts of docs/recording.md run as they are printed, and are as short as they claim."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+PAGE = (Path(__file__).parents[2] / "docs" / "recording.md").read_text()
+SCRIPTS = dict(re.findall(r"<!-- run: (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
+
+
+def test_both_ways_are_there() -> None:
+    assert set(SCRIPTS) == {"trainer", "loop"}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_of_the_docs(name: str, tmp_path: Path) -> None:
+    assert len([line for line in SCRIPTS[name].splitlines() if line.strip()]) < 25
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPTS[name])
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*.zarr")
+    ds = xr.open_zarr(path)
+    assert ds.attrs["status"] == "complete"
+    assert ds.sizes["step"] > 5
+    assert set(ds) >= {"W", "grad", "exp_avg", "exp_avg_sq", "logits", "loss"}
+    assert ds.W.shape[1] == 128
+    assert ds.loss.values[-1] < ds.loss.values[1]
+    never = np.isin(np.arange(128), list(b"In my younger and more vulnerable years "), invert=True)
+    assert (ds.grad.values[1, never] != 0).any(axis=-1).all()
+
+
+def test_every_preset_is_described() -> None:
+    from trainers import PRESETS
+
+    assert all(f"`{name}`" in PAGE for name in PRESETS)
+
+
+def test_every_variable_is_described() -> None:
+    from trajstore.schema import VARIABLES
+
+    assert all(f"`{name}`" in PAGE for name in VARIABLES)

@@ -1,0 +1,161 @@
+"""Every row that the callback records in a Trainer, bit for bit what a list kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+torch = pytest.importorskip("torch")
+from list_recorder import Lists, TinyModel, batches  # noqa: E402
+from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+from trainers import TrajectoryCallback  # noqa: E402
+from trajstore import RecordingError, RunExists  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+class ListTrainer(Trainer):
+    """Keeps lists as the notebooks do: the gradient after the backward pass, W after the step."""
+
+    lists: Lists
+    losses: list[Any]
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        self.gradient = self.lists.parameter.grad.clone()
+        return loss
+
+
+class AfterStep(TrainerCallback):
+    def __init__(self, trainer: ListTrainer) -> None:
+        self.trainer = trainer
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.lists.add(grad=self.trainer.gradient)
+        self.trainer.lists.after_step(self.trainer.optimizer.optimizer)
+
+
+def examples(count: int) -> list[dict[str, Any]]:
+    return [{name: values[0] for name, values in row.items()} for row in batches(count)]
+
+
+def trained(model: Any, path: Path, *, steps: int = 7, **arguments: Any) -> ListTrainer:
+    arguments = {
+        "output_dir": str(path.parent / "out"),
+        "max_steps": steps,
+        "per_device_train_batch_size": 3,
+        "learning_rate": 0.01,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+        "dataloader_pin_memory": False,
+        "optim": "adamw_torch",
+    } | arguments
+    options = arguments.pop("options", {})
+    trainer = ListTrainer(
+        model=model,
+        args=TrainingArguments(**arguments),
+        train_dataset=examples(11),
+        callbacks=[TrajectoryCallback(path, **options)],
+    )
+    trainer.lists = Lists(model.embedding.weight)
+    trainer.add_callback(AfterStep(trainer))
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_every_row(dtype: Any, accumulation: int, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    path = tmp_path / "run.zarr"
+    # 11 examples in batches of 3: epochs end in short batches and in short groups of them.
+    trainer = trained(
+        TinyModel(dtype),
+        path,
+        gradient_accumulation_steps=accumulation,
+        max_grad_norm=0.3,
+        bf16=dtype is torch.bfloat16,
+    )
+    ds = trainer.lists.agree_with(path)
+    assert ds.step.values.tolist() == list(range(8))
+    assert ds.attrs["status"] == "complete"
+    assert (ds.clip_coef.values[1:] < 1).any()
+    assert np.isfinite(ds.clip_coef.values[1:]).all()
+    assert abs(ds.loss.values[1] - np.log(17)) < 1
+    assert ds.lr.values[1] == 0.01
+    assert ds.attrs["optimizer"]["schedule"]["max_grad_norm"] == 0.3
+    json.dumps(ds.attrs)
+
+
+def test_the_loss_of_a_causal_model_counts_all_micro_batches(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(1)
+    config = GPT2Config(
+        vocab_size=17, n_positions=8, n_embd=8, n_layer=1, n_head=1, resid_pdrop=0, embd_pdrop=0,
+        attn_pdrop=0, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"
+    path = tmp_path / "run.zarr"
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "out"), max_steps=1, per_device_train_batch_size=2,
+        gradient_accumulation_steps=3, use_cpu=True, save_strategy="no", report_to="none",
+        disable_tqdm=True, logging_strategy="no", dataloader_pin_memory=False,
+        learning_rate=0.01, warmup_steps=5, optim="sgd",
+    )  # fmt: skip
+    data = examples(6)
+    with torch.no_grad():
+        stacked = {name: torch.stack([row[name] for row in data]) for name in data[0]}
+        expected = model(**stacked).loss.item()
+    Trainer(
+        model=model, args=arguments, train_dataset=data, callbacks=[TrajectoryCallback(path)]
+    ).train()
+    ds = xr.open_zarr(path)
+    assert ds.loss.values[1] == pytest.approx(expected, rel=1e-5)
+    assert "exp_avg" not in ds
+
+
+def test_early_stop_records_the_last_step(tmp_path: Path, tiny: Any) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 5
+
+    path = tmp_path / "run.zarr"
+    trainer = Trainer(
+        model=tiny,
+        args=TrainingArguments(
+            output_dir=str(tmp_path / "out"),
+            max_steps=50,
+            use_cpu=True,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            logging_strategy="no",
+            dataloader_pin_memory=False,
+        ),
+        train_dataset=examples(40),
+        callbacks=[TrajectoryCallback(path, every=3), Stop()],
+    )
+    trainer.train()
+    ds = xr.open_zarr(path)
+    assert ds.step.values.tolist() == [0, 3, 5]
+    assert np.array_equal(ds.W.values[-1], tiny.embedding.weight.detach().numpy())
+
+
+def test_a_callback_records_once_and_never_over_a_run(tmp_path: Path, tiny: Any) -> None:
+    path = tmp_path / "run.zarr"
+    trainer = trained(tiny, path, steps=1)
+    with pytest.raises(RecordingError, match="make a new one"):
+        trainer.train()
+    with pytest.raises(RunExists):
+        TrajectoryCallback(path)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainers.config import RunConfig
+from trainers.presets import PRESETS, preset
+from trajstore import ConfigError, InvalidArgument
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_presets_print_is_what_config_takes(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(preset(name).to_toml())
+    assert RunConfig.from_toml(file) == preset(name)
+
+
+def test_the_presets_are_the_notebooks() -> None:
+    assert list(PRESETS) == [
+        "gatsby", "gatsby-gradients", "gatsby-adam", "wordybird-1", "wordybird-1b",
+    ]  # fmt: skip
+    assert all(make().data.target_offset == 2 for make in PRESETS.values())
+    assert all(make().training.seed == 42 for make in PRESETS.values())
+    adam, bird, longer = (preset(n) for n in ("gatsby-adam", "wordybird-1", "wordybird-1b"))
+    assert (adam.optimizer.name, adam.training.loop) == ("adam", "plain")
+    assert (adam.training.max_grad_norm, adam.recording.logits_mode) == (0, "mean")
+    assert (bird.training.steps, longer.training.steps) == (100, 200)
+    assert bird.model_copy(update={"training": longer.training}) == longer
+    assert (bird.model.vocab_size, bird.optimizer.weight_decay) == (50_257, 0)
+    assert preset("gatsby-gradients").recording.record[:2] == ("W", "grad")
+    with pytest.raises(InvalidArgument, match="wordybird-1b"):
+        preset("wordybird-9")
+
+
+@pytest.mark.parametrize(
+    ("assignment", "sentence"),
+    [
+        ("optimizer.lr=-1", "optimizer.lr = -1: input should be greater than 0"),
+        ("optimizer.rate=1", "there is no field optimizer.rate; there are name, lr"),
+        ("optimiser.lr=1", "there is no field optimiser; there are model, data"),
+        ("schedule.name=step", "schedule.name = 'step': input should be 'linear', 'cosine' or"),
+        ("model.heads=3", "3 heads do not divide 64"),
+        ("recording.record=[\"W\", \"speed\"]", "recording.record = .*cannot record 'speed'"),
+        ("recording.every=0", "recording.every = 0: input should be greater than or equal to 1"),
+        ("optimizer.momentum=0.9", "momentum = 0.9 is of sgd"),
+        ("lr", "expected section.field=value"),
+    ],
+)  # fmt: skip
+def test_impossible_values_name_the_field(assignment: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence.replace(".", r"\.").replace(r"\.*", ".*")):
+        preset("gatsby").with_values([assignment])
+
+
+def test_experiments_that_are_no_presets_can_be_said() -> None:
+    config = preset("wordybird-1").with_values(
+        [
+            "model.vocab_size=10000", "data.live_tokens=6301", "model.layers=4",
+            "model.hidden=128", "model.dtype=float32", "schedule.name=cosine",
+            "training.accumulation=4", "initialisation.kind=point",
+            "initialisation.dtype=bfloat16", "optimizer.name=sgd", "optimizer.momentum=0.9",
+        ]
+    )  # fmt: skip
+    assert (config.model.vocab_size, config.training.accumulation) == (10_000, 4)
+
+
+@given(st.floats(1e-6, 10), st.integers(1, 10_000), st.sampled_from(["all", "weights", "W,grad"]))
+def test_a_configuration_survives_toml(lr: float, steps: int, record: str) -> None:
+    names = ", ".join(f'"{name}"' for name in record.split(","))
+    config = preset("gatsby").with_values(
+        [f"optimizer.lr={lr!r}", f"training.steps={steps}", f"recording.record=[{names}]"]
+    )
+    assert RunConfig.parse(__import__("tomllib").loads(config.to_toml())) == config
+
+
+def test_a_file_that_is_no_configuration_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    with pytest.raises(ConfigError, match="cannot read the configuration"):
+        RunConfig.from_toml(file)
+    file.write_text("steps = ")
+    with pytest.raises(ConfigError, match=re.escape(str(file))):
+        RunConfig.from_toml(file)

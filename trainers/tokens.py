@@ -1,0 +1,96 @@
+"""Which tokens are recorded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import InvalidArgument
+
+__all__ = ["Tokens", "read_tokens", "select_tokens"]
+
+Tokens = str | npt.ArrayLike
+"""``all``, ``dead``, ``live``, or ids."""
+
+
+def select_tokens(
+    tokens: Tokens, vocab_size: int, is_dead: npt.NDArray[np.bool_] | None
+) -> npt.NDArray[np.int64] | None:
+    """Ids of the recorded tokens, in increasing order; None for all.
+
+    Parameters
+    ----------
+    tokens : {'all', 'dead', 'live'} or array_like of int
+    vocab_size : int
+    is_dead : ndarray of bool, (token,), optional
+        Needed for ``dead`` and ``live``.
+
+    Raises
+    ------
+    InvalidArgument
+        If there is no such choice, an id is not in the vocabulary, nothing is left, or nobody said
+        which tokens are dead.
+    """
+    if isinstance(tokens, str):
+        if tokens == "all":
+            return None
+        if tokens not in ("dead", "live"):
+            raise InvalidArgument(
+                f"tokens: got {tokens!r}, expected all, dead, live or a list of ids"
+            )
+        if is_dead is None:
+            raise InvalidArgument(
+                f"tokens: {tokens} tokens are wanted, and nothing says which are dead; give "
+                "is_dead, one value for each token"
+            )
+        ids = np.flatnonzero(is_dead == (tokens == "dead"))
+        if not ids.size:
+            raise InvalidArgument(
+                f"tokens: there are no {tokens} tokens among the {vocab_size}, so there would be "
+                "nothing to record"
+            )
+        return ids
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
+        raise InvalidArgument(
+            f"tokens: got {ids.dtype} of shape {ids.shape}, expected a list of token ids"
+        )
+    ids = np.unique(ids.astype(np.int64))
+    unknown = ids[(ids < 0) | (ids >= vocab_size)]
+    if unknown.size:
+        shown = ", ".join(map(str, unknown[:5])) + (" …" if unknown.size > 5 else "")
+        raise InvalidArgument(
+            f"tokens: {unknown.size} ids are not in the vocabulary ({shown}); expected 0 to "
+            f"{vocab_size - 1}"
+        )
+    return ids
+
+
+def read_tokens(path: str | os.PathLike[str]) -> npt.NDArray[np.int64]:
+    """Token ids from a text file: whole numbers between white space; ``#`` begins a comment.
+
+    Raises
+    ------
+    InvalidArgument
+        If it cannot be read, or holds anything else, or nothing.
+    """
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(
+            f"tokens: {path} is not all, dead or live, and cannot be read as a file: {error}"
+        ) from error
+    ids = []
+    for number, line in enumerate(lines, 1):
+        for word in line.split("#")[0].split():
+            if not word.isdecimal():
+                raise InvalidArgument(
+                    f"tokens: {path}, line {number}: got {word!r}, expected a token id"
+                )
+            ids.append(int(word))
+    if not ids:
+        raise InvalidArgument(f"tokens: {path} holds no token id")
+    return np.array(ids, np.int64)

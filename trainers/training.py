@@ -1,0 +1,187 @@
+"""A training as its configuration says: model, optimizer, schedule, examples, and the loop."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset
+from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+from trainers.config import RunConfig
+from trainers.corpus import Corpus
+from trainers.loop import build_scaler, train
+from trainers.model import build_model, initialise
+from trainers.optimizer import build_optimizer, build_schedule
+from trajstore.errors import ConfigError
+
+__all__ = ["ExampleDataset", "Training", "build_training"]
+
+
+class ExampleDataset(Dataset[dict[str, torch.Tensor]]):
+    """Every window of a text, with its labels.
+
+    GPT-2's loss shifts labels by one itself, so labels that equal the inputs train on the next
+    token, and labels one ahead on the token after next.
+
+    Parameters
+    ----------
+    ids : tensor of int64
+    context : int
+        Tokens of one example.
+    target_offset : {1, 2}
+    """
+
+    def __init__(self, ids: torch.Tensor, context: int, target_offset: int) -> None:
+        self._ids = ids
+        self._context = context
+        self._shift = target_offset - 1
+
+    def __len__(self) -> int:
+        return len(self._ids) - self._context - self._shift + 1
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        end = index + self._context
+        return {
+            "input_ids": self._ids[index:end],
+            "labels": self._ids[index + self._shift : end + self._shift],
+        }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Training:
+    """Everything that is needed to train, seeded and initialised.
+
+    Attributes
+    ----------
+    config : RunConfig
+    device : torch.device
+    model : GPT2LMHeadModel
+        On the device.
+    optimizer : Optimizer
+    schedule : LRScheduler
+    scaler : GradScaler or None
+        Of the plain loop; the Trainer has its own.
+    dataset : ExampleDataset
+    """
+
+    config: RunConfig
+    device: torch.device
+    model: GPT2LMHeadModel
+    optimizer: Optimizer
+    schedule: LRScheduler
+    scaler: torch.amp.GradScaler | None
+    dataset: ExampleDataset
+
+    def run(self, callbacks: Sequence[TrainerCallback] = ()) -> None:
+        """Train for as many steps as the configuration says.
+
+        Parameters
+        ----------
+        callbacks : sequence of TrainerCallback
+            For the Trainer; the plain loop has none.
+        """
+        if self.config.training.loop == "plain":
+            train(
+                self.model,
+                self.optimizer,
+                self.schedule,
+                self.dataset,
+                self.config,
+                self.device,
+                self.scaler,
+            )
+            return
+        with tempfile.TemporaryDirectory(prefix="trajstore-") as scratch:
+            trainer = Trainer(
+                model=self.model,
+                args=_training_arguments(self.config, self.device, scratch),
+                train_dataset=self.dataset,
+                optimizers=(self.optimizer, self.schedule),
+                callbacks=list(callbacks),
+            )
+            trainer.remove_callback(PrinterCallback)
+            trainer.train()
+
+
+def build_training(config: RunConfig, text: Corpus) -> Training:
+    """Seed, and build the model, its optimizer and its examples.
+
+    Raises
+    ------
+    ConfigError
+        If the device is not there, or cannot do what the configuration asks for.
+    """
+    device = _device(config.training.device)
+    plain = config.training.loop == "plain"
+    if config.training.autocast == "float16" and not plain and device.type != "cuda":
+        raise ConfigError(
+            f"training.autocast = 'float16': the Trainer scales gradients on CUDA only, and this "
+            f"run is on {device.type}; set training.loop=plain or training.autocast=bfloat16"
+        )
+    torch.manual_seed(config.training.seed)
+    np.random.seed(config.training.seed)
+    model = build_model(config.model)
+    initialise(model, config.initialisation, config.training.seed)
+    model.to(device)
+    optimizer = build_optimizer(model, config.optimizer)
+    return Training(
+        config=config,
+        device=device,
+        model=model,
+        optimizer=optimizer,
+        schedule=build_schedule(optimizer, config.schedule, config.training.steps),
+        scaler=build_scaler(config, device) if plain else None,
+        dataset=ExampleDataset(
+            torch.from_numpy(text.ids), config.model.context, config.data.target_offset
+        ),
+    )
+
+
+def _device(wanted: str) -> torch.device:
+    there = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if wanted == "auto":
+        return torch.device(next((name for name in ("cuda", "mps") if there[name]), "cpu"))
+    if not there[wanted]:
+        available = ", ".join(name for name, yes in there.items() if yes)
+        raise ConfigError(
+            f"training.device = {wanted!r}: this machine has none that torch can use; "
+            f"available: {available}"
+        )
+    return torch.device(wanted)
+
+
+def _training_arguments(config: RunConfig, device: torch.device, scratch: str) -> TrainingArguments:
+    training = config.training
+    return TrainingArguments(
+        output_dir=scratch,
+        max_steps=training.steps,
+        per_device_train_batch_size=training.batch_size,
+        gradient_accumulation_steps=training.accumulation,
+        max_grad_norm=training.max_grad_norm,
+        # The optimizer and its schedule are built by us; this is what the Trainer tells of them.
+        learning_rate=config.optimizer.lr,
+        lr_scheduler_type=config.schedule.name,
+        warmup_steps=config.schedule.warmup_steps,
+        bf16=training.autocast == "bfloat16",
+        fp16=training.autocast == "float16",
+        use_cpu=device.type == "cpu",
+        seed=training.seed,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+    )
