@@ -65,8 +65,12 @@ def ulp_l1(tensor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     Returns
     -------
     tensor of float32, (token,)
+        0 exactly where no bit changed.
     """
     if before.device.type == "mps":
         before = before.cpu()
-    change = _double(tensor) - _double(before)
-    return (change.abs() / ulp(before)).sum(dim=-1).float()
+    hops = (_double(tensor) - _double(before)).abs() / ulp(before)
+    # An infinity or NaN that stays has not moved, though inf − inf is NaN.
+    integer = _LAYOUT[before.dtype][0]
+    still = tensor.detach().view(integer).to(before.device) == before.detach().view(integer)
+    return hops.masked_fill(still.to(hops.device), 0).sum(dim=-1).float()
