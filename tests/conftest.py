@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from bits_and_calls import Cli, random_bits
 
 from trajstore import RunWriter
 from trajstore.encoding import ENCODINGS
-
-Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="session")
@@ -36,12 +34,6 @@ def trajstore_cli(tmp_path_factory: pytest.TempPathFactory) -> Cli:
         return done
 
     return run
-
-
-def random_bits(shape: tuple[int, ...], seed: int, width: int = 16) -> np.ndarray:
-    """Any bit patterns: NaN payloads, infinities, subnormals and negative zeros among them."""
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, 1 << width, shape, dtype=f"u{width // 8}")
 
 
 @pytest.fixture(params=ENCODINGS)

@@ -158,6 +158,8 @@ class RecordingConfig(_Section):
     """For all buffers of the recorder together."""
     block_rows: int | None = Field(None, ge=1)
     """Rows of a block; planned from the memory without it."""
+    encoding: Literal["delta", "portable"] = "delta"
+    """portable is read by any reader of Zarr v3, delta is smaller and faster."""
 
 
 class RunConfig(_Section):

@@ -88,6 +88,7 @@ def record(
         "origin": text.provenance(),
         "memory": recording.memory,
         "block_rows": recording.block_rows,
+        "encoding": recording.encoding,
         "overwrite": overwrite,
         "on_step": on_step,
     }

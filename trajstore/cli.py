@@ -30,6 +30,7 @@ from trajstore.console import (
     print_summary,
     stopped_by_signals,
 )
+from trajstore.encoding import ENCODINGS
 from trajstore.errors import InvalidArgument, TrajstoreError
 from trajstore.layout import format_bytes
 from trajstore.version import __version__
@@ -72,7 +73,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="Print the facts as
 @click.version_option(__version__, prog_name="trajstore")
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 def main(debug: bool) -> None:
-    r"""Record every optimizer step of a training run, and look into it.
+    """Record every optimizer step of a training run, and look into it.
 
     \b
     Example:
@@ -121,6 +122,11 @@ def _configuration(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--block-rows", type=int, help="Rows of a block; default: planned from the memory."
         ),
+        click.option(
+            "--encoding",
+            type=click.Choice(ENCODINGS),
+            help="delta (default): smaller, faster; portable: for any reader of Zarr v3.",
+        ),
     )
     for option in reversed(options):
         command = option(command)
@@ -135,6 +141,7 @@ _PLACES = {
     "tokens": "recording.tokens",
     "memory": "recording.memory",
     "block_rows": "recording.block_rows",
+    "encoding": "recording.encoding",
 }
 
 
@@ -184,7 +191,7 @@ def record(
     as_json: bool,
     **fields: Any,
 ) -> None:
-    r"""Train a model and record every optimizer step.
+    """Train a model and record every optimizer step.
 
     \b
     Example:
@@ -233,7 +240,7 @@ def plan(
     as_json: bool,
     **fields: Any,
 ) -> None:
-    r"""Tell what a run will cost before it is made: rows, chunks, bytes, memory, files.
+    """Tell what a run will cost before it is made: rows, chunks, bytes, memory, files.
 
     \b
     Example:
@@ -263,7 +270,7 @@ def plan(
 @_JSON
 @_sentences
 def fetch(name: str, source: str | None, sha256: str | None, as_json: bool) -> None:
-    r"""Download a corpus or tokenizer into the cache, where `record` finds it.
+    """Download a corpus or tokenizer into the cache, where `record` finds it.
 
     \b
     Example:
@@ -287,7 +294,7 @@ def fetch(name: str, source: str | None, sha256: str | None, as_json: bool) -> N
 @_JSON
 @_sentences
 def presets(name: str | None, as_json: bool) -> None:
-    r"""List the presets, or print one as TOML that `record --config` takes.
+    """List the presets, or print one as TOML that `record --config` takes.
 
     \b
     Example:
@@ -321,7 +328,7 @@ def _facts(path: str | Path) -> dict[str, Any]:
 @_JSON
 @_sentences
 def info(run: str, as_json: bool) -> None:
-    r"""Tell what a run is: rows, arrays, sizes, configuration, origin. Also while it is recorded.
+    """Tell what a run is: rows, arrays, sizes, configuration, origin. Also while it is recorded.
 
     \b
     Example:
@@ -339,7 +346,7 @@ def info(run: str, as_json: bool) -> None:
 @_JSON
 @_sentences
 def summary(run: str, as_json: bool) -> None:
-    r"""Print the tables of the notebooks: gradients, displacement, centroid, logits, loss.
+    """Print the tables of the notebooks: gradients, displacement, centroid, logits, loss.
 
     \b
     Example:
@@ -389,7 +396,7 @@ def analyze(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    r"""Compute quantities of a run in one pass, and write them or tell what they are like.
+    """Compute quantities of a run in one pass, and write them or tell what they are like.
 
     \b
     Example:
@@ -445,7 +452,7 @@ def analyze(
 @_JSON
 @_sentences
 def export(run: str, format_name: str, output: str, as_json: bool, **options: Any) -> None:
-    r"""Write a run, or part of it, for other programs. Memory stays flat, whatever the size.
+    """Write a run, or part of it, for other programs. Memory stays flat, whatever the size.
 
     \b
     Example:
@@ -487,7 +494,7 @@ def export(run: str, format_name: str, output: str, as_json: bool, **options: An
 @_JSON
 @_sentences
 def import_(file: str, output: str, as_json: bool, **options: Any) -> None:
-    r"""Make a run of a safetensors or HDF5 file.
+    """Make a run of a safetensors or HDF5 file.
 
     \b
     Example:

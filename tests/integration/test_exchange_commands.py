@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import xarray as xr
-from conftest import Cli
+from bits_and_calls import Cli
 from exchange_runs import assert_same_run, write_run
 from safetensors.numpy import load_file, save_file
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tensorstore
 import xarray as xr
-from conftest import Cli
+from bits_and_calls import Cli
 
 import trajstore
 
@@ -88,7 +88,14 @@ def test_every_step_follows_from_the_one_before(gatsby: Path) -> None:
         assert torch.equal(state["exp_avg_sq"], rows["exp_avg_sq"][t])
 
 
-def test_a_stranger_reads_it_with_nothing_of_ours(gatsby: Path) -> None:
+def test_a_stranger_reads_it_with_nothing_of_ours(
+    gatsby: Path, trajstore_cli: Cli, tmp_path: Path
+) -> None:
+    """A portable run, in a process that imports nothing of ours; the same numbers as delta."""
+    portable = tmp_path / "portable.zarr"
+    trajstore_cli(
+        "record", "--preset", "gatsby", "--steps", STEPS, "--encoding", "portable", "-o", portable
+    )
     code = (
         "import sys, xarray as xr\n"
         "ds = xr.open_zarr(sys.argv[1])\n"
@@ -97,15 +104,15 @@ def test_a_stranger_reads_it_with_nothing_of_ours(gatsby: Path) -> None:
         "print(float(ds.W.astype('f8').sum()))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, gatsby],
+        [sys.executable, "-W", "error", "-c", code, portable],
         capture_output=True,
         text=True,
-        cwd=gatsby.parent,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     W = xr.open_zarr(gatsby).W
     assert float(done.stdout) == float(W.astype("f8").sum())
-    spec = {"driver": "zarr3", "kvstore": f"file://{gatsby}/W/"}
+    spec = {"driver": "zarr3", "kvstore": f"file://{portable}/W/"}
     theirs = tensorstore.open(spec, read=True).result().read().result()
     assert theirs.tobytes() == W.values.tobytes()
 

@@ -49,6 +49,6 @@ def test_every_preset_is_described() -> None:
 
 
 def test_every_variable_is_described() -> None:
-    from trajstore.schema import VARIABLES
+    from trajstore.schema import RECORDED
 
-    assert all(f"`{name}`" in PAGE for name in VARIABLES)
+    assert all(f"`{name}`" in PAGE for name in RECORDED)

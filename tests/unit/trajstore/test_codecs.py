@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import zarr
-from conftest import random_bits
+from bits_and_calls import random_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst

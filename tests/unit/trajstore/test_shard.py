@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
-from conftest import random_bits
+from bits_and_calls import random_bits
 from zarr.storage import MemoryStore
 
 from trajstore.bits import widen

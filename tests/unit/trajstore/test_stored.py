@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zarr
-from conftest import random_bits
+from bits_and_calls import random_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xarray as xr
 import zarr
-from conftest import random_bits
+from bits_and_calls import random_bits
 
 import trajstore
 from trajstore import InvalidArgument, RunExists, RunWriter, WriterClosed
