@@ -34,6 +34,7 @@ __all__ = [
     "STATUSES",
     "Inspection",
     "Problem",
+    "block_rows",
     "inspect",
     "is_moment",
     "is_series",
@@ -228,6 +229,11 @@ def is_series(name: str) -> bool:
     return name == STEP.name or name in VARIABLES
 
 
+def block_rows(document: Document) -> int:
+    """Rows that an array stores together: those of a shard, or of a chunk without shards."""
+    return int(document["chunk_grid"]["configuration"]["chunk_shape"][0])
+
+
 def with_rows(name: str, document: Document, rows: int) -> Document:
     """The document with another number of rows, if it has any."""
     if not is_series(name):
@@ -243,7 +249,7 @@ def same(one: Any, other: Any) -> bool:
 def is_moment(text: Any) -> bool:
     """Whether it is a time as a writer writes it: ISO 8601 to the second, with its offset."""
     try:
-        return datetime.fromisoformat(text).isoformat(timespec="seconds") == text
+        return bool(datetime.fromisoformat(text).isoformat(timespec="seconds") == text)
     except (TypeError, ValueError):
         return False
 
