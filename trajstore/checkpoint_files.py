@@ -21,10 +21,20 @@ __all__ = ["check_checkpoints", "checkpoint_folder"]
 
 _PIECE = 4 << 20
 
+# What the format calls types of torch that a run has no use for, and a random generator has.
+_NAMES = {
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+}
+
 
 def checkpoint_folder(run: Path) -> Path:
     """Where the checkpoints of a run lie: beside it, as ``NAME.ckpt``."""
-    return run.with_suffix(".ckpt")
+    return run.with_name(f"{run.name.removesuffix('.zarr')}.ckpt")
 
 
 def check_checkpoints(run: Path) -> Iterator[Problem]:
@@ -43,32 +53,34 @@ def check_checkpoints(run: Path) -> Iterator[Problem]:
         try:
             with SafetensorsFile(path) as file:
                 yield from _check(file)
-        except (FormatError, OSError) as error:
-            yield Problem(array=None, path=path, message=f"the checkpoint is broken: {error}")
+        except FormatError as error:
+            yield _broken(path, str(error))
 
 
 def _check(file: SafetensorsFile) -> Iterator[Problem]:
     text = file.metadata.get("trajstore", "")
     if file.metadata.get("crc32c") != str(google_crc32c.value(text.encode())):
-        yield _broken(file, "its description does not fit its checksum")
+        yield _broken(file.path, "its description does not fit its checksum")
         return
     tensors = json.loads(text)["tensors"]
     for name in sorted(tensors.keys() ^ file.entries.keys()):
         where = "missing" if name in tensors else "not in its description"
-        yield _broken(file, f"the tensor {name} is {where}")
+        yield _broken(file.path, f"the tensor {name} is {where}")
     for name in sorted(tensors.keys() & file.entries.keys()):
         entry, told = file.entries[name], tensors[name]
-        if entry.dtype != told["dtype"] or list(entry.shape) != told["shape"]:
-            yield _broken(file, f"the tensor {name} is not of the type and shape described", entry)
+        dtype = _NAMES.get(told["dtype"], told["dtype"])
+        if entry.dtype != dtype or list(entry.shape) != told["shape"]:
+            yield _broken(file.path, f"the tensor {name} is not of its type and shape", entry)
         elif _checksum(file.path, entry) != told["crc32c"]:
-            yield _broken(file, f"the tensor {name} does not fit its checksum", entry)
+            yield _broken(file.path, f"the tensor {name} does not fit its checksum", entry)
 
 
-def _broken(file: SafetensorsFile, fault: str, entry: Entry | None = None) -> Problem:
+def _broken(path: Path, fault: str, entry: Entry | None = None) -> Problem:
     span: dict[str, Any] = {}
     if entry is not None:
         span = {"first_byte": entry.begin, "stop_byte": entry.end}
-    return Problem(array=None, path=file.path, message=f"the checkpoint is broken: {fault}", **span)
+    message = f"the checkpoint is broken: {fault}"
+    return Problem(array=None, path=path, message=message, remedy="remove", **span)
 
 
 def _checksum(path: Path, entry: Entry) -> int:

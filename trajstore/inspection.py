@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import zarr
 from zarr.core.buffer.cpu import Buffer
@@ -23,13 +23,11 @@ from zarr.storage import MemoryStore
 from trajstore.bits import NATIVE_TYPES, STEP_TYPE
 from trajstore.encoding import ENCODINGS
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
-from trajstore.metadata import DOCUMENT
+from trajstore.metadata import CHANGING, COPY, DOCUMENT, Status
 from trajstore.schema import COORDINATES, FORMAT, STEP, VARIABLES
 from trajstore.stored import StoredArray, stored_array
 
 __all__ = [
-    "CHANGING",
-    "COPY",
     "REQUIRED",
     "STATUSES",
     "Inspection",
@@ -45,12 +43,6 @@ __all__ = [
 
 Document = dict[str, Any]
 
-COPY = "root_attributes"
-"""Attribute of `step` that holds the fixed attributes of the root, as JSON text."""
-
-CHANGING = ("status", "committed_rows", "updated")
-"""Attributes of the root that change with a commit, and so have no copy."""
-
 REQUIRED = (
     "trajstore_format",
     "trajstore_version",
@@ -65,7 +57,7 @@ REQUIRED = (
 )
 """Attributes that every root has."""
 
-STATUSES = ("recording", "complete", "interrupted")
+STATUSES: tuple[Status, ...] = get_args(Status)
 
 _ARRAY_KEYS = {
     "zarr_format",
@@ -98,11 +90,15 @@ class Problem:
         The file.
     message : str
         One sentence.
+    remedy : {'rewrite', 'cut', 'remove', 'none'}
+        What a repair can do: write the document anew from what else is known, drop the rows from
+        this block on, remove the file, or nothing.
     """
 
     array: str | None
     path: Path
     message: str
+    remedy: Literal["rewrite", "cut", "remove", "none"] = "none"
     block: int | None = None
     first_byte: int | None = None
     stop_byte: int | None = None
@@ -160,10 +156,16 @@ class Inspection:
         entries = block.get("metadata") if isinstance(block, dict) else None
         return entries if isinstance(entries, dict) else None
 
-    def report(self, array: str | None, message: str, path: Path | None = None) -> None:
+    def report(
+        self,
+        array: str | None,
+        message: str,
+        path: Path | None = None,
+        remedy: Literal["rewrite", "none"] = "rewrite",
+    ) -> None:
         """Add a problem of a document: by default that of the array, or of the root."""
-        default = self.path / array / DOCUMENT if array else self.path / DOCUMENT
-        self.problems.append(Problem(array=array, path=path or default, message=message))
+        path = path or self.path / (array or "") / DOCUMENT
+        self.problems.append(Problem(array=array, path=path, message=message, remedy=remedy))
 
 
 def inspect(path: str | os.PathLike[str]) -> Inspection:
@@ -288,6 +290,7 @@ def _read(found: Inspection, array: str | None) -> Document | None:
             first_byte=first,
             stop_byte=None if first is None else size,
             message=f"{DOCUMENT} cannot be read: {message}",
+            remedy="rewrite",
         )
     )
     return None
@@ -545,14 +548,17 @@ def _check_lengths(found: Inspection) -> None:
     """Check that the arrays agree with each other, and that those are there that must be."""
     for name in (STEP.name, "token"):
         if name not in found.arrays and name not in found.own:
-            found.report(name, "it is missing, and every run has it")
+            found.report(name, "it is missing, and every run has it", remedy="none")
     if not any(name in found.arrays or name in found.own for name in ("W", "delta")):
-        found.report("W", "it is missing, and every run holds W, or its changes as delta")
+        found.report(
+            "W", "it is missing, and every run holds W, or its changes as delta", remedy="none"
+        )
     lengths = _lengths(found.arrays.values())
     for name, document in found.arrays.items():
         for dim, length in zip(document["dimension_names"], document["shape"], strict=True):
             if dim in lengths and length != lengths[dim]:
-                found.report(name, f"has {length} along {dim}, others have {lengths[dim]}")
+                message = f"has {length} along {dim}, others have {lengths[dim]}"
+                found.report(name, message, remedy="none")
     block = found.attributes.get("block_rows")
     for name in filter(is_series, found.arrays):
         stored = found.stored(name)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trajstore.inspection import Inspection, block_rows, is_series
 from trajstore.metadata import DOCUMENT, chunk_key
-from trajstore.objects import PARTIAL_SUFFIX
+from trajstore.objects import PARTIAL_SUFFIX, leftovers
 
 __all__ = ["Leftovers", "find_leftovers"]
 
@@ -54,12 +54,10 @@ def find_leftovers(inspection: Inspection, rows: int | None = None) -> Leftovers
     rows : int, optional
         Rows of the run; those that are committed without it.
     """
-    found = Leftovers()
+    found = Leftovers(temporaries=leftovers(inspection.path))
     rows = inspection.rows if rows is None else rows
     for entry in _entries(inspection.path):
-        if _is_temporary(entry):
-            found.temporaries.append(Path(entry.path))
-        elif entry.name != DOCUMENT and entry.name not in inspection.own:
+        if not _is_known(entry) and entry.name not in inspection.own:
             found.unknown.append(Path(entry.path))
     for name in inspection.own:
         _find_in_array(inspection, name, rows, found)
@@ -67,14 +65,12 @@ def find_leftovers(inspection: Inspection, rows: int | None = None) -> Leftovers
 
 
 def _find_in_array(inspection: Inspection, name: str, rows: int, found: Leftovers) -> None:
-    entries = _entries(inspection.path / name)
-    found.temporaries += [Path(entry.path) for entry in entries if _is_temporary(entry)]
     document = inspection.arrays.get(name)
     if document is None or not is_series(name) or inspection.stored(name) is None:
         return  # how its files are called is its own affair
     beyond = []
-    for entry in entries:
-        if _is_temporary(entry) or entry.name == DOCUMENT:
+    for entry in _entries(inspection.path / name):
+        if _is_known(entry):
             continue
         block = _block(name, entry.name, len(document["shape"]))
         if block is None:
@@ -92,8 +88,10 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         return sorted(entries, key=lambda entry: entry.name)
 
 
-def _is_temporary(entry: os.DirEntry[str]) -> bool:
-    return entry.name.startswith(".") and entry.name.endswith(PARTIAL_SUFFIX) and entry.is_file()
+def _is_known(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a document, or temporary."""
+    temporary = entry.name.startswith(".") and entry.name.endswith(PARTIAL_SUFFIX)
+    return entry.name == DOCUMENT or temporary
 
 
 def _block(name: str, leaf: str, ndim: int) -> int | None:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -235,6 +235,8 @@ class _Shard:
 def _size_of_shards(inspection: Inspection) -> int:
     size = 0
     for name in filter(is_series, inspection.arrays):
+        if not (inspection.path / name).is_dir():
+            continue  # which is a problem of its own
         with os.scandir(inspection.path / name) as entries:
             size += sum(entry.stat().st_size for entry in entries if entry.name.startswith("c"))
     return size
@@ -256,8 +258,16 @@ def _jobs(checked: Checked, name: str) -> Iterator[Job]:
             shard = _Shard(path)
         except OSError as error:
             missing = isinstance(error, FileNotFoundError)
-            message = "the shard is missing" if missing else f"cannot be read: {error.strerror}"
-            checked.problems.append(Problem(array=name, block=block, path=path, message=message))
+            checked.problems.append(
+                Problem(
+                    array=name,
+                    block=block,
+                    path=path,
+                    message="the shard is missing" if missing else f"cannot be read: {error}",
+                    # What the system refuses today it may give tomorrow.
+                    remedy="cut" if missing else "none",
+                )
+            )
             continue
         checked.shards += 1
         where = _index(checked, stored, shard, block)
@@ -279,7 +289,7 @@ def _index(
     size = os.fstat(shard.number).st_size
     end = size - stored.index_length
 
-    def report(message: str, first: int, stop: int) -> None:
+    def report(message: str, first: int, stop: int, remedy: Literal["cut", "none"] = "cut") -> None:
         checked.problems.append(
             Problem(
                 array=stored.name,
@@ -288,6 +298,7 @@ def _index(
                 stop_byte=stop,
                 path=shard.path,
                 message=message,
+                remedy=remedy,
             )
         )
 
@@ -298,7 +309,7 @@ def _index(
         report("the index is broken" if end >= 0 else torn, max(end, 0), size)
         return {}
     except OSError as error:
-        report(f"the index cannot be read: {error.strerror}", end, size)
+        report(f"the index cannot be read: {error}", end, size, "none")
         return {}
     checked.bytes += stored.index_length
     entries = [(int(offset), int(length)) for offset, length in index]
@@ -314,11 +325,11 @@ def _index(
             continue
         if offset != at:
             fault = "belong to no chunk" if offset > at else "belong to two chunks"
-            report(f"bytes of the shard {fault}", min(at, offset), max(at, offset))
+            report(f"bytes of the shard {fault}", min(at, offset), max(at, offset), "none")
         at = max(at, offset + length)
         where[number] = offset, length
     if at < end:
-        report("bytes of the shard belong to no chunk", at, end)
+        report("bytes of the shard belong to no chunk", at, end, "none")
     return where
 
 
@@ -336,14 +347,17 @@ def _job(
             offset, length = where[number]
             found.chunks += 1
             found.bytes += length
+            remedy: Literal["cut", "none"] = "none"
             try:
                 data = os.pread(shard.number, length, offset)
                 if len(data) != length:
                     raise ValueError("the file ends before it")
                 values = stored.chain.unpack(data, stored.chunk)
                 fault = _fault(stored, native, values)
-            except (ValueError, RuntimeError, OSError) as error:
-                fault = f"a broken chunk ({error})"
+            except OSError as error:
+                fault = f"cannot be read: {error}"
+            except (ValueError, RuntimeError) as error:
+                fault, remedy = f"a broken chunk ({error})", "cut"
             if fault:
                 found.problems.append(
                     Problem(
@@ -353,6 +367,7 @@ def _job(
                         stop_byte=offset + length,
                         path=shard.path,
                         message=fault,
+                        remedy=remedy,
                     )
                 )
                 continue
