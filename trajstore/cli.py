@@ -20,6 +20,7 @@ from trajstore.console import (
     AnalysisProgress,
     BytesProgress,
     RecordingProgress,
+    StepsProgress,
     err,
     out,
     print_description,
@@ -27,11 +28,13 @@ from trajstore.console import (
     print_json,
     print_notes,
     print_plan,
+    print_repair,
     print_summary,
+    print_verification,
     stopped_by_signals,
 )
 from trajstore.encoding import ENCODINGS
-from trajstore.errors import InvalidArgument, TrajstoreError
+from trajstore.errors import InvalidArgument, MissingExtra, TrajstoreError
 from trajstore.layout import format_bytes
 from trajstore.version import __version__
 
@@ -514,3 +517,81 @@ def import_(file: str, output: str, as_json: bool, **options: Any) -> None:
         f"{done.tokens} tokens, {held}; read as layout {done.layout}."
     )
     print_notes(done.notes)
+
+
+@main.command()
+@_RUN
+@click.option(
+    "--replay",
+    "with_replay",
+    is_flag=True,
+    help="Recompute every step with the recorded optimizer, and compare bit for bit. Needs torch.",
+)
+@_JSON
+@_sentences
+def verify(run: str, with_replay: bool, as_json: bool) -> None:
+    """Read everything that is stored of a run against its checksums. Nothing is changed.
+
+    Exits with 1 if anything is wrong.
+
+    \b
+    Example:
+      trajstore verify gatsby.zarr
+      trajstore verify gatsby.zarr --replay
+    """
+    from trajstore.verification import verify as check
+
+    with BytesProgress("verifying") as progress:
+        found = check(run, on_progress=progress.show)
+    # What is broken is not worth replaying.
+    replayed = _replay(run) if with_replay and found.clean else None
+    if as_json:
+        print_json(found.facts() | ({} if replayed is None else {"replay": replayed.facts()}))
+    else:
+        print_verification(found)
+        if replayed is not None:
+            from trajstore.console import print_replay  # type: ignore[attr-defined]
+
+            print_replay(replayed)
+    if not found.clean or (replayed is not None and not replayed.clean):
+        sys.exit(1)
+
+
+def _replay(run: str) -> Any:
+    try:
+        from trainers.replay import replay
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingExtra(
+            "replaying carries out every step with torch; install trajstore[train]"
+        ) from error
+    with StepsProgress("replaying") as progress:
+        return replay(run, on_progress=progress.show)
+
+
+@main.command()
+@_RUN
+@click.option("--yes", is_flag=True, help="Do it; without this, only say what would be done.")
+@_JSON
+@_sentences
+def repair(run: str, yes: bool, as_json: bool) -> None:
+    """Bring a damaged run back to its last whole commit.
+
+    Says what would be done, and does it with --yes. Exits with 1 if something cannot be repaired.
+
+    \b
+    Example:
+      trajstore repair gatsby.zarr
+      trajstore repair gatsby.zarr --yes
+    """
+    from trajstore.repair import repair as mend
+
+    with BytesProgress("checking") as progress:
+        found = mend(run, yes=yes, on_progress=progress.show)
+    if as_json:
+        print_json(found.facts())
+    else:
+        print_repair(found)
+    if found.unrepaired:
+        sys.exit(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import time
 from collections.abc import Iterable, Iterator
@@ -32,11 +33,14 @@ from trajstore.layout import format_bytes
 if TYPE_CHECKING:
     from trainers.corpus import Corpus
     from trainers.recorder import Recorder
+    from trajstore.repair import Repair
+    from trajstore.verification import Verification
 
 __all__ = [
     "AnalysisProgress",
     "BytesProgress",
     "RecordingProgress",
+    "StepsProgress",
     "err",
     "out",
     "print_description",
@@ -44,7 +48,9 @@ __all__ = [
     "print_json",
     "print_notes",
     "print_plan",
+    "print_repair",
     "print_summary",
+    "print_verification",
     "stopped_by_signals",
     "table",
 ]
@@ -123,6 +129,38 @@ class BytesProgress:
 
     def show(self, done: int, total: int) -> None:
         """Show how many bytes are done."""
+        self._bar.update(self._task, completed=done, total=total)
+
+
+class StepsProgress:
+    """Progress of something that goes through the rows of a run: a bar on a terminal.
+
+    Parameters
+    ----------
+    verb : str
+        What is going on.
+    """
+
+    def __init__(self, verb: str) -> None:
+        self._bar = Progress(
+            TextColumn(f"{verb} row {{task.completed}}/{{task.total}}"),
+            BarColumn(bar_width=30),
+            TimeRemainingColumn(),
+            console=err,
+            transient=True,
+            disable=not err.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=None)
+
+    def __enter__(self) -> StepsProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def show(self, done: int, total: int) -> None:
+        """Show how many rows are done."""
         self._bar.update(self._task, completed=done, total=total)
 
 
@@ -397,3 +435,58 @@ def print_summary(summary: xr.Dataset, ds: xr.Dataset) -> None:
             for loss, step in zip(summary["loss"].values, steps.values(), strict=True)
         )
         out.print(f"Loss: {losses}")
+
+
+def print_verification(found: Verification) -> None:
+    """Print what `trajstore.verification.verify` found: what is broken, and where."""
+    if found.problems:
+        printed = table("Problems", "array", "block", "bytes", "file", "what is wrong")
+        for column in printed.columns[3:]:
+            column.justify = "left"
+        for problem in found.problems:
+            span = "" if problem.first_byte is None else f"{problem.first_byte}–{problem.stop_byte}"
+            printed.add_row(
+                problem.array or "",
+                "" if problem.block is None else str(problem.block),
+                span,
+                Text(os.path.relpath(problem.path, found.path.parent)),
+                Text(problem.message),
+            )
+        out.print(printed)
+    print_notes(found.notes)
+    verdict = "sound" if found.clean else f"{_counted(len(found.problems), 'problem')}"
+    out.print(
+        Text(
+            f"{found.path.name}: {verdict}; checked {_counted(found.rows, 'row')} in "
+            f"{_counted(found.shards, 'shard')}, {_counted(found.chunks, 'chunk')}, "
+            f"{format_bytes(found.bytes)}."
+        )
+    )
+
+
+def print_repair(found: Repair) -> None:
+    """Print what `trajstore.repair.repair` has done, or would do."""
+    if not found.actions and not found.unrepaired:
+        out.print(Text(f"{found.path.name} is sound: there is nothing to repair."))
+        return
+    if found.actions:
+        out.print(Text("Done:" if found.done else "Would be done:"))
+    for action in found.actions:
+        out.print(Text(f"  {action}."))
+    if found.unrepaired:
+        out.print(Text("Cannot be repaired, as it is written down nowhere else:"))
+    for sentence in found.unrepaired:
+        out.print(Text(f"  {sentence}."))
+    if found.actions and not found.done:
+        out.print(
+            Text(f"Nothing has been changed. Do it with: trajstore repair {found.path} --yes")
+        )
+
+
+def _counted(number: int, noun: str) -> str:
+    """A number of things.
+
+    >>> _counted(1, "row"), _counted(2000, "row")
+    ('1 row', '2,000 rows')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

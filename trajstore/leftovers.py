@@ -33,13 +33,13 @@ class Leftovers:
     def notes(self) -> list[str]:
         """A sentence on each kind that is there."""
         notes = [
-            f"{name} has {len(paths)} shards past the commit, which no reader sees"
+            f"{name} has shards past the commit ({len(paths)}), which no reader sees"
             for name, paths in self.beyond.items()
         ]
         if self.temporaries:
             notes.append(
-                f"{len(self.temporaries)} temporary files, as a writer leaves them that ends, or "
-                f"is, in the middle of a write; the first is {self.temporaries[0].name}"
+                f"there are temporaries ({len(self.temporaries)}), as a writer leaves them that "
+                f"ends, or is, in the middle of a write; the first is {self.temporaries[0].name}"
             )
         notes += [f"{path.name} is not part of the run" for path in self.unknown]
         return notes

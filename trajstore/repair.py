@@ -188,7 +188,7 @@ def _cut(checked: Checked, plan: _Plan) -> None:
         return
     plan.rows, first = min(lost, key=lambda item: item[0])
     dropped = checked.inspection.rows - plan.rows
-    rest = f"; so are {len(lost) - 1} further places" if len(lost) > 1 else ""
+    rest = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
     left = f"{plan.rows} stay" if plan.rows else "none stay"
     plan.actions.append(
         f"{dropped} of {checked.inspection.rows} rows are dropped, those from row {plan.rows} on; "
@@ -330,20 +330,21 @@ def _is_possible(key: str, value: Any) -> bool:
 def _remove(checked: Checked, plan: _Plan) -> None:
     """Settle which files go."""
     inspection = checked.inspection
-    for name, paths in find_leftovers(inspection, plan.rows).beyond.items():
+    for paths in find_leftovers(inspection, plan.rows).beyond.values():
         plan.remove += paths
-        past = len(checked.leftovers.beyond.get(name, ()))
-        if past:
-            plan.actions.append(
-                f"{past} shards of {name} past the commit are removed: no reader has ever seen them"
-            )
-        if len(paths) > past:
-            plan.actions.append(f"{len(paths) - past} shards of {name} go with the dropped rows")
+    past = sum(map(len, checked.leftovers.beyond.values()))
+    if past:
+        plan.actions.append(
+            f"shards past the commit are removed ({past}): no reader has ever seen them as part of "
+            "the run"
+        )
+    if len(plan.remove) > past:
+        plan.actions.append(f"shards of the dropped rows are removed ({len(plan.remove) - past})")
     if checked.leftovers.temporaries:
         plan.temporaries = True
         plan.actions.append(
-            f"{len(checked.leftovers.temporaries)} temporary files of writes that did not end are "
-            "removed"
+            f"temporaries of writes that did not end are removed "
+            f"({len(checked.leftovers.temporaries)})"
         )
     for path in dict.fromkeys(p.path for p in checked.problems if p.remedy == "remove"):
         plan.remove.append(path)
