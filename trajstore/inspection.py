@@ -474,10 +474,12 @@ def _rank(
     odd = sum(dim in lengths and length != lengths[dim] for dim, length in pairs)
     attributes = document["attributes"]
     if name in COORDINATES:
-        known = COORDINATES[name].attributes
+        known, fill = entry.attributes, entry.fill_value
     else:
         known = {"long_name": entry.long_name, "units": entry.units}
+        fill = -1 if name == STEP.name else "NaN"
     odd += sum(attributes.get(key) != value for key, value in known.items())
+    odd += not same(document["fill_value"], fill)
     if name == STEP.name and COPY in attributes:
         odd += not same(_parsed(attributes[COPY]), _fixed(found.attributes))
     unreadable = 0
