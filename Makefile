@@ -21,6 +21,10 @@ demo: .venv  ## Record 300 steps of Gatsby and print the summary
 test: .venv  ## Run the tests
 	$(BIN)/python -m pytest
 
+.PHONY: flips
+flips: .venv  ## Flip 300 random bits in the files of runs; each must be found, or harmless
+	TRAJSTORE_FLIPS=300 $(BIN)/python -m pytest -q tests/integration/test_flipped_bits.py
+
 .PHONY: check
 check: .venv  ## Lint, check types and imports; change nothing
 	$(BIN)/ruff check .

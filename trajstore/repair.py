@@ -294,7 +294,8 @@ def _attributes(inspection: Inspection, plan: _Plan) -> dict[str, Any]:
             if inspection.root is not None or inspection.copy is not None:
                 plan.actions.append(f"the attribute {key} is lost; it becomes {value!r}")
             fixed[key] = value
-    return fixed
+    # In the order of the copy, whose text stays as it is where nothing has changed.
+    return {key: fixed[key] for key in (*copy, *fixed)}
 
 
 def _least(inspection: Inspection) -> dict[str, Any]:

@@ -229,7 +229,10 @@ def test_the_document_that_is_wrong_is_named(
     found = [problem for problem in verify(run).problems if problem.array == "W"]
     assert any(re.search(message, problem.message) for problem in found), found
     assert all(problem.block is None for problem in found)  # the data are read all the same
-    if message not in ("10 rows", "native_dtype|declared"):  # where nothing speaks for one of the two
+    if message not in (
+        "10 rows",
+        "native_dtype|declared",
+    ):  # where nothing speaks for one of the two
         assert {problem.path for problem in found} == {path}
 
 
