@@ -58,6 +58,8 @@ def test_the_promised_names_are_there() -> None:
         "analyze": "--output --scheduler --json",
         "export": "--format --layout --output --steps --tokens --vars --json",
         "import": "--output",
+        "verify": "--replay --json",
+        "repair": "--yes --json",
         "fetch": "",
     }
     assert promised.keys() <= main.commands.keys()

@@ -1,0 +1,73 @@
+"""`trajstore verify` and `trajstore repair`, as they are installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from bits_and_calls import Cli
+from damage import contents, flip, shard_index, wide_run
+
+from trajstore.encoding import ENCODINGS
+
+
+@pytest.fixture(params=ENCODINGS)
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    return wide_run(tmp_path / "run.zarr", request.param)
+
+
+def test_a_sound_run(trajstore_cli: Cli, run: Path) -> None:
+    done = trajstore_cli("verify", run)
+    assert done.stdout.startswith("run.zarr: sound; checked 11 rows in 15 shards, 37 chunks, ")
+    assert done.stdout.count("\n") == 1
+    facts = json.loads(trajstore_cli("verify", run, "--json").stdout)
+    assert facts["clean"] is True
+    assert (facts["rows"], facts["problems"], facts["notes"]) == (11, [], [])
+    before = contents(run)
+    done = trajstore_cli("repair", run, "--yes")
+    assert done.stdout == "run.zarr is sound: there is nothing to repair.\n"
+    assert contents(run) == before
+
+
+def test_damage_is_shown_and_repaired(trajstore_cli: Cli, run: Path) -> None:
+    path, index = shard_index(run, "W", 2)
+    offset, length = index[1]
+    flip(path, 8 * offset + 500)
+    (run / "grad" / "zarr.json").unlink()
+
+    done = trajstore_cli("verify", run, rc=1)
+    row = next(line for line in done.stdout.splitlines() if line.strip().startswith("W "))
+    assert row.split()[:4] == ["W", "2", f"{offset}–{offset + length}", "run.zarr/W/c.2.0.0"]
+    assert "run.zarr: 2 problems" in done.stdout
+    facts = json.loads(trajstore_cli("verify", run, "--json", rc=1).stdout)
+    assert [problem["array"] for problem in facts["problems"]] == ["grad", "W"]
+    assert facts["problems"][1]["first_byte"] == offset
+
+    before = contents(run)
+    done = trajstore_cli("repair", run)
+    assert done.stdout.startswith("Would be done:\n  3 of 11 rows are dropped, those from row 8 on")
+    assert "grad/zarr.json is written anew" in done.stdout
+    assert f"trajstore repair {run} --yes" in done.stdout
+    assert contents(run) == before
+    facts = json.loads(trajstore_cli("repair", run, "--yes", "--json").stdout)
+    assert (facts["done"], facts["rows_before"], facts["rows"]) == (True, 11, 8)
+    trajstore_cli("verify", run)
+    assert "interrupted, 8 rows" in trajstore_cli("info", run).stdout
+
+
+def test_what_cannot_be_repaired_is_said(trajstore_cli: Cli, run: Path) -> None:
+    flip(run / "token_text" / "c.0", 99)
+    done = trajstore_cli("repair", run, "--yes", rc=1)
+    assert "Cannot be repaired" in done.stdout
+    assert "token_text, block 0" in done.stdout
+    assert "Would be done" not in done.stdout
+
+
+def test_what_is_no_run_is_one_sentence(trajstore_cli: Cli, tmp_path: Path) -> None:
+    for command in ("verify", "repair"):
+        done = trajstore_cli(command, tmp_path / "nothing.zarr", rc=2)
+        assert done.stderr.startswith("trajstore: there is no run at ")
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        done = trajstore_cli(command, tmp_path / "empty", rc=1)
+        assert "is not a run" in done.stderr
