@@ -13,8 +13,8 @@ from typing import Any
 
 import google_crc32c
 
+from trajstore.documents import Problem
 from trajstore.errors import FormatError
-from trajstore.inspection import Problem
 from trajstore.safetensors import Entry, SafetensorsFile
 
 __all__ = ["check_checkpoints", "checkpoint_folder"]

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import zarr
 
+from trajstore.documents import Problem, open_document
 from trajstore.encoding import is_intact
-from trajstore.inspection import Inspection, Problem, open_document
+from trajstore.inspection import Inspection
 from trajstore.metadata import chunk_key
 from trajstore.schema import COORDINATES
 

@@ -7,41 +7,34 @@ in a document is seen, and mostly also which of the two is right.
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-import zarr
-from zarr.core.buffer.cpu import Buffer
-from zarr.storage import MemoryStore
-
-from trajstore.bits import NATIVE_TYPES, STEP_TYPE
+from trajstore.documents import (
+    Document,
+    Problem,
+    differences,
+    entry_of,
+    faults,
+    is_moment,
+    is_series,
+    open_document,
+    parse,
+    read_document,
+    same,
+    with_rows,
+)
 from trajstore.encoding import ENCODINGS
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 from trajstore.metadata import CHANGING, COPY, DOCUMENT, Status
-from trajstore.schema import COORDINATES, FORMAT, STEP, VARIABLES
+from trajstore.schema import COORDINATES, FORMAT, STEP, VARIABLES, Coordinate
 from trajstore.stored import StoredArray, stored_array
 
-__all__ = [
-    "REQUIRED",
-    "STATUSES",
-    "Inspection",
-    "Problem",
-    "block_rows",
-    "inspect",
-    "is_moment",
-    "is_series",
-    "open_document",
-    "same",
-    "with_rows",
-]
-
-Document = dict[str, Any]
+__all__ = ["REQUIRED", "STATUSES", "Inspection", "inspect"]
 
 REQUIRED = (
     "trajstore_format",
@@ -59,57 +52,7 @@ REQUIRED = (
 
 STATUSES: tuple[Status, ...] = get_args(Status)
 
-_ARRAY_KEYS = {
-    "zarr_format",
-    "node_type",
-    "shape",
-    "data_type",
-    "chunk_grid",
-    "chunk_key_encoding",
-    "fill_value",
-    "codecs",
-    "attributes",
-    "dimension_names",
-}
 _ROOT_KEYS = {"zarr_format", "node_type", "attributes", "consolidated_metadata"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """Something that is wrong with a run.
-
-    Attributes
-    ----------
-    array : str or None
-        None for what concerns the run as a whole.
-    block : int or None
-        Of the array, where it lies in one.
-    first_byte, stop_byte : int or None
-        What is broken in the file, from the first byte up to, not including, the last.
-    path : Path
-        The file.
-    message : str
-        One sentence.
-    remedy : {'rewrite', 'cut', 'remove', 'none'}
-        What a repair can do: write the document anew from what else is known, drop the rows from
-        this block on, remove the file, or nothing.
-    """
-
-    array: str | None
-    path: Path
-    message: str
-    remedy: Literal["rewrite", "cut", "remove", "none"] = "none"
-    block: int | None = None
-    first_byte: int | None = None
-    stop_byte: int | None = None
-
-    def __str__(self) -> str:
-        where = [] if self.array is None else [self.array]
-        if self.block is not None:
-            where.append(f"block {self.block}")
-        if self.first_byte is not None:
-            where.append(f"bytes {self.first_byte} to {self.stop_byte}")
-        return f"{', '.join(where) or self.path.name}: {self.message}"
 
 
 @dataclass(kw_only=True)
@@ -191,6 +134,8 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     found = Inspection(path=Path(text).absolute())
     if not found.path.exists():
         raise RunNotFound(f"there is no run at {text}")
+    if not found.path.is_dir():
+        raise FormatError(f"{text} is a file; a run is a folder")
     folders = _array_folders(found.path)
     if not folders and not (found.path / DOCUMENT).exists():
         raise FormatError(f"{text} is not a run: it has no {DOCUMENT}, and no array in it has one")
@@ -208,54 +153,6 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     return found
 
 
-def open_document(
-    document: Document, objects: Mapping[str, bytes] | None = None
-) -> zarr.Array[Any]:
-    """Array that a document describes, over the objects that are given, by key.
-
-    Raises
-    ------
-    FormatError
-        If zarr does not understand it.
-    """
-    contents = {DOCUMENT: json.dumps(document).encode(), **(objects or {})}
-    store = MemoryStore({key: Buffer.from_bytes(data) for key, data in contents.items()})
-    try:
-        return zarr.open_array(store, mode="r", zarr_format=3)
-    except Exception as error:  # whatever zarr raises for a document that nobody wrote
-        raise FormatError(f"zarr cannot open it: {error}") from error
-
-
-def is_series(name: str) -> bool:
-    """Whether an array grows with the rows."""
-    return name == STEP.name or name in VARIABLES
-
-
-def block_rows(document: Document) -> int:
-    """Rows that an array stores together: those of a shard, or of a chunk without shards."""
-    return int(document["chunk_grid"]["configuration"]["chunk_shape"][0])
-
-
-def with_rows(name: str, document: Document, rows: int) -> Document:
-    """The document with another number of rows, if it has any."""
-    if not is_series(name):
-        return document
-    return document | {"shape": [rows, *document["shape"][1:]]}
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two JSON values are the same; 1, 1.0 and true are three values."""
-    return bool(json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True))
-
-
-def is_moment(text: Any) -> bool:
-    """Whether it is a time as a writer writes it: ISO 8601 to the second, with its offset."""
-    try:
-        return bool(datetime.fromisoformat(text).isoformat(timespec="seconds") == text)
-    except (TypeError, ValueError):
-        return False
-
-
 def _array_folders(path: Path) -> list[str]:
     """Folders that hold an array, or have the name of one."""
     known = {STEP.name, *VARIABLES, *COORDINATES}
@@ -265,46 +162,11 @@ def _array_folders(path: Path) -> list[str]:
 
 
 def _read(found: Inspection, array: str | None) -> Document | None:
-    path = found.path / (array or "") / DOCUMENT
-    first: int | None = None
-    size = 0
-    try:
-        data = path.read_bytes()
-        size = len(data)
-        value = json.loads(data.decode(), object_pairs_hook=_distinct, parse_constant=_no_constant)
-        if isinstance(value, dict):
-            return value
-        message = "it is no JSON object"
-    except FileNotFoundError:
-        message = "it is missing"
-    except UnicodeDecodeError as error:
-        first, message = error.start, f"it is no JSON: {error.reason} at byte {error.start}"
-    except json.JSONDecodeError as error:
-        first, message = error.pos, f"it is no JSON: {error}"
-    except (ValueError, RecursionError) as error:
-        message = f"it is no JSON: {error}"
-    found.problems.append(
-        Problem(
-            array=array,
-            path=path,
-            first_byte=first,
-            stop_byte=None if first is None else size,
-            message=f"{DOCUMENT} cannot be read: {message}",
-            remedy="rewrite",
-        )
-    )
-    return None
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> Document:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a name occurs twice in it")
-    return made
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON value")
+    document = read_document(found.path / (array or "") / DOCUMENT, array)
+    if isinstance(document, Problem):
+        found.problems.append(document)
+        return None
+    return document
 
 
 def _check_root(found: Inspection) -> None:
@@ -350,35 +212,28 @@ def _choose_documents(found: Inspection) -> None:
         if name not in found.own:
             found.own[name] = None
             found.report(name, "its folder is missing")
-        candidates: list[tuple[tuple[Any, ...], Document, list[str], Path]] = []
+        sound: list[Document] = []
         for document, path in (
             (copy, found.path / DOCUMENT),
             (own, found.path / name / DOCUMENT),
         ):
             if document is None:
                 continue
-            faults = _faults(name, document)
-            rank = _rank(found, name, document, faults, lengths) if copy != own else ()
-            candidates.append(((len(faults), *rank), document, faults, path))
-        for _, _, faults, path in candidates:
-            for fault in faults:
+            wrong = faults(name, document)
+            for fault in wrong:
                 found.report(name, fault, path)
-        sound = [item for item in candidates if not item[2]]
-        if not candidates:
-            continue
-        _, document, _, path = min(sound or candidates, key=lambda item: item[0])
-        if sound:
-            found.arrays[name] = document
+            if not wrong:
+                sound.append(document)
         if len(sound) == 2:
-            _compare(found, name, sound[1][1], sound[0][1], wrong=_other(path, sound))
+            found.arrays[name] = _better(found, name, sound[0], sound[1], lengths)
+        elif sound:
+            found.arrays[name] = sound[0]
 
 
-def _other(path: Path, candidates: Iterable[tuple[Any, Document, Any, Path]]) -> Path:
-    return next(item[3] for item in candidates if item[3] != path)
-
-
-def _compare(found: Inspection, name: str, own: Document, copy: Document, wrong: Path) -> None:
-    """Report where the two documents of an array differ; a length that is ahead is a note."""
+def _better(
+    found: Inspection, name: str, copy: Document, own: Document, lengths: dict[str, int]
+) -> Document:
+    """The better of an array's two documents; report where they differ."""
     if is_series(name):
         rows, copied = own["shape"][0], copy["shape"][0]
         if rows > copied:
@@ -389,91 +244,28 @@ def _compare(found: Inspection, name: str, own: Document, copy: Document, wrong:
         elif rows < copied:
             found.report(name, f"has {rows} rows in its own document, {copied} in the root's")
         own = with_rows(name, own, copied)
-    differing = _differences(own, copy)
-    if differing:
-        found.report(
-            name,
-            f"its own document and its copy in the root differ in {', '.join(differing)}",
-            wrong,
-        )
-
-
-def _differences(one: Any, other: Any, at: str = "") -> list[str]:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return [
-            line
-            for key in sorted(one.keys() | other.keys())
-            for line in (
-                _differences(one[key], other[key], f"{at}.{key}" if at else key)
-                if key in one and key in other
-                else [f"{at}.{key}" if at else key]
-            )
-        ]
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return [
-            line
-            for number, pair in enumerate(zip(one, other, strict=True))
-            for line in _differences(*pair, f"{at}.{number}")
-        ]
-    return [] if same(one, other) else [at]
-
-
-def _faults(name: str, document: Any) -> list[str]:
-    """What is wrong with a document of an array by itself."""
-    if not isinstance(document, dict):
-        return ["its document is no JSON object"]
-    faults = [f"its document has no {key}" for key in sorted(_ARRAY_KEYS - document.keys())]
-    unknown = document.keys() - _ARRAY_KEYS - {"storage_transformers"}
-    faults += [f"its document has an unknown entry {key!r}" for key in sorted(unknown)]
-    if faults:
-        return faults
-    entry: Any = STEP if name == STEP.name else VARIABLES.get(name) or COORDINATES.get(name)
-    if entry is None:
-        return ["it is no variable or coordinate that this version knows"]
-    if document["dimension_names"] != list(entry.dims):
-        faults.append(f"its dimensions are not {', '.join(entry.dims)}")
-    shape, attributes = document["shape"], document["attributes"]
-    if (
-        not isinstance(shape, list)
-        or len(shape) != len(entry.dims)
-        or not all(type(length) is int and length >= 0 for length in shape)
-    ):
-        faults.append(f"its shape {shape!r} is none of {len(entry.dims)} lengths")
-    if not isinstance(attributes, dict):
-        return [*faults, "its attributes are no JSON object"]
-    if name in VARIABLES:
-        native = attributes.get("native_dtype")
-        known = NATIVE_TYPES.get(native) if isinstance(native, str) else None
-        if known is None:
-            faults.append(f"its native_dtype {native!r} is none of {', '.join(NATIVE_TYPES)}")
-        expected = None if known is None else known.stored.name
-    else:
-        expected = STEP_TYPE.name if name == STEP.name else entry.dtype
-    if expected is not None and document["data_type"] != expected:
-        faults.append(f"it is of type {document['data_type']!r}, expected {expected}")
-    if not faults:
-        try:
-            opened = open_document(document)
-        except FormatError as error:
-            return [str(error)]
-        if name in VARIABLES:
-            stored = stored_array(".", name, opened)
-            if stored and stored.chain.kind == "delta" and stored.chain.native.name != native:
-                faults.append(f"it is encoded as {stored.chain.native.name}, declared as {native}")
-    return faults
+    differing = differences(own, copy)
+    if not differing:
+        return copy
+    chosen = min(copy, own, key=lambda document: _rank(found, name, document, lengths))
+    found.report(
+        name,
+        f"its own document and its copy in the root differ in {', '.join(differing)}",
+        found.path / (name if chosen is copy else "") / DOCUMENT,
+    )
+    return chosen
 
 
 def _rank(
-    found: Inspection, name: str, document: Document, faults: list[str], lengths: Document
-) -> tuple[Any, ...]:
+    found: Inspection, name: str, document: Document, lengths: dict[str, int]
+) -> tuple[int, int]:
     """What speaks against a document whose twin says something else; the less, the better."""
-    if faults:
-        return ()
-    entry: Any = STEP if name == STEP.name else VARIABLES.get(name) or COORDINATES[name]
+    entry = entry_of(name)
+    assert entry is not None  # or it had a fault
     pairs = zip(entry.dims, document["shape"], strict=True)
     odd = sum(dim in lengths and length != lengths[dim] for dim, length in pairs)
     attributes = document["attributes"]
-    if name in COORDINATES:
+    if isinstance(entry, Coordinate):
         known, fill = entry.attributes, entry.fill_value
     else:
         known = {"long_name": entry.long_name, "units": entry.units}
@@ -497,7 +289,7 @@ def _rank(
 def _lengths(documents: Iterable[Document]) -> dict[str, int]:
     """Length of token and hidden that most documents agree on."""
     seen: dict[str, Counter[int]] = {"token": Counter(), "hidden": Counter()}
-    for document in documents:
+    for document in documents:  # which may say anything
         dims, shape = document.get("dimension_names"), document.get("shape")
         if isinstance(dims, list) and isinstance(shape, list) and len(dims) == len(shape):
             for dim, length in zip(dims, shape, strict=True):
@@ -571,7 +363,7 @@ def _check_lengths(found: Inspection) -> None:
 def _parsed(text: Any) -> Document | None:
     """Attributes that a text holds; None if it holds none."""
     try:
-        value = json.loads(text, object_pairs_hook=_distinct)
+        value = parse(text)
     except (TypeError, ValueError):
         return None
     return value if isinstance(value, dict) else None
@@ -606,7 +398,7 @@ def _check_attributes(found: Inspection) -> None:
                 found.report(
                     None,
                     f"the attribute {key} is not as in its copy in {STEP.name}: "
-                    f"{', '.join(_differences(fixed[key], found.copy[key], key))}",
+                    f"{', '.join(differences(fixed[key], found.copy[key], key))}",
                 )
     for key in REQUIRED:
         if key not in attributes and not (found.copy and key in found.copy):

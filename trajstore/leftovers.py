@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trajstore.inspection import Inspection, block_rows, is_series
+from trajstore.documents import block_rows, is_series
+from trajstore.inspection import Inspection
 from trajstore.metadata import DOCUMENT, chunk_key
 from trajstore.objects import PARTIAL_SUFFIX, leftovers
 

@@ -14,18 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trajstore.documents import Problem, block_rows, is_moment, is_series, same
 from trajstore.encoding import ENCODINGS
 from trajstore.errors import InvalidArgument, RunNotFound
-from trajstore.inspection import (
-    REQUIRED,
-    STATUSES,
-    Inspection,
-    Problem,
-    block_rows,
-    is_moment,
-    is_series,
-    same,
-)
+from trajstore.inspection import REQUIRED, STATUSES, Inspection
 from trajstore.leftovers import find_leftovers
 from trajstore.lock import RunLock
 from trajstore.metadata import CHANGING, COPY, DOCUMENT, Documents, Status, utc_now
