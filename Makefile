@@ -40,4 +40,4 @@ format: .venv  ## Format the code, and mend what the linter can
 .PHONY: bench
 bench: .venv  ## Measure against what people use today; the first time it records for minutes
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
-	for name in ingest read memory; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in ingest read memory verify; do $(BIN)/python benchmarks/$$name.py || exit 1; done
