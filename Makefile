@@ -23,7 +23,7 @@ test: .venv  ## Run the tests
 
 .PHONY: flips
 flips: .venv  ## Flip 300 random bits in the files of runs; each must be found, or harmless
-	TRAJSTORE_FLIPS=300 $(BIN)/python -m pytest -q tests/integration/test_flipped_bits.py
+	TRAJSTORE_FLIPS=300 $(BIN)/python -m pytest -q tests/unit/trajstore/test_flips.py
 
 .PHONY: check
 check: .venv  ## Lint, check types and imports; change nothing
@@ -37,7 +37,11 @@ format: .venv  ## Format the code, and mend what the linter can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+.PHONY: crash
+crash: .venv  ## Kill recordings 200 times and more, and damage files 300 times; takes a while
+	TRAJSTORE_KILLS=60 TRAJSTORE_FLIPS=300 $(BIN)/python -m pytest -q tests/crash tests/unit/trajstore/test_flips.py
+
 .PHONY: bench
 bench: .venv  ## Measure against what people use today; the first time it records for minutes
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
-	for name in ingest read memory verify; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in ingest read memory verify overhead stress; do $(BIN)/python benchmarks/$$name.py || exit 1; done
