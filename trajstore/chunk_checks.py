@@ -131,12 +131,14 @@ def array_jobs(inspection: Inspection, name: str, found: Found) -> Iterator[Job]
         found.shards += 1
         where = _index(found, stored, shard, block)
         batch: list[int] = []
+        size = 0
         # In the order of the file.
         for number in sorted(range(len(where)), key=lambda number: where[number]):
             batch.append(number)
-            if sum(where[number][1] for number in batch) >= _BATCH:
+            size += where[number][1]
+            if size >= _BATCH:
                 yield _job(stored, native, shard, block, where, batch)
-                batch = []
+                batch, size = [], 0
         if batch:
             yield _job(stored, native, shard, block, where, batch)
 

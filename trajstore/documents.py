@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import zarr
+from zarr.core.buffer import default_buffer_prototype
 from zarr.core.buffer.cpu import Buffer
 from zarr.storage import MemoryStore
 
@@ -26,6 +27,7 @@ __all__ = [
     "differences",
     "entry_of",
     "faults",
+    "is_canonical",
     "is_moment",
     "is_series",
     "open_document",
@@ -163,6 +165,19 @@ def open_document(
         return zarr.open_array(store, mode="r", zarr_format=3)
     except Exception as error:  # whatever zarr raises for a document that nobody wrote
         raise FormatError(f"zarr cannot open it: {error}") from error
+
+
+def is_canonical(document: Document) -> bool:
+    """Whether zarr would write the document as it is: it passes over names that it does not know.
+
+    Raises
+    ------
+    FormatError
+        If zarr does not understand it.
+    """
+    metadata = open_document(document).metadata
+    written = metadata.to_buffer_dict(default_buffer_prototype())[DOCUMENT].to_bytes()
+    return same(json.loads(written), document)
 
 
 def entry_of(name: str) -> Variable | Coordinate | None:

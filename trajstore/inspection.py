@@ -20,6 +20,7 @@ from trajstore.documents import (
     differences,
     entry_of,
     faults,
+    is_canonical,
     is_moment,
     is_series,
     open_document,
@@ -272,6 +273,9 @@ def _rank(
         fill = -1 if name == STEP.name else "NaN"
     odd += sum(attributes.get(key) != value for key, value in known.items())
     odd += not same(document["fill_value"], fill)
+    odd += not is_canonical(document)
+    named = attributes.get("coordinates", "")
+    odd += not (isinstance(named, str) and COORDINATES.keys() >= set(named.split()))
     if name == STEP.name and COPY in attributes:
         odd += not same(_parsed(attributes[COPY]), _fixed(found.attributes))
     unreadable = 0

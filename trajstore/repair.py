@@ -274,8 +274,13 @@ def _attributes(inspection: Inspection, plan: _Plan) -> dict[str, Any]:
                 )
                 fixed[key] = value
     if inspection.copy is not None and inspection.root is not None:
-        for key in own.keys() - copy.keys():
-            plan.actions.append(f"the copy in step takes over the attribute {key}")
+        for key in sorted(own.keys() - copy.keys()):
+            lost = [name for name in copy.keys() - own.keys() if same(copy[name], own[key])]
+            if lost:
+                plan.actions.append(f"the attribute {key} goes: it is {lost[0]} with a broken name")
+                del fixed[key]
+            else:
+                plan.actions.append(f"the copy in step takes over the attribute {key}")
     if inspection.root is None and inspection.copy is None:
         plan.actions.append(
             "the attributes of the root are lost, and this run has no copy of them: what config, "

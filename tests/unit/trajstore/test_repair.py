@@ -247,6 +247,7 @@ def test_a_lost_document_of_an_array_is_rebuilt(
         lambda root: root["attributes"].update(config={"why": "a tess", "lr": 1.5e-05}),
         lambda root: root["attributes"].pop("created"),
         lambda root: root["attributes"].update(trajstore_format=3),
+        lambda root: root["attributes"].update(creatdd=root["attributes"].pop("created")),
         lambda root: root["attributes"].update(committed_rows=15),
         lambda root: root["attributes"].update(updated="2026-01-01T00:00:0a+00:00"),
         lambda root: root["consolidated_metadata"].update(kind="inlone"),
@@ -254,6 +255,9 @@ def test_a_lost_document_of_an_array_is_rebuilt(
         lambda root: _entries(root)["W"]["shape"].__setitem__(0, 10),
         lambda root: _entries(root)["W"]["shape"].__setitem__(2, 7),
         lambda root: _entries(root)["loss"].update(fill_value=0),
+        lambda root: _entries(root)["W"]["attributes"].update(coordinates="is_deae token_count"),
+        lambda root: _misname(_entries(root)["W"]["codecs"][0]["configuration"]["codecs"][0]),
+        lambda root: _misname(_entries(root)["token_count"]["chunk_key_encoding"]),
         lambda root: _entries(root).update(V=_entries(root).pop("W")),
         lambda root: _entries(root)["step"]["attributes"].update(root_attributes="{}"),
     ],
@@ -264,7 +268,7 @@ def test_a_changed_root_is_put_right(run: Path, whole: Path, change: Callable[..
     assert_first_rows(run, whole, 11)
     got = attributes(run)
     assert got == attributes(whole) | {"updated": got["updated"]}
-    for name in SERIES:
+    for name in (*SERIES, "token_count"):
         document = json.loads((whole / name / "zarr.json").read_bytes())
         assert json.loads((run / name / "zarr.json").read_bytes()) == document
 
@@ -272,6 +276,10 @@ def test_a_changed_root_is_put_right(run: Path, whole: Path, change: Callable[..
 def _entries(root: dict[str, Any]) -> dict[str, Any]:
     entries: dict[str, Any] = root["consolidated_metadata"]["metadata"]
     return entries
+
+
+def _misname(entry: dict[str, Any]) -> None:
+    entry["configuratyon"] = entry.pop("configuration")
 
 
 def test_an_impossible_status_becomes_interrupted(run: Path, whole: Path) -> None:
