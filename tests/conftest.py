@@ -53,7 +53,7 @@ def small_run(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, dic
         hidden=6,
         variables={"W": "bfloat16", "grad": "float16", "logits": "bfloat16", "loss": "float32"},
         is_dead=np.arange(10) % 3 == 0,
-        token_count=np.arange(10),
+        token_count=np.arange(10) % 3 * 5,
         token_text=[f"<{number}>" for number in range(9)] + ["é\n"],
         config={"why": "a test"},
         block_rows=4,

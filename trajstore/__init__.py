@@ -19,7 +19,9 @@ from trajstore.errors import (
 from trajstore.export import Exported, export
 from trajstore.importing import Imported, import_file
 from trajstore.reader import open_run
+from trajstore.repair import Repair, repair
 from trajstore.tensors import to_torch
+from trajstore.verification import Verification, verify
 from trajstore.version import __version__
 from trajstore.writer import RunWriter
 
@@ -32,6 +34,7 @@ __all__ = [
     "InvalidArgument",
     "MissingExtra",
     "RecordingError",
+    "Repair",
     "RunExists",
     "RunLocked",
     "RunNotFound",
@@ -40,10 +43,13 @@ __all__ = [
     "TrajAccessor",
     "TrajstoreError",
     "VariableNotRecorded",
+    "Verification",
     "WriterClosed",
     "__version__",
     "export",
     "import_file",
     "open_run",
+    "repair",
     "to_torch",
+    "verify",
 ]

@@ -165,16 +165,7 @@ class Chain:
         ValueError
             If the checksum does not fit, or what is inside is not a chunk of that shape.
         """
-        if len(data) < _SMALLEST or not is_intact(data):
-            raise ValueError("the checksum does not fit")
-        unsigned = np.dtype(f"<u{self.itemsize}")
-        last = self.kind == "step-last"
-        order = _step_last(len(shape)) if last else tuple(range(len(shape)))
-        size = int(np.prod(shape)) * self.itemsize
-        if int.from_bytes(data[4:8], "little") != size:  # of what Blosc compressed
-            raise ValueError("it has another size than the metadata says")
-        values = _scratch.array("values", tuple(shape[axis] for axis in order), unsigned)
-        blosc.decompress(memoryview(data)[:-4], values)
+        values = self.unpack(data, shape)
         if self.kind == "delta":
             rows, *rest = window
             unfold(
@@ -184,7 +175,43 @@ class Chain:
                 rows.start,
             )
         else:
-            out[...] = values.view(out.dtype).transpose(np.argsort(order))[window]
+            if self.kind == "step-last":
+                values = values.transpose(np.argsort(_step_last(len(shape))))
+            out[...] = values.view(out.dtype)[window]
+
+    def unpack(self, data: bytes, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """Check and decompress a chunk: all of decoding that can fail.
+
+        What is left, adding up differences, is defined for every bit pattern.
+
+        Parameters
+        ----------
+        data : bytes
+            As `encode` made it.
+        shape : tuple of int
+            Of the whole chunk.
+
+        Returns
+        -------
+        ndarray of unsigned integers
+            Folded differences of the native bits, or bits of the stored values; step is the last
+            axis of kind ``step-last``. It is scratch of this thread, until the next call.
+
+        Raises
+        ------
+        ValueError
+            If the checksum does not fit, or what is inside is not a chunk of that shape.
+        """
+        if len(data) < _SMALLEST or not is_intact(data):
+            raise ValueError("the checksum does not fit")
+        order = _step_last(len(shape)) if self.kind == "step-last" else range(len(shape))
+        size = int(np.prod(shape)) * self.itemsize
+        if int.from_bytes(data[4:8], "little") != size:  # of what Blosc compressed
+            raise ValueError("it has another size than the metadata says")
+        unsigned = np.dtype(f"<u{self.itemsize}")
+        values = _scratch.array("values", tuple(shape[axis] for axis in order), unsigned)
+        blosc.decompress(memoryview(data)[:-4], values)
+        return values
 
 
 def _step_last(ndim: int) -> tuple[int, ...]:

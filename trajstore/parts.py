@@ -133,15 +133,21 @@ def series_tensor(
     return Tensor(key=key, dtype=wanted.name, shape=shape, parts=parts)
 
 
-def in_parallel(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
+def in_parallel(jobs: Iterable[Callable[[], T]], threads: int | None = None) -> Iterator[T]:
     """Results of jobs, in order, a few of them running ahead in threads.
 
     Decoding and writing release the interpreter's lock. When a job fails, or the caller stops, no
     further one is begun.
+
+    Parameters
+    ----------
+    jobs : iterable of callable
+    threads : int, optional
+        Without it as many as there are processors, at most 8.
     """
-    threads = min(os.cpu_count() or 1, 8)
+    threads = threads or min(os.cpu_count() or 1, 8)
     waiting: deque[Future[T]] = deque()
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="trajstore-export")
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="trajstore-job")
     try:
         for job in jobs:
             waiting.append(pool.submit(job))

@@ -8,6 +8,7 @@ tokens that are wanted into their place in the result.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -107,6 +108,34 @@ class StoredArray:
         spans = [item.indices(length)[:2] for item, length in zip(slices, self.shape, strict=True)]
         return self._read(spans, self.chain.native.bits)
 
+    @property
+    def index_length(self) -> int:
+        """Bytes of the index at the end of a shard."""
+        return math.prod(self.shard) // math.prod(self.chunk) * _ENTRY + 4
+
+    def index(self, file: int, block: int) -> npt.NDArray[np.uint64]:
+        """Where the inner chunks of a shard lie, from its open file.
+
+        Returns
+        -------
+        ndarray of uint64, (chunk, 2)
+            Offset and length of each, in C order of the chunk grid.
+
+        Raises
+        ------
+        FormatError
+            If the index does not fit its checksum.
+        """
+        length = self.index_length
+        size = os.fstat(file).st_size
+        data = os.pread(file, length, max(size - length, 0))
+        if size < length or not is_intact(data):
+            raise FormatError(
+                f"{self.name}, block {block}: the index, the last {length} bytes of {size}, is "
+                "broken; the run is damaged"
+            )
+        return np.frombuffer(data[:-4], "<u8").reshape(-1, 2)
+
     def _read(
         self, spans: list[tuple[int, int]], dtype: np.dtype[Any] | None = None
     ) -> npt.NDArray[Any]:
@@ -132,7 +161,7 @@ class StoredArray:
     def _read_shard(
         self, file: int, block: int, spans: list[tuple[int, int]], out: npt.NDArray[Any]
     ) -> None:
-        index = self._index(file, block)
+        index = self.index(file, block)
         origin = (block * self.shard[0], *[0] * (self.ndim - 1))
         for number, corner in self._chunks(origin, spans):
             window, place = [], []
@@ -169,18 +198,6 @@ class StoredArray:
                 for at, step, part in zip(origin, position, self.chunk, strict=True)
             )
             yield number, corner
-
-    def _index(self, file: int, block: int) -> npt.NDArray[np.uint64]:
-        count = int(np.prod(self.shard)) // int(np.prod(self.chunk))
-        length = count * _ENTRY + 4
-        size = os.fstat(file).st_size
-        data = os.pread(file, length, max(size - length, 0))
-        if size < length or not is_intact(data):
-            raise FormatError(
-                f"{self.name}, block {block}: the index, the last {length} bytes of {size}, is "
-                "broken; the run is damaged"
-            )
-        return np.frombuffer(data[:-4], "<u8").reshape(count, 2)
 
 
 def stored_array(

@@ -1,0 +1,102 @@
+"""Files in the folder of a run that are no part of it: what a crash leaves, and what is foreign."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trajstore.inspection import Inspection, block_rows, is_series
+from trajstore.metadata import DOCUMENT, chunk_key
+from trajstore.objects import PARTIAL_SUFFIX, leftovers
+
+__all__ = ["Leftovers", "find_leftovers"]
+
+
+@dataclass(kw_only=True)
+class Leftovers:
+    """Files of a run's folder that no reader of the run opens.
+
+    Attributes
+    ----------
+    temporaries : list of Path
+        Of writes that did not end, or have not ended yet.
+    beyond : dict of str to list of Path
+        Shards past the committed rows, by array.
+    unknown : list of Path
+    """
+
+    temporaries: list[Path] = field(default_factory=list)
+    beyond: dict[str, list[Path]] = field(default_factory=dict)
+    unknown: list[Path] = field(default_factory=list)
+
+    def notes(self) -> list[str]:
+        """A sentence on each kind that is there."""
+        notes = [
+            f"{name} has {len(paths)} shards past the commit, which no reader sees"
+            for name, paths in self.beyond.items()
+        ]
+        if self.temporaries:
+            notes.append(
+                f"{len(self.temporaries)} temporary files, as a writer leaves them that ends, or "
+                f"is, in the middle of a write; the first is {self.temporaries[0].name}"
+            )
+        notes += [f"{path.name} is not part of the run" for path in self.unknown]
+        return notes
+
+
+def find_leftovers(inspection: Inspection, rows: int | None = None) -> Leftovers:
+    """Look for files that are not part of the run.
+
+    Parameters
+    ----------
+    inspection : Inspection
+    rows : int, optional
+        Rows of the run; those that are committed without it.
+    """
+    found = Leftovers(temporaries=leftovers(inspection.path))
+    rows = inspection.rows if rows is None else rows
+    for entry in _entries(inspection.path):
+        if not _is_known(entry) and entry.name not in inspection.own:
+            found.unknown.append(Path(entry.path))
+    for name in inspection.own:
+        _find_in_array(inspection, name, rows, found)
+    return found
+
+
+def _find_in_array(inspection: Inspection, name: str, rows: int, found: Leftovers) -> None:
+    document = inspection.arrays.get(name)
+    if document is None or not is_series(name) or inspection.stored(name) is None:
+        return  # how its files are called is its own affair
+    beyond = []
+    for entry in _entries(inspection.path / name):
+        if _is_known(entry):
+            continue
+        block = _block(name, entry.name, len(document["shape"]))
+        if block is None:
+            found.unknown.append(Path(entry.path))
+        elif block * block_rows(document) >= rows:
+            beyond.append((block, Path(entry.path)))
+    if beyond:
+        found.beyond[name] = [path for _, path in sorted(beyond)]
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        return sorted(entries, key=lambda entry: entry.name)
+
+
+def _is_known(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a document, or temporary."""
+    temporary = entry.name.startswith(".") and entry.name.endswith(PARTIAL_SUFFIX)
+    return entry.name == DOCUMENT or temporary
+
+
+def _block(name: str, leaf: str, ndim: int) -> int | None:
+    """Number of the block whose shard has that file name; None if no shard is called so."""
+    number = leaf.split(".")[1] if leaf.count(".") == ndim else ""
+    if not number.isdecimal() or f"{name}/{leaf}" != chunk_key(name, int(number), ndim):
+        return None
+    return int(number)
