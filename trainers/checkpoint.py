@@ -136,20 +136,20 @@ class CheckpointFolder:
         for step in reversed(self.steps()):
             checkpoint = Checkpoint.load(self._file(step))
             if checkpoint.run == run and checkpoint.rows <= committed_rows:
-                self._rows[step] = checkpoint.rows
                 return checkpoint
         return None
 
-    def begin(self, step: int | None) -> None:
-        """Remove what is of no use to a run that goes on after `step`, or from the start.
+    def begin(self, taken: Checkpoint | None) -> None:
+        """Remove what is of no use to a run that goes on from a checkpoint, or from the start.
 
-        That is leftovers of interrupted writes, and all checkpoints but that of `step`.
+        That is leftovers of interrupted writes, and all other checkpoints.
         """
         if self.path.is_dir():
             sweep(self.path)
-        for other in self.steps():
-            if other != step:
-                self._file(other).unlink()
+        self._rows = {} if taken is None else {taken.step: taken.rows}
+        for step in self.steps():
+            if step not in self._rows:
+                self._file(step).unlink()
 
     def add(self, checkpoint: Checkpoint, committed_rows: int) -> None:
         """Write one, and remove those that nobody will resume from.
@@ -167,6 +167,7 @@ class CheckpointFolder:
         OSError
             If it could not be written; the others stay.
         """
+        self.path.mkdir(exist_ok=True)
         checkpoint.save(self._file(checkpoint.step), fsync=self._fsync)
         self._rows[checkpoint.step] = checkpoint.rows
         usable = [step for step, rows in self._rows.items() if rows <= committed_rows]

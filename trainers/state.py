@@ -7,12 +7,14 @@ model's parameters, and an optimizer's, stay the objects that they are.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+from trainers.checkpoint import Checkpoint
+from trainers.config import RunConfig
 from trainers.training import Training
 from trajstore.errors import FormatError
 
@@ -64,17 +66,17 @@ def take_state(training: Training, scaler: Any) -> tuple[dict[str, Any], Tensors
     return state, tensors
 
 
-def restore_state(
-    training: Training, state: Mapping[str, Any], tensors: Tensors, scaler: Any
-) -> None:
+def restore_state(training: Training, taken: Checkpoint, scaler: Any) -> None:
     """Put a state back, all but the random states.
+
+    Where the configuration has another decay of the learning rate than the checkpoint's, the next
+    step already has the rate that it says.
 
     Parameters
     ----------
     training : Training
         Built from the same configuration.
-    state, tensors
-        As `take_state` returned them.
+    taken : Checkpoint
     scaler : GradScaler or None
         Of the loop.
 
@@ -83,6 +85,7 @@ def restore_state(
     FormatError
         If the state is of another model or optimizer.
     """
+    state, tensors = taken.state, taken.tensors
     _restore_model(training.model, tensors)
     saved = state["optimizer"]
     values: dict[int, dict[str, Any]] = {
@@ -98,22 +101,27 @@ def restore_state(
         for group in saved["param_groups"]
     ]  # fmt: skip
     training.optimizer.load_state_dict({"state": values, "param_groups": groups})
-    training.schedule.load_state_dict(dict(state["schedule"]))
+    schedule = training.schedule
+    schedule.load_state_dict(dict(state["schedule"]))
+    if RunConfig.parse(taken.config).decay_steps != training.config.decay_steps:
+        groups = training.optimizer.param_groups
+        for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+            group["lr"] = base * factor(schedule.last_epoch)
     if scaler is not None and state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     if training.batches is not None:
         training.batches.restore(tensors["data.generator"], state["data"]["consumed"])
 
 
-def restore_random(training: Training, state: Mapping[str, Any], tensors: Tensors) -> None:
+def restore_random(training: Training, taken: Checkpoint) -> None:
     """Put the random states back, of torch, its device, NumPy and Python.
 
     Parameters
     ----------
     training : Training
-    state, tensors
-        As `take_state` returned them.
+    taken : Checkpoint
     """
+    state, tensors = taken.state, taken.tensors
     version, internal, gauss = state["random"]["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, *rest = state["random"]["numpy"]

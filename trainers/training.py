@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_model
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
@@ -21,6 +22,7 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from trainers.config import RunConfig
 from trainers.corpus import Corpus
@@ -137,7 +139,8 @@ class Training:
             # A checkpoint in the Trainer's eyes: the step, from which it finds its place in the
             # data, and weights, which it insists on.
             taken = Path(scratch) / f"checkpoint-{first_step}"
-            self.model.save_pretrained(taken)
+            taken.mkdir()
+            save_model(self.model, str(taken / SAFE_WEIGHTS_NAME))
             state = TrainerState(
                 global_step=first_step, train_batch_size=self.config.training.batch_size
             )
