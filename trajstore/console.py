@@ -181,6 +181,10 @@ class RecordingProgress:
             f"{dead} of {corpus.vocab_size} ids dead (sha256 {corpus.sha256[:12]}…)"
         )
 
+    def show_note(self, note: str) -> None:
+        """Say what should be known about a run that goes on."""
+        err.print(Text(f"Note: {note}."))
+
     def show_step(self, recorder: Recorder) -> None:
         """Show the step, its loss, what is recorded and how far the writer is behind."""
         now = time.monotonic()
