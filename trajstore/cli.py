@@ -229,6 +229,11 @@ def record(
     path = Path(output or f"{preset_name or Path(str(config_file)).stem}.zarr")
 
     with StopRequest() as stop, RecordingProgress(config.training.steps) as progress:
+
+        def begin(text: Any) -> None:
+            progress.show_corpus(text)
+            stop.begin()
+
         try:
             trainers.record(
                 config,
@@ -239,12 +244,12 @@ def record(
                 resume=resume,
                 fsync=fsync,
                 stop=stop,
-                on_corpus=progress.show_corpus,
+                on_corpus=begin,
                 on_step=progress.show_step,
                 on_note=progress.show_note,
             )
         except SystemExit:
-            err.print("Stopped before a step was complete; nothing has been recorded.")
+            err.print("Stopped before the training began; nothing has been recorded.")
             raise
     facts = _facts(path)
     if as_json:

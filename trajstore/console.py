@@ -164,7 +164,7 @@ class RecordingProgress:
         )
         self._steps = steps
         self._task = self._bar.add_task("", total=steps, state="")
-        self._next = time.monotonic() + self._interval
+        self._next = 0.0  # the first step is shown at once
         self._waited = 0.0
 
     def __enter__(self) -> RecordingProgress:

@@ -16,9 +16,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class StopRequest:
     """Remembers that a signal asked to stop; the second one ends the process at once.
 
-    Called by whoever works in steps, after each of them: True when it is time to stop. Until the
-    first such call there is nothing that could be finished, and a signal raises `SystemExit`. A
-    context manager, for the main thread.
+    Called by whoever works in steps, after each of them: True when it is time to stop. Until
+    `begin` there is nothing that could be finished, and a signal raises `SystemExit`. A context
+    manager, for the main thread.
 
     Attributes
     ----------
@@ -28,13 +28,16 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.number: int | None = None
-        self._asked = False
+        self._begun = False
         self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __call__(self) -> bool:
         """Tell whether it is time to stop."""
-        self._asked = True
         return self.number is not None
+
+    def begin(self) -> None:
+        """Have a signal wait for the end of a step from now on."""
+        self._begun = True
 
     @property
     def exit_code(self) -> int:
@@ -53,7 +56,7 @@ class StopRequest:
         self.number = number
         for other in _SIGNALS:
             signal.signal(other, signal.SIG_DFL)
-        if not self._asked:
+        if not self._begun:
             raise SystemExit(self.exit_code)
         # Not through a stream, which the interrupted code may be writing to.
         os.write(2, b"Stopping after this step; a second signal stops at once.\n")

@@ -15,6 +15,7 @@ def test_the_first_signal_asks_to_stop_and_the_second_ends_the_process(
 ) -> None:
     before = {other: signal.getsignal(other) for other in (signal.SIGINT, signal.SIGTERM)}
     with StopRequest() as stop:
+        stop.begin()
         assert not stop()
         assert stop.number is None
         signal.raise_signal(number)
@@ -29,6 +30,8 @@ def test_the_first_signal_asks_to_stop_and_the_second_ends_the_process(
 
 @SIGNALS
 def test_before_anything_is_done_a_signal_is_the_end(number: int) -> None:
-    with pytest.raises(SystemExit) as error, StopRequest():
-        signal.raise_signal(number)
+    with StopRequest() as stop:
+        assert not stop()
+        with pytest.raises(SystemExit) as error:
+            signal.raise_signal(number)
     assert error.value.code == 128 + number
