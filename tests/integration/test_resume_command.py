@@ -14,17 +14,19 @@ from typing import Any
 
 import pytest
 import xarray as xr
+from click.testing import CliRunner
 
 pytest.importorskip("torch")
-from trainers import preset, record  # noqa: E402
+from trainers import preset, record
+from trajstore.cli import main
 
 pytestmark = pytest.mark.torch
 
-SMALL = [
-    "--set", "model.context=16", "--set", "model.hidden=8", "--set", "model.layers=1",
-    "--set", "training.batch_size=2", "--device", "cpu", "--block-rows", "8",
-    "--set", "schedule.steps=500",
-]  # fmt: skip
+FIELDS = (
+    "model.context=16", "model.hidden=8", "model.layers=1", "training.batch_size=2",
+    "training.device=cpu", "recording.block_rows=8", "schedule.steps=500",
+)  # fmt: skip
+SMALL = [argument for field in FIELDS for argument in ("--set", field)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,10 +49,7 @@ def straight(tmp_path: Path, text: Path) -> Callable[[str, int], xr.Dataset]:
 
     def run(name: str, steps: int) -> xr.Dataset:
         path = tmp_path / "straight.zarr"
-        given = [value for flag, value in zip(SMALL, SMALL[1:], strict=False) if flag == "--set"]
-        config = preset(name).with_values(
-            [*given, "training.device=cpu", "recording.block_rows=8", f"training.steps={steps}"]
-        )
+        config = preset(name).with_values([*FIELDS, f"training.steps={steps}"])
         record(config, path, corpus=text)
         return xr.open_zarr(path).load()
 
@@ -177,32 +176,35 @@ def test_a_finished_run_is_extended(
     same(straight("gatsby", 70), xr.open_zarr(path).load())
 
 
-def test_wrong_calls_are_one_sentence(
-    text: Path, tmp_path: Path, trajstore_cli: Callable[..., Any]
-) -> None:
+def test_wrong_calls_are_one_sentence(text: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     gone = tmp_path / "gone.txt"
     shutil.copy(text, gone)
-    trajstore_cli(
-        "record", "--preset", "gatsby", "--corpus", gone, *SMALL, "--steps", 5, "-o", path
-    )
+
+    def call(*arguments: Any) -> Any:
+        return CliRunner().invoke(main, ["record", *map(str, arguments)])
+
+    assert not call(
+        "--preset", "gatsby", "--corpus", gone, *SMALL, "--steps", 5, "-o", path
+    ).exit_code
     gone.unlink()
-    again = ["record", "--resume", "-o", path]
-    for call, rc, sentence in (
-        (["record", "--resume"], 2, "name the run to go on with"),
-        (["record", "--resume", "-o", tmp_path / "no.zarr"], 1, "there is no run at"),
+    again = ["--resume", "-o", path]
+    for arguments, rc, sentence in (
+        (["--resume"], 2, "name the run to go on with"),
+        (["--resume", "-o", tmp_path / "no.zarr"], 1, "there is no run at"),
         ([*again, "--overwrite", "--steps", 9], 2, "both resume and overwrite"),
         ([*again, "--steps", 9, "--seed", 7], 2, "training.seed is 42 in"),
         ([*again, "--steps", 9], 1, "give that one with --corpus"),
         ([*again, "--steps", 9, "--checkpoint-every", 0], 2, "recording.checkpoint_every = 0"),
     ):
-        done = trajstore_cli(*call, rc=rc)
+        done = call(*arguments)
+        assert done.exit_code == rc
         assert sentence in done.stderr
         assert done.stderr.startswith("trajstore: ")
         assert done.stderr.count("\n") == 1
     assert xr.open_zarr(path).attrs["status"] == "complete"
-    folder = tmp_path / "run.ckpt"
-    (file,) = folder.iterdir()
+    (file,) = (tmp_path / "run.ckpt").iterdir()
     os.truncate(file, file.stat().st_size // 2)
-    done = trajstore_cli(*again, "--steps", 9, "--corpus", text, rc=1)
+    done = call(*again, "--steps", 9, "--corpus", text)
+    assert done.exit_code == 1
     assert "is not a sound checkpoint" in done.stderr
