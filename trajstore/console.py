@@ -202,7 +202,7 @@ class RecordingProgress:
         )
         self._steps = steps
         self._task = self._bar.add_task("", total=steps, state="")
-        self._next = time.monotonic() + self._interval
+        self._next = 0.0  # the first step is shown at once
         self._waited = 0.0
 
     def __enter__(self) -> RecordingProgress:
@@ -219,6 +219,10 @@ class RecordingProgress:
             f"Corpus: {corpus.name}, {corpus.size:,} bytes, {corpus.ids.size:,} tokens, "
             f"{dead} of {corpus.vocab_size} ids dead (sha256 {corpus.sha256[:12]}…)"
         )
+
+    def show_note(self, note: str) -> None:
+        """Say what should be known about a run that goes on."""
+        err.print(Text(f"Note: {note}."))
 
     def show_step(self, recorder: Recorder) -> None:
         """Show the step, its loss, what is recorded and how far the writer is behind."""
