@@ -1,0 +1,272 @@
+"""Which stored value is to blame when a step does not give what was stored after it.
+
+A value that was altered in row t makes step t disagree, and step t + 1 as well. So the next step is
+carried out twice: from what was stored, and from what step t gives. Where only the latter gives the
+next row, the value stored at t was altered alone. Where only the former does, what went into step t
+is wrong: its gradient, its learning rate, a row before that nothing else vouches for; or the
+history was stitched there. An explanation by one flipped bit is looked for, and counts only if it
+gives every stored bit of the element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainers.findings import Finding, distance
+from trainers.transition import Outcome, Simulator, Transition
+
+__all__ = ["Disagreement", "explain"]
+
+Array = npt.NDArray[Any]
+
+_FEW = 16  # elements of one step that are looked at one by one
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Disagreement:
+    """A step that does not give what is stored.
+
+    Attributes
+    ----------
+    transition : Transition
+    outcome : Outcome
+        What it gives.
+    """
+
+    transition: Transition
+    outcome: Outcome
+
+    @property
+    def wrong(self) -> Array:
+        """Which stored values disagree, (variable, token, hidden)."""
+        return self.outcome.wrong(self.transition.stored)
+
+
+def explain(
+    case: Disagreement,
+    follows: tuple[Array, Array] | None,
+    simulator: Simulator,
+    tokens: Array,
+    *,
+    thorough: bool,
+) -> Iterator[Finding]:
+    """Findings that account for a disagreement.
+
+    Parameters
+    ----------
+    case : Disagreement
+    follows : tuple of two ndarrays of bool, (token, hidden), optional
+        Where the next row follows from what was stored, and from what the step gives; None if
+        there is no next row to ask.
+    simulator : Simulator
+    tokens : ndarray of int, (token,)
+        Vocabulary ids.
+    thorough : bool
+        Look for flipped bits.
+    """
+    wrong = case.wrong
+    concerned = wrong.any(axis=0)
+    stored, computed = follows or (np.ones_like(concerned), np.ones_like(concerned))
+    alone = concerned & ~stored & computed
+    yield from _altered(case, wrong & alone, simulator, tokens)
+    rest = concerned & ~alone
+    if not rest.any():
+        return
+    places = np.argwhere(rest)
+    if not thorough or len(places) > _FEW:
+        if thorough:
+            blamed = _blamed_scalar(case, rest, simulator)
+            if blamed is not None:
+                yield blamed
+                return
+        yield _unexplained(case, wrong & rest, simulator, tokens)
+        return
+    goes_on = (stored & ~computed)[tuple(places.T)]
+    candidates = _candidates(case, places, goes_on, simulator)
+    if len(places) > 1 or not candidates[0]:
+        blamed = _blamed_scalar(case, rest, simulator)
+        if blamed is not None:
+            yield blamed
+            return
+    merged: dict[tuple[Any, ...], Finding] = {}
+    for (token, hidden), found, after in zip(places, candidates, goes_on, strict=True):
+        element = np.zeros_like(rest)
+        element[token, hidden] = True
+        names = [
+            name for name, bad in zip(simulator.recorded, wrong[:, token, hidden], strict=True) if bad
+        ]
+        if not found:
+            found = _likeliest(case, names, token, after, simulator)
+        if not found:
+            finding = _unexplained(case, wrong & element, simulator, tokens)
+        else:
+            (variable, step), *others = found
+            finding = Finding(
+                kind="altered",
+                variable=variable,
+                step=step,
+                token=int(tokens[token]),
+                hidden=int(hidden),
+                ulps=_apart(case, variable, element, simulator)
+                if step == case.transition.step and variable in names
+                else None,
+                others=tuple(f"{name} at step {at}" for name, at in others),
+            )
+        key = (finding.kind, finding.variable, finding.step, finding.token, finding.others)
+        if key in merged:
+            first = merged[key]
+            apart = [f.ulps for f in (first, finding) if f.ulps is not None]
+            finding = replace(first, values=first.values + 1, ulps=max(apart, default=None))
+        merged[key] = finding
+    yield from merged.values()
+
+
+def _altered(
+    case: Disagreement, wrong: Array, simulator: Simulator, tokens: Array
+) -> Iterator[Finding]:
+    """Stored values that the next step does not know of."""
+    for name, mask in zip(simulator.recorded, wrong, strict=True):
+        places = np.argwhere(mask)
+        if not len(places):
+            continue
+        rows = np.unique(places[:, 0])
+        groups = [mask] if len(places) > _FEW else [mask & _only(mask, row) for row in rows]
+        for group in groups:
+            token, hidden = np.argwhere(group)[0]
+            yield Finding(
+                kind="altered",
+                variable=name,
+                step=case.transition.step,
+                token=int(tokens[token]),
+                hidden=int(hidden),
+                values=int(np.count_nonzero(group)),
+                tokens=int(np.count_nonzero(group.any(axis=1))),
+                ulps=_apart(case, name, group, simulator),
+            )
+
+
+def _only(mask: Array, row: int) -> Array:
+    chosen = np.zeros_like(mask)
+    chosen[row] = True
+    return chosen
+
+
+def _apart(case: Disagreement, name: str, mask: Array, simulator: Simulator) -> int | None:
+    stored, computed = case.transition.stored[name][mask], case.outcome.bits[name][mask]
+    return distance(stored, computed, simulator.natives[name])
+
+
+def _candidates(
+    case: Disagreement, places: Array, goes_on: Array, simulator: Simulator
+) -> list[list[tuple[str, int]]]:
+    """For each element: variables and steps of which one flipped bit explains everything."""
+    transition = case.transition
+    at = tuple(places.T)
+    wrong = case.wrong[(slice(None), *at)]
+    found: list[list[tuple[str, int]]] = [[] for _ in places]
+    for name, bad in zip(simulator.recorded, wrong, strict=True):
+        difference = transition.stored[name][at] ^ case.outcome.bits[name][at]
+        single = bad & (np.bitwise_count(difference) == 1) & (wrong.sum(axis=0) == 1)
+        for number in np.flatnonzero(single & ~goes_on):
+            found[number].append((name, transition.step))
+    flips: list[tuple[str, int, Array]] = []
+    if transition.gradient is not None:
+        explains = _flips(transition, "grad", at, simulator)
+        if transition.trusted is not None:
+            explains &= ~transition.trusted[places[:, 0]]
+        flips.append(("grad", transition.step, explains))
+    for name in sorted(transition.unproven):
+        flips.append((name, transition.step - 1, _flips(transition, name, at, simulator)))
+    for name, step, explains in flips:
+        for number in np.flatnonzero(explains):
+            found[number].append((name, step))
+    return found
+
+
+def _flips(
+    transition: Transition, name: str, at: tuple[Array, ...], simulator: Simulator
+) -> Array:
+    """At which elements some flipped bit of a variable gives what is stored."""
+    explains = np.zeros(len(at[0]), bool)
+    source = transition.gradient if name == "grad" else transition.before[name]
+    assert source is not None
+    for bit in range(8 * source.itemsize):
+        flipped = source.copy()
+        flipped[at] ^= source.dtype.type(1 << bit)
+        changed = (
+            replace(transition, gradient=flipped)
+            if name == "grad"
+            else replace(transition, before=transition.before | {name: flipped})
+        )
+        outcome = simulator.outcome(changed)
+        explains |= ~outcome.wrong(transition.stored)[(slice(None), *at)].any(axis=0)
+    return explains
+
+
+def _blamed_scalar(case: Disagreement, rest: Array, simulator: Simulator) -> Finding | None:
+    """The scalar of the step of which one flipped bit explains all elements, if there is one."""
+    transition = case.transition
+    if transition.gradient is None:
+        return None
+    lr = np.array(transition.lr)
+    variants = [
+        ("lr", replace(transition, lr=float((lr.view("u8") ^ np.uint64(1 << bit)).view("f8"))))
+        for bit in range(64)
+    ]
+    if not transition.clip_trusted:
+        clip = transition.clip
+        variants += [
+            ("clip_coef", replace(transition, clip=clip ^ clip.dtype.type(1 << bit)))
+            for bit in range(8 * clip.itemsize)
+        ]
+    for name, variant in variants:
+        if not (simulator.outcome(variant).wrong(transition.stored) & rest).any():
+            return Finding(kind="altered", variable=name, step=transition.step, tokens=0)
+    return None
+
+
+def _likeliest(
+    case: Disagreement, names: list[str], token: int, goes_on: bool, simulator: Simulator
+) -> list[tuple[str, int]]:
+    """What more than one altered bit of an element explains; nothing if that is unlikely."""
+    transition = case.transition
+    if len(names) == 1 and not goes_on:
+        return [(names[0], transition.step)]
+    trusted = transition.trusted is not None and transition.trusted[token]
+    # Where there are moments, a gradient that moves W moves them as well.
+    shows = names != ["W"] or not simulator.rule.names
+    if transition.gradient is not None and not trusted and shows:
+        return [("grad", transition.step)]
+    return []
+
+
+def _unexplained(
+    case: Disagreement, wrong: Array, simulator: Simulator, tokens: Array
+) -> Finding:
+    """The values that do not follow from the row before, all in one."""
+    transition = case.transition
+    names = [name for name, mask in zip(simulator.recorded, wrong, strict=True) if mask.any()]
+    mask = wrong.any(axis=0)
+    token, hidden = np.argwhere(mask)[0]
+    apart = [
+        _apart(case, name, own, simulator)
+        for name, own in zip(simulator.recorded, wrong, strict=True)
+        if name in names
+    ]
+    rebuilt = transition.gradient is not None and simulator.rebuilt
+    return Finding(
+        kind="skipped" if transition.gradient is None else "diverged",
+        variable=", ".join(names),
+        step=transition.step,
+        token=int(tokens[token]),
+        hidden=int(hidden),
+        values=int(np.count_nonzero(wrong)),
+        tokens=int(np.count_nonzero(mask.any(axis=1))),
+        ulps=None if None in apart else max(value for value in apart if value is not None),
+        others=("a gradient of this step or of one before",) if rebuilt else (),
+    )
