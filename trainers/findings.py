@@ -239,9 +239,7 @@ class Replay:
             "variables": {name: asdict(compared) for name, compared in self.variables.items()},
             "findings": [finding.facts() for finding in self.findings],
             "total_findings": self.total,
-            "unreplayed": [
-                asdict(part) | {"sentence": part.sentence} for part in self.unreplayed
-            ],
+            "unreplayed": [asdict(part) | {"sentence": part.sentence} for part in self.unreplayed],
             "notes": list(self.notes),
         }
 

@@ -18,7 +18,7 @@ from trainers.motion import ULP_TYPES, token_norm, ulp_l1
 from trainers.rule import tensor_of
 from trajstore.bits import NativeType
 
-__all__ = ["MOTION", "SUMMARIES", "Recomputation"]
+__all__ = ["MOTION", "SUMMARIES", "Recomputation", "norm_bits"]
 
 Array = npt.NDArray[Any]
 
@@ -59,7 +59,7 @@ class Recomputation:
     _mismatches: list[_Mismatch] = field(default_factory=list)
     _more: int = 0
 
-    def gradient(self, step: int, gradient: Array, recorded: Array) -> Array:
+    def gradient(self, step: int, gradient: Array, recorded: Array) -> None:
         """Compare ``grad_token_norm``.
 
         Parameters
@@ -69,13 +69,8 @@ class Recomputation:
             Bits.
         recorded : ndarray, (token,)
             Bits.
-
-        Returns
-        -------
-        ndarray of bool, (token,)
-            Tokens that agree.
         """
-        computed = _bits(token_norm(tensor_of(gradient, self.natives["grad"])))
+        computed = norm_bits(gradient, self.natives["grad"])
         wrong = self._compare("grad_token_norm", step, recorded, computed)
         for token in np.flatnonzero(wrong):
             self._keep(
@@ -86,7 +81,6 @@ class Recomputation:
                 {"grad_token_norm": computed},
                 (gradient,),
             )
-        return ~wrong
 
     def motion(
         self, step: int, previous: int, before: Array, now: Array, recorded: dict[str, Array]
@@ -207,8 +201,7 @@ class Recomputation:
         bit = np.tile(np.arange(width, dtype=row.dtype), len(row))
         flipped[np.arange(len(flipped)), hidden] ^= row.dtype.type(1) << bit
         if name == "grad":
-            norm = token_norm(tensor_of(flipped, self.natives["grad"]))
-            computed = {"grad_token_norm": _bits(norm)}
+            computed = {"grad_token_norm": norm_bits(flipped, self.natives["grad"])}
         else:
             other = np.broadcast_to(case.rows[1 - at], flipped.shape)
             pair = (flipped, other) if at == 0 else (other, flipped)
@@ -217,6 +210,21 @@ class Recomputation:
         for key, bits in computed.items():
             same &= bits == case.recorded[key]
         return int(hidden[same][0]) if same.any() else None
+
+
+def norm_bits(gradient: Array, native: NativeType) -> Array:
+    """Bits of the length of each row of a gradient, as it is recorded.
+
+    Parameters
+    ----------
+    gradient : ndarray of ``native.bits``, (token, hidden)
+    native : NativeType
+
+    Returns
+    -------
+    ndarray of uint32, (token,)
+    """
+    return _bits(token_norm(tensor_of(gradient, native)))
 
 
 def _bits(values: torch.Tensor) -> Array:

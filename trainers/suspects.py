@@ -18,12 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trainers.findings import Finding, distance
+from trainers.recomputation import norm_bits
 from trainers.transition import Outcome, Simulator, Transition
 
-__all__ = ["Disagreement", "explain"]
+__all__ = ["Disagreement", "explain", "possible_rate", "rate_variants"]
 
 Array = npt.NDArray[Any]
 
+_LARGEST_RATE = 1e30
 _FEW = 16  # elements of one step that are looked at one by one
 
 
@@ -88,24 +90,26 @@ def explain(
         return
     goes_on = (stored & ~computed)[tuple(places.T)]
     candidates = _candidates(case, places, goes_on, simulator)
-    if len(places) > 1 or not candidates[0]:
-        blamed = _blamed_scalar(case, rest, simulator)
-        if blamed is not None:
+    blamed = _blamed_scalar(case, rest, simulator)
+    if blamed is not None:
+        if len(places) > 1 or not candidates[0]:
             yield blamed
             return
+        candidates[0].append((blamed.variable, blamed.step))
     merged: dict[tuple[Any, ...], Finding] = {}
     for (token, hidden), found, after in zip(places, candidates, goes_on, strict=True):
         element = np.zeros_like(rest)
         element[token, hidden] = True
         names = [
-            name for name, bad in zip(simulator.recorded, wrong[:, token, hidden], strict=True) if bad
+            name
+            for name, bad in zip(simulator.recorded, wrong[:, token, hidden], strict=True)
+            if bad
         ]
-        if not found:
-            found = _likeliest(case, names, token, after, simulator)
-        if not found:
+        named = found or _likeliest(case, names, token, after, simulator)
+        if not named:
             finding = _unexplained(case, wrong & element, simulator, tokens)
         else:
-            (variable, step), *others = found
+            (variable, step), *others = named
             finding = Finding(
                 kind="altered",
                 variable=variable,
@@ -177,9 +181,10 @@ def _candidates(
     flips: list[tuple[str, int, Array]] = []
     if transition.gradient is not None:
         explains = _flips(transition, "grad", at, simulator)
-        if transition.trusted is not None:
-            explains &= ~transition.trusted[places[:, 0]]
         flips.append(("grad", transition.step, explains))
+        # A gradient that has not its recorded length was altered; so nothing else was.
+        for number in np.flatnonzero(explains & ~_has_its_norm(transition, at[0], simulator)):
+            found[number].clear()
     for name in sorted(transition.unproven):
         flips.append((name, transition.step - 1, _flips(transition, name, at, simulator)))
     for name, step, explains in flips:
@@ -188,9 +193,7 @@ def _candidates(
     return found
 
 
-def _flips(
-    transition: Transition, name: str, at: tuple[Array, ...], simulator: Simulator
-) -> Array:
+def _flips(transition: Transition, name: str, at: tuple[Array, ...], simulator: Simulator) -> Array:
     """At which elements some flipped bit of a variable gives what is stored."""
     explains = np.zeros(len(at[0]), bool)
     source = transition.gradient if name == "grad" else transition.before[name]
@@ -204,8 +207,22 @@ def _flips(
             else replace(transition, before=transition.before | {name: flipped})
         )
         outcome = simulator.outcome(changed)
-        explains |= ~outcome.wrong(transition.stored)[(slice(None), *at)].any(axis=0)
+        right = ~outcome.wrong(transition.stored)[(slice(None), *at)].any(axis=0)
+        if name == "grad" and transition.norms is not None:
+            rows = source[at[0]].copy()
+            rows[np.arange(len(rows)), at[1]] ^= source.dtype.type(1 << bit)
+            right &= norm_bits(rows, simulator.natives["grad"]) == transition.norms[at[0]]
+        explains |= right
     return explains
+
+
+def _has_its_norm(transition: Transition, tokens: Array, simulator: Simulator) -> Array:
+    """Which tokens' gradients have the recorded length; all where none is recorded."""
+    if transition.norms is None or transition.gradient is None:
+        return np.ones(len(tokens), bool)
+    own = norm_bits(transition.gradient[tokens], simulator.natives["grad"])
+    same: Array = own == transition.norms[tokens]
+    return same
 
 
 def _blamed_scalar(case: Disagreement, rest: Array, simulator: Simulator) -> Finding | None:
@@ -213,11 +230,7 @@ def _blamed_scalar(case: Disagreement, rest: Array, simulator: Simulator) -> Fin
     transition = case.transition
     if transition.gradient is None:
         return None
-    lr = np.array(transition.lr)
-    variants = [
-        ("lr", replace(transition, lr=float((lr.view("u8") ^ np.uint64(1 << bit)).view("f8"))))
-        for bit in range(64)
-    ]
+    variants = [("lr", variant) for variant in rate_variants(transition)]
     if not transition.clip_trusted:
         clip = transition.clip
         variants += [
@@ -230,6 +243,20 @@ def _blamed_scalar(case: Disagreement, rest: Array, simulator: Simulator) -> Fin
     return None
 
 
+def possible_rate(lr: float) -> bool:
+    """Whether an optimizer can calculate with a learning rate: torch refuses larger ones."""
+    return abs(lr) < _LARGEST_RATE
+
+
+def rate_variants(transition: Transition) -> Iterator[Transition]:
+    """The transition with each bit of its learning rate flipped."""
+    lr = np.array(transition.lr).view(np.uint64)
+    for bit in range(64):
+        flipped = float((lr ^ np.uint64(1 << bit)).view(np.float64))
+        if possible_rate(flipped):
+            yield replace(transition, lr=flipped)
+
+
 def _likeliest(
     case: Disagreement, names: list[str], token: int, goes_on: bool, simulator: Simulator
 ) -> list[tuple[str, int]]:
@@ -237,7 +264,8 @@ def _likeliest(
     transition = case.transition
     if len(names) == 1 and not goes_on:
         return [(names[0], transition.step)]
-    trusted = transition.trusted is not None and transition.trusted[token]
+    has_its_norm = _has_its_norm(transition, np.array([token]), simulator)[0]
+    trusted = transition.norms is not None and has_its_norm
     # Where there are moments, a gradient that moves W moves them as well.
     shows = names != ["W"] or not simulator.rule.names
     if transition.gradient is not None and not trusted and shows:
@@ -245,9 +273,7 @@ def _likeliest(
     return []
 
 
-def _unexplained(
-    case: Disagreement, wrong: Array, simulator: Simulator, tokens: Array
-) -> Finding:
+def _unexplained(case: Disagreement, wrong: Array, simulator: Simulator, tokens: Array) -> Finding:
     """The values that do not follow from the row before, all in one."""
     transition = case.transition
     names = [name for name, mask in zip(simulator.recorded, wrong, strict=True) if mask.any()]

@@ -43,8 +43,8 @@ class Transition:
         Of `before`, what was not compared with anything.
     clip_trusted : bool
         Whether `clip` is what the recorded norm of all gradients gives.
-    trusted : ndarray of bool, (token,), optional
-        Tokens whose gradient has the recorded length; None where that is not recorded.
+    norms : ndarray, (token,), optional
+        Bits of the recorded length of each token's gradient, where it is recorded.
     """
 
     step: int
@@ -58,7 +58,7 @@ class Transition:
     carried: State
     unproven: frozenset[str]
     clip_trusted: bool
-    trusted: Array | None
+    norms: Array | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -145,8 +145,7 @@ class Simulator:
         after = {"W": weights} | state
         return Outcome(
             bits={
-                name: self.placement.bits(after[name], self.natives[name])
-                for name in self.recorded
+                name: self.placement.bits(after[name], self.natives[name]) for name in self.recorded
             },
             carried={name: state[name] for name in self.rebuilt},
         )
