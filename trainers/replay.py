@@ -157,6 +157,7 @@ class _Pass:
                 wrong |= ~tensor_of(bits, self._rows.natives[name]).isnan().numpy()
             else:
                 wrong = bits != 0
+                row[name] = np.zeros_like(bits)  # what the first step starts from
             if wrong.any():
                 token, hidden = np.argwhere(wrong)[0]
                 self._findings.add(

@@ -183,6 +183,9 @@ def recorded_rule(
             RULES
         )
     hyperparameters = dict(recorded.get("hyperparameters") or {})
+    missing = _numbers(kind) - set(hyperparameters)
+    if missing:
+        return f"the run does not say the optimizer's {', '.join(sorted(missing))}"
     if device.type == "cpu":
         # That the count of steps may live on an accelerator; torch refuses it elsewhere.
         hyperparameters["capturable"] = False
@@ -195,6 +198,14 @@ def recorded_rule(
     return OptimizerRule(
         kind=kind, hyperparameters=hyperparameters, state=_kept(optimizer, parameter)
     )
+
+
+def _numbers(kind: type[Optimizer]) -> set[str]:
+    """Hyperparameters that are numbers; a flag that is not recorded is this torch's default."""
+    optimizer = kind([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    (group,) = optimizer.param_groups
+    flags = (bool, type(None), list)  # and the list of parameters
+    return {name for name, value in group.items() if not isinstance(value, flags)}
 
 
 def _build(
