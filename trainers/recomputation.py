@@ -171,9 +171,9 @@ class Recomputation:
         found: list[tuple[str, int, int | None]] = []
         for label, step in arrays.items():
             name = label.partition("@")[0]
-            hidden = self._flipped(case, name, step)
-            if hidden is not None:
-                found.append((name, step, hidden))
+            positions = self._flipped(case, name, step)
+            if len(positions):
+                found.append((name, step, int(positions[0]) if len(positions) == 1 else None))
         if len(case.names) == 1 and (
             (case.recorded[case.names[0]] ^ case.computed[case.names[0]]).item().bit_count() == 1
         ):
@@ -191,8 +191,8 @@ class Recomputation:
             others=tuple(f"{name} at step {at}" for name, at, _ in others),
         )
 
-    def _flipped(self, case: _Mismatch, name: str, step: int) -> int | None:
-        """Position of a value of which one flipped bit explains the recorded summaries."""
+    def _flipped(self, case: _Mismatch, name: str, step: int) -> Array:
+        """Positions of the values of which one flipped bit explains the recorded summaries."""
         at = 0 if name == "grad" or step == case.previous else 1
         row = case.rows[at]
         width = 8 * row.itemsize
@@ -209,7 +209,7 @@ class Recomputation:
         same = np.ones(len(flipped), bool)
         for key, bits in computed.items():
             same &= bits == case.recorded[key]
-        return int(hidden[same][0]) if same.any() else None
+        return np.unique(hidden[same])
 
 
 def norm_bits(gradient: Array, native: NativeType) -> Array:

@@ -53,7 +53,8 @@ class Altered:
         row, token, hidden = (*where, None, None)[:3]
         named = (finding.variable, finding.step, finding.token)
         if named == (variable, row, token) and not finding.others:
-            assert finding.hidden == hidden, what
+            # From a length alone, the position may not be told.
+            assert finding.hidden in (hidden, None), what
             assert finding.values == 1, what
             self.counts["named"] += 1
         else:  # another explanation fits every stored bit as well, and this one is listed too
@@ -103,7 +104,7 @@ def test_weights_and_moments(variable: str, dtype: Any, recorded: Any) -> None:
 def test_gradients(dtype: Any, recorded: Any) -> None:
     run = recorded(dtype)
     rng = np.random.default_rng(1)
-    for where in places(rng, 2):
+    for where in places(rng):
         # Of smaller changes, the optimizer's roundings may leave nothing.
         run.check("grad", where, int(rng.integers(WIDTH[dtype] - 9, WIDTH[dtype])))
     assert run.counts["named"] >= 0.85 * sum(run.counts.values()), run.counts
@@ -113,7 +114,7 @@ def test_gradients(dtype: Any, recorded: Any) -> None:
 def test_recorded_lengths_show_what_is_rounded_away(recorded: Any) -> None:
     blind, seeing = recorded(torch.bfloat16), recorded(torch.bfloat16, "grad_token_norm")
     rng = np.random.default_rng(2)
-    for where in places(rng, 2):
+    for where in places(rng):
         for run in (blind, seeing):
             run.check("grad", where, int(rng.integers(4)))
     assert seeing.counts["unseen"] <= blind.counts["unseen"]
