@@ -57,8 +57,7 @@ def replay(
 
     Examples
     --------
-    >>> replay("gatsby.zarr").clean                       # doctest: +SKIP
-    True
+    >>> replay("gatsby.zarr").clean  # doctest: +SKIP
     """
     source = open_source(path)
     found = surroundings(source.attributes)
@@ -311,7 +310,7 @@ class _Pass:
     ) -> tuple[Transition, Outcome]:
         """Settle what is open of the step before, and go on from what it is found to have been."""
         if self._pending is not None:
-            case, self._pending = self._pending, self._pending
+            case = self._pending
             corrected = replace(transition, before=case.outcome.bits)
             other = simulator.outcome(corrected)
             own, others = (o.wrong(transition.stored).sum(axis=0) for o in (outcome, other))

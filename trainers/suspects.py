@@ -82,7 +82,7 @@ def explain(
     places = np.argwhere(rest)
     if not thorough or len(places) > _FEW:
         if thorough:
-            blamed = _blamed_scalar(case, rest, simulator)
+            blamed = _blamed_scalar(case, alone, simulator)
             if blamed is not None:
                 yield blamed
                 return
@@ -90,37 +90,17 @@ def explain(
         return
     goes_on = (stored & ~computed)[tuple(places.T)]
     candidates = _candidates(case, places, goes_on, simulator)
-    blamed = _blamed_scalar(case, rest, simulator)
+    blamed = _blamed_scalar(case, alone, simulator)
     if blamed is not None:
         if len(places) > 1 or not candidates[0]:
             yield blamed
             return
         candidates[0].append((blamed.variable, blamed.step))
     merged: dict[tuple[Any, ...], Finding] = {}
-    for (token, hidden), found, after in zip(places, candidates, goes_on, strict=True):
+    for place, found, after in zip(places, candidates, goes_on, strict=True):
         element = np.zeros_like(rest)
-        element[token, hidden] = True
-        names = [
-            name
-            for name, bad in zip(simulator.recorded, wrong[:, token, hidden], strict=True)
-            if bad
-        ]
-        named = found or _likeliest(case, names, token, after, simulator)
-        if not named:
-            finding = _unexplained(case, wrong & element, simulator, tokens)
-        else:
-            (variable, step), *others = named
-            finding = Finding(
-                kind="altered",
-                variable=variable,
-                step=step,
-                token=int(tokens[token]),
-                hidden=int(hidden),
-                ulps=_apart(case, variable, element, simulator)
-                if step == case.transition.step and variable in names
-                else None,
-                others=tuple(f"{name} at step {at}" for name, at in others),
-            )
+        element[tuple(place)] = True
+        finding = _of_element(case, element, found, after, simulator, tokens)
         key = (finding.kind, finding.variable, finding.step, finding.token, finding.others)
         if key in merged:
             first = merged[key]
@@ -128,6 +108,34 @@ def explain(
             finding = replace(first, values=first.values + 1, ulps=max(apart, default=None))
         merged[key] = finding
     yield from merged.values()
+
+
+def _of_element(
+    case: Disagreement,
+    element: Array,
+    found: list[tuple[str, int]],
+    goes_on: bool,
+    simulator: Simulator,
+    tokens: Array,
+) -> Finding:
+    """Finding for one element, of which flipped bits have found some explanations, or none."""
+    wrong = case.wrong & element
+    token, hidden = np.argwhere(element)[0]
+    names = [name for name, bad in zip(simulator.recorded, wrong, strict=True) if bad.any()]
+    named = found or _likeliest(case, names, token, goes_on, simulator)
+    if not named:
+        return _unexplained(case, wrong, simulator, tokens)
+    (variable, step), *others = named
+    here = step == case.transition.step and variable in names
+    return Finding(
+        kind="altered",
+        variable=variable,
+        step=step,
+        token=int(tokens[token]),
+        hidden=int(hidden),
+        ulps=_apart(case, variable, element, simulator) if here else None,
+        others=tuple(f"{name} at step {at}" for name, at in others),
+    )
 
 
 def _altered(
@@ -225,8 +233,8 @@ def _has_its_norm(transition: Transition, tokens: Array, simulator: Simulator) -
     return same
 
 
-def _blamed_scalar(case: Disagreement, rest: Array, simulator: Simulator) -> Finding | None:
-    """The scalar of the step of which one flipped bit explains all elements, if there is one."""
+def _blamed_scalar(case: Disagreement, alone: Array, simulator: Simulator) -> Finding | None:
+    """The scalar of which one flipped bit gives the whole row, but for values altered alone."""
     transition = case.transition
     if transition.gradient is None:
         return None
@@ -238,7 +246,7 @@ def _blamed_scalar(case: Disagreement, rest: Array, simulator: Simulator) -> Fin
             for bit in range(8 * clip.itemsize)
         ]
     for name, variant in variants:
-        if not (simulator.outcome(variant).wrong(transition.stored) & rest).any():
+        if not (simulator.outcome(variant).wrong(transition.stored) & ~alone).any():
             return Finding(kind="altered", variable=name, step=transition.step, tokens=0)
     return None
 

@@ -328,7 +328,8 @@ def print_plan(facts: dict[str, Any]) -> None:
 def print_replay(result: Replay) -> None:
     """Print what `trainers.replay.replay` found."""
     out.print(
-        f"Replayed {result.replayed:,} of {result.steps:,} steps with {result.optimizer}"
+        f"Replayed {result.replayed:,} of {result.steps:,} steps"
+        + (f" with {result.optimizer}" if result.replayed else "")
         + (f", {result.skipped:,} of them skipped by the scaler" if result.skipped else "")
         + f": {result.differing:,} values differ."
     )

@@ -11,6 +11,7 @@ import pytest
 import zarr
 
 torch = pytest.importorskip("torch")
+from altered_runs import flip  # noqa: E402
 from list_recorder import TinyModel, batches  # noqa: E402
 from tiny_runs import tiny_run  # noqa: E402
 
@@ -18,6 +19,7 @@ from trainers import capture, preset, record  # noqa: E402
 from trainers.findings import Replay  # noqa: E402
 from trainers.replay import replay  # noqa: E402
 from trajstore import RunWriter  # noqa: E402
+from trajstore.console import print_replay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -100,6 +102,15 @@ def test_state_that_no_run_holds_is_rebuilt(name: str, dtype: Any, tmp_path: Pat
     optimizer, rebuilt = REBUILT[name]
     path = tiny_run(tmp_path / "run.zarr", optimizer, dtype=dtype)
     assert proven(path, 20, "W").rebuilt == rebuilt
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_types(dtype: Any, tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", lambda p: torch.optim.SGD(p, lr=0.1), dtype=dtype)
+    proven(path, 20, "W")
+    flip(path, "W", (7, 3, 1), 9)
+    (finding,) = replay(path).findings
+    assert (finding.variable, finding.step, finding.token) == ("W", 7, 3)
 
 
 @DTYPES
@@ -338,6 +349,27 @@ def test_another_device_is_counted_and_is_no_error(tmp_path: Path) -> None:
     assert result.variables["W"].ulps > 0
     assert result.variables["exp_avg"].differing == 0
     assert "recorded on cuda:0 (H100), replayed on cpu" in result.notes[0]
+
+
+def test_a_run_without_rows(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    RunWriter.create(path, token=[1, 2], hidden=3, variables={"W": "float32"}).close("complete")
+    result = replay(path)
+    assert result.steps == result.replayed == 0
+    assert result.clean
+
+
+def test_what_the_console_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_replay(replay(tiny_run(tmp_path / "run.zarr", steps=7)))
+    shown = capsys.readouterr().out
+    assert "Replayed 7 of 7 steps with torch.optim.adamw.AdamW: 0 values differ." in shown
+    assert "Wrong" not in shown
+    path = tiny_run(tmp_path / "some.zarr", record="weights+grads", steps=7, every=2)
+    flip(path, "grad", (0, 3, 1), 0)
+    print_replay(replay(path))
+    shown = capsys.readouterr().out
+    assert "Wrong: step 0, token 3, hidden 1: grad is not what it is before training." in shown
+    assert "Not proven: 3 steps from 2 to 6 were not replayed: the row before is not of" in shown
 
 
 def test_another_torch_is_noted(tmp_path: Path) -> None:
