@@ -33,7 +33,11 @@ format: .venv  ## Format the code, and mend what the linter can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+.PHONY: crash
+crash: .venv  ## Kill recordings 200 times and more, and damage files 300 times; takes a while
+	TRAJSTORE_KILLS=60 TRAJSTORE_FLIPS=300 $(BIN)/python -m pytest -q tests/crash tests/unit/trajstore/test_flips.py
+
 .PHONY: bench
 bench: .venv  ## Measure against what people use today; the first time it records for minutes
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
-	for name in ingest read memory; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in ingest read memory overhead stress; do $(BIN)/python benchmarks/$$name.py || exit 1; done

@@ -1,13 +1,14 @@
-"""What recording everything costs: paired runs of the same training, with and without.
+"""What recording everything costs: the same training unrecorded, recorded, and as notebooks do it.
 
-python benchmarks/overhead.py [--preset NAME …] [--steps N] [--pairs N] [--corpus PATH]
+python benchmarks/overhead.py [--preset NAME …] [--steps N] [--rounds N] [--corpus PATH]
                               [--tokenizer PATH]
 
-Each pair trains twice, in turns, each time in a fresh process and from the same seed, and times the
-steps after the first one, which builds what the others use; the wait for the last block is in. The
-table shows the ratio of the two wall times, that of the processor times (which counts the encoding
-too, and feels less of whatever else the machine does), and how much more memory the process held
-at its peak. Look at all pairs.
+Each round trains three times, in turns, each time in a fresh process and from the same seed:
+without recording, with it, and with a list of every step's tensors that is stacked and saved as one
+safetensors file at the end. Timed are the steps after the first one, which builds what the others
+use; the wait for the last block, or the save, is in. The table shows the ratio of the wall times to
+the training alone, that of the processor times (which counts the encoding too, and feels less of
+whatever else the machine does), and how much more memory the process held at its peak.
 """
 
 from __future__ import annotations
@@ -23,11 +24,51 @@ import time
 from pathlib import Path
 from typing import Any
 
+from measure import machine, save, table
+
 STEPS = {"gatsby": 1_000, "wordybird-1": 40}
+KINDS = ("without", "trajstore", "list")
+
+
+def list_recorder(file: Path) -> Any:
+    """Callback that keeps every step in memory until the end, as the notebooks do."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import TrainerCallback
+
+    class Recorder(TrainerCallback):
+        def on_train_begin(self, *args: Any, model: Any, **kwargs: Any) -> None:
+            self.rows: dict[str, list[torch.Tensor]] = {}
+            self.matrix = model.get_output_embeddings().weight
+            self._take("W", self.matrix)
+            model.register_forward_hook(self._on_output)
+
+        def _take(self, name: str, value: torch.Tensor) -> None:
+            self.rows.setdefault(name, []).append(value.detach().cpu().clone())
+
+        def _on_output(self, model: Any, inputs: Any, output: Any) -> None:
+            self._take("logits", output.logits[0, -1, :].bfloat16())
+            self._take("losses", output.loss)
+
+        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            self._take("grads", self.matrix.grad)
+
+        def on_optimizer_step(self, *args: Any, optimizer: Any, **kwargs: Any) -> None:
+            while hasattr(optimizer, "optimizer"):
+                optimizer = optimizer.optimizer
+            self._take("W", self.matrix)
+            state = optimizer.state[self.matrix]
+            self._take("momentum", state["exp_avg"])
+            self._take("variance", state["exp_avg_sq"])
+
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+            save_file({name: torch.stack(rows) for name, rows in self.rows.items()}, file)
+
+    return Recorder()
 
 
 def train_once(arguments: argparse.Namespace) -> dict[str, float]:
-    """Train in this process, recorded or not."""
+    """Train in this process, recorded in one way or not."""
     import torch
     from transformers import TrainerCallback
 
@@ -54,8 +95,10 @@ def train_once(arguments: argparse.Namespace) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         callbacks: list[TrainerCallback] = [Clock()]
-        if arguments.recorded:
+        if arguments.kind == "trajstore":
             callbacks.append(TrajectoryCallback(Path(folder) / "run.zarr", memory=arguments.memory))
+        elif arguments.kind == "list":
+            callbacks.append(list_recorder(Path(folder) / "run.safetensors"))
         training.run(callbacks)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -68,16 +111,15 @@ def train_once(arguments: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def measure(arguments: argparse.Namespace, preset: str, *, recorded: bool) -> dict[str, float]:
+def measure(arguments: argparse.Namespace, preset: str, kind: str) -> dict[str, float]:
     """Train in a process of its own."""
-    command = [sys.executable, __file__, "--once", "--preset", preset]
+    command = [sys.executable, __file__, "--kind", kind, "--preset", preset]
     command += ["--memory", arguments.memory]
     for name in ("steps", "corpus", "tokenizer"):
         if getattr(arguments, name) is not None and not (
-            name == "tokenizer" and preset == "gatsby"
+            name != "steps" and preset == "gatsby"  # whose text is built in
         ):
             command += [f"--{name}", str(getattr(arguments, name))]
-    command += ["--recorded"] if recorded else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -85,37 +127,55 @@ def measure(arguments: argparse.Namespace, preset: str, *, recorded: bool) -> di
 
 
 def main() -> None:
-    """Print a table of pairs."""
+    """Print a table of rounds and their medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--preset", nargs="+", default=list(STEPS), choices=list(STEPS))
-    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--corpus")
+    parser.add_argument("--corpus", help="for Wordybird")
     parser.add_argument("--tokenizer")
     parser.add_argument("--memory", default="1GiB")
-    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--recorded", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.once:
+    if arguments.kind:
         print(json.dumps(train_once(arguments)))
         return
-    print("preset         without       with   ratio   processor   more memory at the peak")
+    rows: list[list[str]] = []
+    results: dict[str, Any] = {"machine": machine()}
     for preset in arguments.preset:
-        ratios = []
-        for number in range(arguments.pairs):
+        rounds = []
+        for number in range(arguments.rounds):
             # In turns, so that a machine that slows down does not favour one of them.
-            order = [False, True] if number % 2 == 0 else [True, False]
-            timed = {kind: measure(arguments, preset, recorded=kind) for kind in order}
-            ratio = timed[True]["seconds"] / timed[False]["seconds"]
-            processor = timed[True]["processor"] / timed[False]["processor"]
-            more = (timed[True]["peak"] - timed[False]["peak"]) / 2**20
-            ratios.append(ratio)
-            print(
-                f"{preset:<12} {timed[False]['seconds']:7.1f} s {timed[True]['seconds']:7.1f} s "
-                f"{ratio:7.3f} {processor:11.3f} {more:9.0f} MiB",
-                flush=True,
-            )
-        print(f"{preset:<12} median ratio {statistics.median(ratios):.3f}")
+            order = KINDS[number % 3 :] + KINDS[: number % 3]
+            timed = {kind: measure(arguments, preset, kind) for kind in order}
+            rounds.append(timed)
+            rows.append(_row(preset, str(number + 1), timed))
+            print(*rows[-1], sep="  ", flush=True)
+        middle = {
+            kind: {
+                key: statistics.median(timed[kind][key] for timed in rounds)
+                for key in ("seconds", "processor", "peak")
+            }
+            for kind in KINDS
+        }
+        rows.append(_row(preset, "median", middle))
+        results[preset] = {"rounds": rounds, "median": middle}
+    columns = ["preset", "round", "without", "trajstore", "ratio", "processor", "more memory"]
+    columns += ["list", "ratio", "processor", "more memory"]
+    save("overhead", table("Training with and without recording", columns, rows), results)
+
+
+def _row(preset: str, number: str, timed: dict[str, dict[str, float]]) -> list[str]:
+    alone = timed["without"]
+    row = [preset, number, f"{alone['seconds']:.1f} s"]
+    for kind in KINDS[1:]:
+        row += [
+            f"{timed[kind]['seconds']:.1f} s",
+            f"{timed[kind]['seconds'] / alone['seconds']:.3f}",
+            f"{timed[kind]['processor'] / alone['processor']:.3f}",
+            f"{(timed[kind]['peak'] - alone['peak']) / 2**20:.0f} MiB",
+        ]
+    return row
 
 
 if __name__ == "__main__":

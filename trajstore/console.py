@@ -167,6 +167,7 @@ class RecordingProgress:
         self._steps = steps
         self._task = self._bar.add_task("", total=steps, state="")
         self._next = time.monotonic() + self._interval
+        self._waited = 0.0
 
     def __enter__(self) -> RecordingProgress:
         self._bar.start()
@@ -197,6 +198,9 @@ class RecordingProgress:
                 f"{format_bytes(writer.bytes_written)} on disk, "
                 f"{writer.rows - writer.committed_rows} rows to commit"
             )
+            if writer.seconds_waited > self._waited:
+                state += f", waiting for the disk ({writer.seconds_waited:.1f} s so far)"
+                self._waited = writer.seconds_waited
         if err.is_terminal:
             self._bar.update(self._task, completed=recorder.step, state=state)
         else:

@@ -10,6 +10,7 @@ __all__ = [
     "MissingExtra",
     "RecordingError",
     "RunExists",
+    "RunLocked",
     "RunNotFound",
     "StepNotFound",
     "TrajstoreError",
@@ -48,6 +49,10 @@ class RunExists(TrajstoreError, FileExistsError):
     """The target is already there; choose another one, or ask to overwrite."""
 
     exit_code = 2
+
+
+class RunLocked(TrajstoreError, BlockingIOError):
+    """Another process writes to the run; wait for it, or end it."""
 
 
 class RunNotFound(TrajstoreError, FileNotFoundError):

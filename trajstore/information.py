@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from trajstore.bits import NATIVE_TYPES
-from trajstore.reader import open_group
+from trajstore.group import open_group
 from trajstore.schema import STEP, VARIABLES
 
 __all__ = ["information"]

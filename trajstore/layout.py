@@ -23,6 +23,8 @@ __all__ = [
     "DEFAULT_MEMORY",
     "ArrayLayout",
     "Layout",
+    "check_memory",
+    "default_threads",
     "format_bytes",
     "parse_bytes",
     "plan",
@@ -162,7 +164,7 @@ def plan(
             raise InvalidArgument(f"{name} has length {length}, expected at least 1")
     if block_rows is not None and block_rows < 1:
         raise InvalidArgument(f"a block has {block_rows} rows, expected at least 1")
-    threads = threads or min(_processors(), _MOST_THREADS)
+    threads = threads or default_threads()
     lengths = {"token": tokens, "hidden": hidden}
     kinds = {STEP.name: (STEP, STEP_TYPE)}
     kinds |= {name: (variable(name), native_type(dtype)) for name, dtype in variables.items()}
@@ -192,19 +194,24 @@ def plan(
         while rows > _FEWEST_ROWS and arrange(rows).memory > memory:
             rows //= 2
     layout = arrange(rows)
-    if layout.memory > memory:
-        raise InvalidArgument(
-            f"the memory budget of {format_bytes(memory)} does not hold {BLOCKS} blocks of "
-            f"{rows} rows; at least {format_bytes(layout.memory)} is needed"
-        )
+    check_memory(layout, memory)
     return layout
 
 
-def _processors() -> int:
-    """Processors that this process may use."""
+def default_threads() -> int:
+    """As many as this process has processors, at most 8."""
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return min(len(os.sched_getaffinity(0)), _MOST_THREADS)
+    return min(os.cpu_count() or 1, _MOST_THREADS)
+
+
+def check_memory(layout: Layout, memory: int) -> None:
+    """Raise `InvalidArgument` if a writer of that layout takes more than so many bytes."""
+    if layout.memory > memory:
+        raise InvalidArgument(
+            f"the memory budget of {format_bytes(memory)} does not hold {BLOCKS} blocks of "
+            f"{layout.block_rows} rows; at least {format_bytes(layout.memory)} is needed"
+        )
 
 
 def _array(entry: Variable, lengths: Mapping[str, int], rows: int, coding: Chain) -> ArrayLayout:

@@ -3,6 +3,9 @@
 zarr-python itself writes them once, into memory; afterwards only the length of the step axis and
 the attributes of the root change. The root carries the metadata of all arrays (Zarr's inline
 consolidated metadata), hence their shapes: replacing this one object is the commit.
+
+What the root says of the run and never changes is also an attribute of the array ``step``, as one
+JSON text: from it a lost root is made again, and against it a damaged one is noticed.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +24,26 @@ from zarr.storage import MemoryStore
 from trajstore.layout import ArrayLayout, Layout
 from trajstore.schema import COORDINATES, STEP, Coordinate
 
-__all__ = ["DOCUMENT", "Documents", "chunk_key", "utc_now"]
+__all__ = [
+    "CHANGING",
+    "COPY",
+    "DOCUMENT",
+    "Documents",
+    "Status",
+    "chunk_key",
+    "new_arrays",
+    "utc_now",
+]
+
+Status = Literal["recording", "complete", "interrupted"]
 
 DOCUMENT = "zarr.json"
+
+CHANGING = ("status", "committed_rows", "updated")
+"""Attributes of the root that every commit sets."""
+
+COPY = "root_attributes"
+"""Attribute of ``step`` that holds all the others."""
 
 _CHUNK_KEYS: Any = {"name": "default", "separator": "."}
 
@@ -43,28 +63,38 @@ class Documents:
 
     Parameters
     ----------
-    layout : Layout
-    coordinates : mapping of str to array_like
-        Values along ``token``, by name of the schema.
+    arrays : mapping of str to dict
+        Document of each array, coordinates included, with any number of rows.
+    attributes : mapping
+        Attributes of the root but those that are `CHANGING`; JSON values.
     """
 
-    def __init__(self, layout: Layout, coordinates: Mapping[str, npt.ArrayLike]) -> None:
-        objects: dict[str, Any] = {}
-        root = zarr.create_group(MemoryStore(objects))
-        for name, array in layout.arrays.items():
-            _create(root, name, array, [name for name in coordinates if name != "token"])
-        for name, values in coordinates.items():
-            _create_coordinate(root, COORDINATES[name], values)
-        self._series = tuple(layout.arrays)
-        self._arrays: dict[str, dict[str, Any]] = {}
-        self.objects: dict[str, bytes] = {}
-        """Chunks of the coordinates, by key."""
-        for key, buffer in objects.items():
-            name, _, leaf = key.rpartition("/")
-            if leaf != DOCUMENT:
-                self.objects[key] = buffer.to_bytes()
-            elif name:
-                self._arrays[name] = json.loads(buffer.to_bytes())
+    def __init__(self, arrays: Mapping[str, dict[str, Any]], attributes: Mapping[str, Any]) -> None:
+        self._arrays = dict(arrays)
+        self._attributes = dict(attributes)
+        step = self._arrays[STEP.name]
+        copy = json.dumps(self._attributes, allow_nan=False)
+        self._arrays[STEP.name] = step | {"attributes": step["attributes"] | {COPY: copy}}
+        self._series = tuple(name for name in self._arrays if name not in COORDINATES)
+
+    @classmethod
+    def stored(cls, root: Mapping[str, Any], attributes: Mapping[str, Any] | None = None) -> Self:
+        """Of a run that is there.
+
+        Parameters
+        ----------
+        root : mapping
+            Its root document.
+        attributes : mapping, optional
+            Attributes that take the place of those it has.
+        """
+        fixed = {name: value for name, value in root["attributes"].items() if name not in CHANGING}
+        return cls(root["consolidated_metadata"]["metadata"], fixed | dict(attributes or {}))
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """Attributes of the root but those that are `CHANGING`."""
+        return self._attributes
 
     def array(self, name: str, rows: int) -> bytes:
         """Document of an array that holds that many rows."""
@@ -78,13 +108,14 @@ class Documents:
         """The arrays that grow with the rows."""
         return self._series
 
-    def root(self, rows: int, attributes: Mapping[str, Any]) -> bytes:
+    def root(self, rows: int, status: Status) -> bytes:
         """Document of the root: attributes, and every array at that many rows."""
+        changing = {"status": status, "committed_rows": rows, "updated": utc_now()}
         return _dump(
             {
                 "zarr_format": 3,
                 "node_type": "group",
-                "attributes": dict(attributes),
+                "attributes": self._attributes | changing,
                 "consolidated_metadata": {
                     "kind": "inline",
                     "must_understand": False,
@@ -98,6 +129,41 @@ class Documents:
         if name not in self._series:
             return document
         return document | {"shape": [rows, *document["shape"][1:]]}
+
+
+def new_arrays(
+    layout: Layout, coordinates: Mapping[str, npt.ArrayLike]
+) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
+    """Arrays of a run that is to be made.
+
+    Parameters
+    ----------
+    layout : Layout
+    coordinates : mapping of str to array_like
+        Values along ``token``, by name of the schema.
+
+    Returns
+    -------
+    dict of str to dict
+        The document of each array.
+    dict of str to bytes
+        The chunks of the coordinates, by key.
+    """
+    objects: dict[str, Any] = {}
+    root = zarr.create_group(MemoryStore(objects))
+    for name, array in layout.arrays.items():
+        _create(root, name, array, [name for name in coordinates if name != "token"])
+    for name, values in coordinates.items():
+        _create_coordinate(root, COORDINATES[name], values)
+    documents: dict[str, dict[str, Any]] = {}
+    chunks: dict[str, bytes] = {}
+    for key, buffer in objects.items():
+        name, _, leaf = key.rpartition("/")
+        if leaf != DOCUMENT:
+            chunks[key] = buffer.to_bytes()
+        elif name:
+            documents[name] = json.loads(buffer.to_bytes())
+    return documents, chunks
 
 
 def _create(root: zarr.Group, name: str, array: ArrayLayout, auxiliary: list[str]) -> None:

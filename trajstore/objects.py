@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["PARTIAL_SUFFIX", "put"]
+__all__ = ["PARTIAL_SUFFIX", "flush_folder", "leftovers", "put", "sweep"]
 
 PARTIAL_SUFFIX = ".partial"
 
 
-def put(path: Path, parts: Iterable[bytes]) -> int:
+def put(path: Path, parts: Iterable[bytes], *, fsync: bool = False) -> int:
     """Write an object from its parts and put it in place in one step.
 
     A reader, and whoever comes after a crash, sees the old object or the whole new one. A failed
@@ -20,24 +21,81 @@ def put(path: Path, parts: Iterable[bytes]) -> int:
     Parameters
     ----------
     path : Path
-        Its folder is made if need be.
+        Its folder must be there: one that has gone is an error, not made again.
     parts : iterable of bytes
         Consumed one at a time, so an object is never in memory as a whole.
+    fsync : bool
+        Return only when the object, and its name, would survive a loss of power.
 
     Returns
     -------
     int
         Bytes written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL_SUFFIX}")
     try:
         with partial.open("wb") as file:
             for part in parts:
                 file.write(part)
             size = file.tell()
+            if fsync:
+                file.flush()
+                os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+    if fsync:
+        flush_folder(path.parent)
     return size
+
+
+def flush_folder(folder: Path) -> None:
+    """Make the names in a folder survive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sweep(run: Path) -> list[Path]:
+    """Remove what writers that died have left in a run's folder and beside it.
+
+    Only whoever holds the run's lock may do that: unfinished objects of a writer that lives look
+    the same. Of what lies beside the run, nothing is removed that belongs to a living process of
+    this machine, because what is exported or imported to the same place has no lock.
+
+    Returns
+    -------
+    list of Path
+        What was removed.
+    """
+    left = leftovers(run)
+    for path in left:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    return left
+
+
+def leftovers(run: Path) -> list[Path]:
+    """What `sweep` would remove."""
+    beside = [
+        path
+        for suffix in (PARTIAL_SUFFIX, ".old")
+        for path in run.parent.glob(f".{run.name}.*{suffix}")
+        if not _is_alive(path.name.removeprefix(f".{run.name}.").removesuffix(suffix))
+    ]
+    return beside + [path for path in run.rglob(f".*{PARTIAL_SUFFIX}") if path.is_file()]
+
+
+def _is_alive(number: str) -> bool:
+    try:
+        os.kill(int(number), 0)
+    except (ValueError, ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True

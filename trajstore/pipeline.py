@@ -38,6 +38,8 @@ class Pipeline:
     commit : callable
         Makes everything written so far visible; called in the writing thread with what `submit`
         was given.
+    fsync : bool
+        Have every shard survive a loss of power before it is committed.
 
     Attributes
     ----------
@@ -47,12 +49,15 @@ class Pipeline:
         What stopped it. Nothing is written or committed afterwards.
     """
 
-    def __init__(self, path: Path, layout: Layout, commit: Callable[[Any], None]) -> None:
+    def __init__(
+        self, path: Path, layout: Layout, commit: Callable[[Any], None], *, fsync: bool = False
+    ) -> None:
         self.bytes_written = 0
         self.failure: BaseException | None = None
         self._path = path
         self._layout = layout
         self._commit = commit
+        self._fsync = fsync
         self._encoders = ThreadPoolExecutor(layout.threads, "trajstore-encoder")
         self._writer = ThreadPoolExecutor(1, "trajstore-writer")
 
@@ -98,7 +103,7 @@ class Pipeline:
             for name, array in self._layout.arrays.items():
                 parts = shard_parts(islice(encoded, array.chunks))
                 key = chunk_key(name, number, len(array.shard))
-                self.bytes_written += put(self._path / key, parts)
+                self.bytes_written += put(self._path / key, parts, fsync=self._fsync)
         finally:
             encoded.close()
 

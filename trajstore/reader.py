@@ -7,44 +7,14 @@ from typing import Any
 
 import dask.array as da
 import xarray as xr
-import zarr
-from zarr.errors import NodeNotFoundError
 
-from trajstore.errors import FormatError, RunNotFound
-from trajstore.schema import FORMAT, VARIABLES
+from trajstore.group import open_group
+from trajstore.schema import VARIABLES
 from trajstore.stored import stored_array
 
-__all__ = ["open_group", "open_run"]
+__all__ = ["open_run"]
 
 _LARGEST_TASK = 64 << 20
-
-
-def open_group(path: str | os.PathLike[str]) -> zarr.Group:
-    """Root group of a run, read-only, at its last commit.
-
-    Raises
-    ------
-    RunNotFound
-        If there is nothing at `path`.
-    FormatError
-        If it is not a run, or one of a newer format.
-    """
-    text = os.fspath(path)
-    if "://" not in text and not os.path.exists(text):
-        raise RunNotFound(f"there is no run at {text}")
-    try:
-        group = zarr.open_group(text, mode="r", zarr_format=3)
-    except (NodeNotFoundError, ValueError, KeyError) as error:
-        raise FormatError(f"{text} is not a Zarr v3 group, so not a run: {error}") from error
-    number = group.attrs.get("trajstore_format")
-    if not isinstance(number, int):
-        raise FormatError(f"{text} is a Zarr group, but no run: it has no trajstore_format")
-    if number > FORMAT:
-        raise FormatError(
-            f"{text} is of store format {number}, this version reads up to {FORMAT}; "
-            f"install trajstore {group.attrs.get('trajstore_version')} or newer"
-        )
-    return group
 
 
 def open_run(path: str | os.PathLike[str]) -> xr.Dataset:
@@ -65,7 +35,7 @@ def open_run(path: str | os.PathLike[str]) -> xr.Dataset:
     Raises
     ------
     RunNotFound, FormatError
-        See `open_group`.
+        See `trajstore.group.open_group`.
 
     Examples
     --------

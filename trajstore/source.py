@@ -18,7 +18,7 @@ import xarray as xr
 from trajstore.bits import NativeType, native_type
 from trajstore.conversion import convert
 from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.reader import open_group
+from trajstore.group import open_group
 from trajstore.schema import COORDINATES, STEP, VARIABLES
 from trajstore.stored import stored_array
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,14 @@ import numpy.typing as npt
 import zarr
 from zarr.codecs import ShardingCodec
 
+from trajstore.bits import STEP_TYPE, native_type
 from trajstore.encoding import Chain, chain_of, is_intact
 from trajstore.errors import FormatError
+from trajstore.layout import ArrayLayout, Layout, default_threads
 from trajstore.metadata import chunk_key
+from trajstore.schema import STEP, variable
 
-__all__ = ["StoredArray", "stored_array"]
+__all__ = ["StoredArray", "stored_array", "stored_layout"]
 
 _ENTRY = 16  # bytes of the index for one chunk: offset and length
 
@@ -220,4 +223,48 @@ def stored_array(
         chunk=tuple(array.chunks),
         shard=tuple(array.shards),
         chain=found,
+    )
+
+
+def stored_layout(
+    path: str | os.PathLike[str], group: zarr.Group, threads: int | None = None
+) -> Layout:
+    """Layout of a run that is there, so that more rows can be written as the first ones were.
+
+    Parameters
+    ----------
+    path : path-like
+        Of a local run.
+    group : zarr.Group
+        As zarr opened it.
+    threads : int, optional
+        That encode; without it as `trajstore.layout.plan` chooses.
+
+    Raises
+    ------
+    FormatError
+        If an array is not stored as a `RunWriter` stores it.
+    """
+    arrays = {}
+    for name, array in sorted(group.arrays(), key=lambda item: item[0] != STEP.name):
+        dimensions: Any = array.metadata.to_dict().get("dimension_names")
+        if not dimensions or dimensions[0] != STEP.name:
+            continue
+        found = stored_array(path, name, array)
+        if found is None:
+            raise FormatError(
+                f"{name} of {path} is not stored as this version stores it, so no rows can be "
+                "added; make another run"
+            )
+        # What `portable` stores is the widened type, and what rows are made of is the native one.
+        native = STEP_TYPE if name == STEP.name else native_type(str(array.attrs["native_dtype"]))
+        arrays[name] = ArrayLayout(
+            variable=STEP if name == STEP.name else variable(name),
+            row=found.shape[1:],
+            chunk=found.chunk,
+            shard=found.shard,
+            chain=replace(found.chain, native=native),
+        )
+    return Layout(
+        block_rows=arrays[STEP.name].shard[0], threads=threads or default_threads(), arrays=arrays
     )

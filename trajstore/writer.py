@@ -5,6 +5,9 @@ or by a caller that fills `next_row` itself). A full block goes to the `Pipeline
 writes every array's shard behind the caller's back, while the next block is filled; then each
 array's metadata grows; then the root is replaced, which is the commit. Whatever happens in between,
 a reader sees the rows of the last commit and nothing else.
+
+A run that is there is opened for more rows with `resume`. What it holds past its last commit, or
+past the row it is cut to, is not read by anyone; it is written over, and removed at the end.
 """
 
 from __future__ import annotations
@@ -23,26 +26,28 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
+import zarr
 
 from trajstore.bits import as_bits
-from trajstore.errors import InvalidArgument, RunExists, WriterClosed
-from trajstore.layout import BLOCKS, DEFAULT_MEMORY, Layout, parse_bytes, plan
-from trajstore.metadata import DOCUMENT, Documents, utc_now
-from trajstore.objects import PARTIAL_SUFFIX, put
+from trajstore.errors import FormatError, InvalidArgument, RunExists, WriterClosed
+from trajstore.group import open_group
+from trajstore.layout import BLOCKS, DEFAULT_MEMORY, Layout, check_memory, parse_bytes, plan
+from trajstore.lock import RunLock
+from trajstore.metadata import DOCUMENT, Documents, Status, chunk_key, new_arrays, utc_now
+from trajstore.objects import PARTIAL_SUFFIX, flush_folder, put, sweep
 from trajstore.pipeline import Pipeline
 from trajstore.schema import FORMAT, STEP
+from trajstore.stored import stored_array, stored_layout
 from trajstore.version import __version__
 
 __all__ = ["RunWriter", "check_target"]
 
-Status = Literal["recording", "complete", "interrupted"]
-
 
 class RunWriter:
-    """Appends rows to a new run.
+    """Appends rows to a run, which nobody else can write to meanwhile.
 
-    Made by `create`; a context manager that closes the run as ``complete``, or as ``interrupted``
-    when it is left by an exception.
+    Made by `create` or `resume`; a context manager that closes the run as ``complete``, or as
+    ``interrupted`` when it is left by an exception.
 
     Attributes
     ----------
@@ -72,7 +77,7 @@ class RunWriter:
     """
 
     def __init__(
-        self, path: Path, layout: Layout, documents: Documents, attributes: dict[str, Any]
+        self, path: Path, layout: Layout, documents: Documents, lock: RunLock, *, fsync: bool
     ) -> None:
         self.path = path
         self.layout = layout
@@ -81,10 +86,11 @@ class RunWriter:
         self.bytes_recorded = 0
         self.seconds_waited = 0.0
         self._documents = documents
-        self._attributes = attributes
+        self._lock = lock
+        self._fsync = fsync
         self._last_step = -1
         self._status: Status = "recording"
-        self._pipeline = Pipeline(path, layout, self._commit)
+        self._pipeline = Pipeline(path, layout, self._commit, fsync=fsync)
         self._pending: deque[Future[None]] = deque()
         self._blocks = [_allocate(layout) for _ in range(BLOCKS)]
         self._row_bytes = sum(
@@ -114,6 +120,7 @@ class RunWriter:
         encoding: str = "delta",
         threads: int | None = None,
         overwrite: bool = False,
+        fsync: bool = False,
     ) -> Self:
         """Make an empty run.
 
@@ -146,11 +153,15 @@ class RunWriter:
             That encode; without it as many as there are processors, at most 8.
         overwrite : bool
             Replace a run that is there.
+        fsync : bool
+            Have every commit survive a loss of power, not only the death of the process.
 
         Raises
         ------
         RunExists
             If something is at `path`.
+        RunLocked
+            If another process writes to it.
         InvalidArgument
             If an argument is impossible.
         """
@@ -186,22 +197,91 @@ class RunWriter:
             threads=threads,
         )
         now = utc_now()
-        root = {
+        fixed = {
             "trajstore_format": FORMAT,
             "trajstore_version": __version__,
-            "status": "recording",
-            "committed_rows": 0,
             "created": now,
-            "updated": now,
             "timeline": "post-step",
             "encoding": encoding,
             "block_rows": layout.block_rows,
             "config": dict(config or {}),
             **(attributes or {}),
         }
-        documents = Documents(layout, coordinates)
-        _create_folder(path, documents, root, overwrite=overwrite)
-        return cls(path, layout, documents, root)
+        arrays, chunks = new_arrays(layout, coordinates)
+        documents = Documents(arrays, fixed)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = RunLock.acquire(path)
+        try:
+            sweep(path)
+            _create_folder(path, documents, chunks, overwrite=overwrite, fsync=fsync)
+            return cls(path, layout, documents, lock, fsync=fsync)
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def resume(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        rows: int | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        memory: int | str = DEFAULT_MEMORY,
+        threads: int | None = None,
+        fsync: bool = False,
+    ) -> Self:
+        """Open a run for more rows, as they were of the same kind: after its last commit, or cut.
+
+        What writers that died have left is swept. Its status is ``recording`` again.
+
+        Parameters
+        ----------
+        path : path-like
+            A local run.
+        rows : int, optional
+            Keep so many; all that are committed without it.
+        attributes : mapping, optional
+            Attributes of the root that take the place of those it has, such as ``config``.
+        memory, threads, fsync
+            As for `create`. The blocks stay as large as they are.
+
+        Raises
+        ------
+        RunNotFound, FormatError
+            If there is no run, or one that this version cannot add to.
+        RunLocked
+            If another process writes to it.
+        InvalidArgument
+            If `rows` are not there, or `memory` does not hold its blocks.
+        """
+        text = os.fspath(path)
+        open_group(text)
+        path = Path(text).absolute()
+        lock = RunLock.acquire(path)
+        try:
+            sweep(path)
+            group = open_group(path)
+            layout = stored_layout(path, group, threads)
+            check_memory(layout, parse_bytes(memory))
+            root = json.loads((path / DOCUMENT).read_bytes())
+            committed = root["attributes"].get("committed_rows")
+            if committed is None or not root.get("consolidated_metadata"):
+                raise FormatError(
+                    f"the root of {path} has been changed by another program and says no longer "
+                    f"which rows are whole; bring that back with: trajstore repair {path}"
+                )
+            keep = committed if rows is None else rows
+            if not 0 <= keep <= committed:
+                raise InvalidArgument(
+                    f"{path} has {committed} committed rows, so it cannot go on after {keep}"
+                )
+            documents = Documents.stored(root, attributes)
+            run = cls(path, layout, documents, lock, fsync=fsync)
+            run._continue(group, keep)
+        except BaseException:
+            lock.release()
+            raise
+        return run
 
     def next_row(self) -> dict[str, npt.NDArray[Any]]:
         """Places of the next row's values, to be filled without another copy.
@@ -291,6 +371,7 @@ class RunWriter:
                 change = self.rows, status
                 self._pending.append(self._pipeline.submit(0, None, change))
             self._settle(0)
+            self._remove_past_end()
         except BaseException:
             self._status = "interrupted"
             if self._pipeline.failure is not None:
@@ -301,6 +382,7 @@ class RunWriter:
         finally:
             self._pipeline.close()
             self._blocks.clear()
+            self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -353,15 +435,47 @@ class RunWriter:
         """Make so many rows visible, with that status."""
         rows, status = change
         if rows > self.committed_rows:
-            for name in self._documents.series():
-                put(self.path / name / DOCUMENT, [self._documents.array(name, rows)])
-        self._attributes = self._attributes | {
-            "status": status,
-            "committed_rows": rows,
-            "updated": utc_now(),
-        }
-        put(self.path / DOCUMENT, [self._documents.root(rows, self._attributes)])
+            self._put_arrays(rows)
+        self._put_root(rows, status)
+
+    def _put_arrays(self, rows: int) -> None:
+        for name in self._documents.series():
+            self._put(self.path / name / DOCUMENT, self._documents.array(name, rows))
+
+    def _put_root(self, rows: int, status: Status) -> None:
+        self._put(self.path / DOCUMENT, self._documents.root(rows, status))
         self.committed_rows = rows
+
+    def _put(self, path: Path, data: bytes) -> None:
+        put(path, [data], fsync=self._fsync)
+
+    def _continue(self, group: zarr.Group, rows: int) -> None:
+        """Cut the run to so many rows, and have the last block's in the buffer."""
+        first = rows - rows % self.layout.block_rows
+        self.rows = rows
+        self.bytes_recorded = rows * self._row_bytes
+        for name, array in self.layout.arrays.items():
+            stored = stored_array(self.path, name, group[name])  # type: ignore[arg-type]
+            assert stored is not None  # or there would be no layout
+            if first < rows:
+                kept = as_bits(stored[first:rows], array.native, name)
+                self._block()[name][: rows - first] = kept
+            if name == STEP.name and rows:
+                self._last_step = int(stored[rows - 1])
+            for number in range(first // self.layout.block_rows):
+                key = chunk_key(name, number, len(array.shard))
+                self._pipeline.bytes_written += (self.path / key).stat().st_size
+        # Shrinking, the root goes first: a reader never sees more rows than every array says.
+        self._put_root(rows, "recording")
+        self._put_arrays(rows)
+
+    def _remove_past_end(self) -> None:
+        """Remove the shards of blocks that the run was cut before and has not grown to again."""
+        blocks = -(-self.rows // self.layout.block_rows)
+        for name in self.layout.arrays:
+            for shard in (self.path / name).glob("c.*"):
+                if int(shard.name.split(".")[1]) >= blocks:
+                    shard.unlink()
 
 
 def _allocate(layout: Layout) -> dict[str, npt.NDArray[Any]]:
@@ -403,18 +517,18 @@ def _is_run(path: Path) -> bool:
 
 
 def _create_folder(
-    path: Path, documents: Documents, root: Mapping[str, Any], *, overwrite: bool
+    path: Path, documents: Documents, chunks: Mapping[str, bytes], *, overwrite: bool, fsync: bool
 ) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     beside = f".{path.name}.{os.getpid()}"
     new = path.with_name(f"{beside}{PARTIAL_SUFFIX}")
     new.mkdir()
     try:
-        for key, data in documents.objects.items():
-            put(new / key, [data])
         for name in documents.names():
-            put(new / name / DOCUMENT, [documents.array(name, 0)])
-        put(new / DOCUMENT, [documents.root(0, root)])
+            (new / name).mkdir()
+            put(new / name / DOCUMENT, [documents.array(name, 0)], fsync=fsync)
+        for key, data in chunks.items():
+            put(new / key, [data], fsync=fsync)
+        put(new / DOCUMENT, [documents.root(0, "recording")], fsync=fsync)
         if overwrite and path.exists():
             old = path.with_name(f"{beside}.old")
             path.rename(old)
@@ -427,3 +541,5 @@ def _create_folder(
         if isinstance(error, OSError) and path.exists() and not overwrite:
             raise RunExists(f"{path} has just been made by another process") from error
         raise
+    if fsync:
+        flush_folder(path.parent)

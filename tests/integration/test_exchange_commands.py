@@ -170,7 +170,9 @@ def test_wrong_calls_are_one_sentence(trajstore_cli: Cli, run: Path, tmp_path: P
 def test_a_signal_leaves_nothing(run: Path, tmp_path: Path, number: signal.Signals) -> None:
     # The signal comes when the file is half written, not at some moment: the process sends it.
     code = (
-        "import os, sys\n"
+        "import os, signal, sys\n"
+        # Where the tests run in the background, the shell has had SIGINT ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from trajstore import cli\n"
         "from trajstore.console import BytesProgress\n"
         f"BytesProgress.show = lambda self, done, total: os.kill(os.getpid(), {int(number)})\n"

@@ -9,11 +9,17 @@ from trajstore.objects import put
 
 
 def test_an_object_is_replaced_whole(tmp_path: Path) -> None:
-    target = tmp_path / "a" / "object"
+    target = tmp_path / "object"
     assert put(target, [b"one"]) == 3
     assert put(target, [b"tw", b"o"]) == 3
     assert target.read_bytes() == b"two"
     assert [path.name for path in target.parent.iterdir()] == ["object"]
+
+
+def test_a_folder_that_has_gone_is_not_made_again(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        put(tmp_path / "gone" / "object", [b"one"])
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_failed_write_leaves_the_old_object_and_nothing_else(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from zarr.storage import MemoryStore
 from trajstore.bits import widen
 from trajstore.encoding import ENCODINGS
 from trajstore.layout import plan
-from trajstore.metadata import Documents, chunk_key
+from trajstore.metadata import Documents, chunk_key, new_arrays
 from trajstore.shard import chunk_windows, shard_parts
 
 CASES = [
@@ -33,7 +33,7 @@ def make(
     layout = plan({name: dtype}, tokens=tokens, hidden=hidden, block_rows=7, encoding=encoding)
     array = layout.arrays[name]
     bits = random_bits((7, *array.row), 5, 8 * array.native.itemsize)
-    return array, bits, Documents(layout, {"token": np.arange(tokens)})
+    return array, bits, Documents(new_arrays(layout, {"token": np.arange(tokens)})[0], {})
 
 
 def shard(bits: np.ndarray, array: Any) -> bytes:

@@ -1,0 +1,97 @@
+"""A writer that is killed loses what it had not committed, and nothing else.
+
+Every run here is killed several times, at every move of a commit in turn and at arbitrary moments,
+and resumed after each; a reader polls it throughout. `TRAJSTORE_KILLS` sets how many runs are
+killed at arbitrary moments (`make crash`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+
+import pytest
+import xarray as xr
+from crashing import BLOCK, KillAt, Reader, check_row, create, killed, row, write_rows
+
+from trajstore.encoding import ENCODINGS
+
+ROWS = 7 * BLOCK + 2
+OBJECTS = 5  # arrays, each with a shard and a document in every commit, and then the root
+A_COMMIT = 2 * OBJECTS + 1
+
+
+def committed(path: Path) -> int:
+    return int(xr.open_zarr(path).attrs["committed_rows"]) if path.exists() else 0
+
+
+def check_whole(path: Path) -> int:
+    """Rows of a run that a dead writer has left, each of them compared."""
+    if not path.exists():
+        return 0
+    ds = xr.open_zarr(path)
+    rows = ds.sizes["step"]
+    assert rows == ROWS or rows % BLOCK == 0
+    for at in range(rows):
+        check_row(ds, at)
+    return rows
+
+
+def finish(path: Path, encoding: str) -> None:
+    """Resume to the end, and compare with the run that was never killed, file by file."""
+    assert not killed(write_rows, path, ROWS, encoding, None)
+    whole = path.with_name("whole.zarr")
+    with create(whole, encoding) as run:
+        for step in range(ROWS):
+            run.append(step=step, **row(step))
+    for file in whole.rglob("c.*"):
+        assert (path / file.relative_to(whole)).read_bytes() == file.read_bytes()
+    assert {str(file.relative_to(path)) for file in path.rglob("*")} == {
+        str(file.relative_to(whole)) for file in whole.rglob("*")
+    }, "nothing is left of the dead writers"
+    assert not [file for file in path.parent.iterdir() if file.name.startswith(".")]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_at_every_move_of_a_commit(tmp_path: Path, encoding: str, after: bool) -> None:
+    path = tmp_path / "run.zarr"
+    assert killed(write_rows, path, ROWS, encoding, KillAt(A_COMMIT + 8, after))
+    with Reader(path) as reader:
+        for move in range(1, A_COMMIT + 1):
+            before = committed(path)
+            # A resumed run cuts itself to where it stands first: the documents and the root.
+            assert killed(write_rows, path, ROWS, encoding, KillAt(OBJECTS + 1 + move, after))
+            rows = check_whole(path)
+            assert rows == before + (BLOCK if after and move == A_COMMIT else 0)
+        finish(path, encoding)
+    assert reader.opens > A_COMMIT
+    assert reader.most == ROWS
+
+
+@pytest.mark.parametrize("move", range(1, 10))
+def test_killed_while_it_is_made_there_is_no_run_or_an_empty_one(tmp_path: Path, move: int) -> None:
+    path = tmp_path / "run.zarr"
+    assert killed(write_rows, path, ROWS, "delta", KillAt(move, after=True))
+    assert check_whole(path) == 0
+    finish(path, "delta")
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("TRAJSTORE_KILLS", "4"))))
+def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
+    """Also more than once, until the run is through."""
+    rng = random.Random(seed)
+    encoding = rng.choice(ENCODINGS)
+    path = tmp_path / "run.zarr"
+    with Reader(path) as reader:
+        done = 0
+        while done < ROWS:
+            last = rng.randrange(done, ROWS + 1)
+            before = committed(path)
+            if not killed(write_rows, path, ROWS, encoding, None, after_step=last):
+                break
+            done = check_whole(path)
+            assert before <= done <= ROWS
+        finish(path, encoding)
+    assert reader.most == ROWS

@@ -1,0 +1,198 @@
+"""Processes that record and are killed, and one that reads all the while.
+
+Every row is made from its step alone, so whoever reads a run can tell whether a row is whole.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from bits_and_calls import random_bits
+
+from trajstore import RunWriter
+
+
+class Tally:
+    """What a whole run of the tests did, for its last line."""
+
+    kills = 0
+    opens = 0
+
+
+tally = Tally()
+
+TOKENS, HIDDEN, BLOCK = 40, 6, 4
+TYPES = {"W": "bfloat16", "grad": "float16", "logits": "float32", "loss": "float32"}
+
+processes = multiprocessing.get_context("forkserver")
+# What is slow to import. Not this module: Python 3.11 does not tell the server where tests are.
+processes.set_forkserver_preload(["trajstore", "xarray"])
+
+
+def row(step: int) -> dict[str, Any]:
+    """Values of a row, native bits."""
+    return {
+        "W": random_bits((TOKENS, HIDDEN), step),
+        "grad": random_bits((TOKENS, HIDDEN), step + 10_000),
+        "logits": random_bits((TOKENS,), step, 32).view("f4"),
+        "loss": random_bits((), step, 32).view("f4"),
+    }
+
+
+def create(path: Path, encoding: str) -> RunWriter:
+    """Empty run of such rows."""
+    return RunWriter.create(
+        path,
+        token=np.arange(TOKENS),
+        hidden=HIDDEN,
+        variables=TYPES,
+        block_rows=BLOCK,
+        encoding=encoding,
+        threads=2,
+    )
+
+
+@dataclass
+class KillAt:
+    """Kills its process at one move of an object into its place: right before it, or right after.
+
+    The moves of a commit are those of its shards, of the arrays' documents, and of the root.
+    """
+
+    move: int
+    after: bool
+
+    def install(self) -> None:
+        """Count the moves of this process from now on."""
+        moves = 0
+        original = os.replace
+
+        def replace(source: Any, target: Any) -> None:
+            nonlocal moves
+            moves += 1
+            if moves == self.move and not self.after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(source, target)
+            if moves == self.move and self.after:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        os.replace = replace
+
+
+def write_rows(
+    path: Path, rows: int, encoding: str, kill: KillAt | None, told: Connection | None
+) -> None:
+    """Record up to so many rows, from wherever the run stands, telling each; in a process."""
+    if kill is not None:
+        kill.install()
+    writer = RunWriter.resume(path) if path.exists() else create(path, encoding)
+    with writer:
+        for step in range(writer.rows, rows):
+            writer.append(step=step, **row(step))
+            if told is not None:
+                told.send(step)
+
+
+def poll(path: Path, stop: Any, result: Connection) -> None:
+    """Open a run with plain xarray, over and over, and check every row that it shows."""
+    problems: list[str] = []
+    opens = most = 0
+    while not problems:
+        last_look = stop.is_set()
+        if path.exists():
+            try:
+                most = max(most, _check(xr.open_zarr(path), opens))
+                opens += 1
+            except BaseException as error:
+                problems.append(f"{type(error).__name__}: {error}")
+        if last_look and opens:
+            break
+    result.send((opens, most, problems))
+
+
+def _check(ds: xr.Dataset, seed: int) -> int:
+    rows = ds.sizes["step"]
+    assert ds.attrs["committed_rows"] == rows
+    assert ds.step.values.tolist() == list(range(rows))
+    if rows:
+        for at in {rows - 1, seed % rows}:
+            check_row(ds, at)
+    return rows
+
+
+def check_row(ds: xr.Dataset, at: int) -> None:
+    """Fail unless every value of a row is what its step makes."""
+    expected = row(int(ds.step[at]))
+    assert (ds.W[at].values.view("u4") == expected["W"].astype("u4") << 16).all()
+    read = ds.grad[at].values
+    with np.errstate(invalid="ignore"):
+        half = read.astype("f2")
+    finite = np.isfinite(read)
+    assert (half.view("u2")[finite] == expected["grad"][finite]).all()
+    assert (~np.isfinite(expected["grad"].view("f2")[~finite])).all()
+    for name in ("logits", "loss"):
+        assert ds[name][at].values.tobytes() == expected[name].tobytes()
+
+
+class Reader:
+    """A process that polls a run while the ``with`` block runs, and must find nothing wrong."""
+
+    def __init__(self, path: Path, check: Callable[..., None] = poll) -> None:
+        self._stop = processes.Event()
+        self._result, there = processes.Pipe(duplex=False)
+        self._process = processes.Process(target=check, args=(path, self._stop, there))
+        self.opens = 0
+
+    def __enter__(self) -> Reader:
+        self._process.start()
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        self._stop.set()
+        opens, most, problems = self._result.recv()
+        self._process.join()
+        self.opens, self.most = opens, most
+        tally.opens += opens
+        if kind is None:
+            assert not problems, f"after {opens} opens, at {most} rows: {problems[0]}"
+
+
+def killed(target: Callable[..., None], *arguments: Any, after_step: int | None = None) -> bool:
+    """Run a function in a process and tell whether it was killed.
+
+    Parameters
+    ----------
+    target : callable
+        Its last argument is a connection that it tells each step through, or None.
+    *arguments : Any
+        All but that.
+    after_step : int, optional
+        Kill it as soon as it tells that step; without it, it kills itself or ends.
+    """
+    here, there = processes.Pipe(duplex=False)
+    process = processes.Process(
+        target=target, args=(*arguments, None if after_step is None else there)
+    )
+    process.start()
+    there.close()
+    if after_step is not None:
+        try:
+            while here.recv() < after_step:
+                pass
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+        except EOFError:
+            pass  # it ended by itself
+    process.join()
+    tally.kills += process.exitcode != 0
+    assert process.exitcode in (0, -signal.SIGKILL), f"exit code {process.exitcode}"
+    return process.exitcode != 0
