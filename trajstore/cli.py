@@ -596,7 +596,7 @@ def verify(run: str, with_replay: bool, as_json: bool) -> None:
     else:
         print_verification(found)
         if replayed is not None:
-            from trajstore.console import print_replay  # type: ignore[attr-defined]
+            from trajstore.console import print_replay
 
             print_replay(replayed)
     if not found.clean or (replayed is not None and not replayed.clean):
