@@ -15,6 +15,7 @@ import pytest
 import xarray as xr
 from crashing import BLOCK, KillAt, Reader, check_row, create, killed, row, write_rows
 
+from trajstore import repair, verify
 from trajstore.encoding import ENCODINGS
 
 ROWS = 7 * BLOCK + 2
@@ -35,6 +36,9 @@ def check_whole(path: Path) -> int:
     assert rows == ROWS or rows % BLOCK == 0
     for at in range(rows):
         check_row(ds, at)
+    found = verify(path)
+    assert found.clean, found.problems
+    assert found.rows == rows
     return rows
 
 
@@ -93,5 +97,9 @@ def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
                 break
             done = check_whole(path)
             assert before <= done <= ROWS
+            if rng.random() < 0.5:  # it goes on from a repaired run as from any
+                assert repair(path, yes=True).rows == done
+                assert repair(path).actions == ()
+                assert check_whole(path) == done
         finish(path, encoding)
     assert reader.most == ROWS
