@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trainers.attachment import capture
     from trainers.callback import TrajectoryCallback
     from trainers.config import RunConfig
+    from trainers.continuation import recorded_config
     from trainers.downloads import fetch
     from trainers.planning import plan
     from trainers.presets import PRESETS, preset
@@ -26,6 +27,7 @@ __all__ = [
     "plan",
     "preset",
     "record",
+    "recorded_config",
 ]
 
 _HOME = {
@@ -37,6 +39,7 @@ _HOME = {
     "plan": "trainers.planning",
     "preset": "trainers.presets",
     "record": "trainers.recording",
+    "recorded_config": "trainers.continuation",
 }
 
 

@@ -13,13 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trainers.existing import ExistingRun
 from trainers.forward import LogitsMode
 from trainers.history import History, WriterFactory
 from trainers.parameter import RecordedParameter, find_parameters
-from trainers.provenance import optimizer_attributes, provenance
+from trainers.provenance import optimizer_attributes, provenance, resumed_provenance
 from trainers.recorder import Recorder, real_optimizer
 from trainers.tokens import Tokens, select_tokens
 from trajstore.errors import InvalidArgument, RecordingError
+from trajstore.group import open_group
 from trajstore.layout import DEFAULT_MEMORY, parse_bytes
 from trajstore.schema import TIERS, VARIABLES, resolve_record
 from trajstore.writer import RunWriter, check_target
@@ -59,6 +61,13 @@ class Recording:
         Chain of codecs; the writer's own choice without it.
     overwrite : bool
         Replace a run that is there.
+    resume : bool
+        Go on with the run that is there, after the step that the training has taken; rows past it
+        are dropped.
+    fsync : bool
+        Have every commit survive a loss of power.
+    schedule : mapping, optional
+        How the learning rate changes, JSON values for the attribute ``optimizer``.
     """
 
     path: str | os.PathLike[str]
@@ -76,6 +85,9 @@ class Recording:
     block_rows: int | None = None
     encoding: str | None = None
     overwrite: bool = False
+    resume: bool = False
+    fsync: bool = False
+    schedule: Mapping[str, Any] | None = None
     _variables: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,8 +100,12 @@ class Recording:
                 f"logits_mode: got {self.logits_mode!r}, expected 'last' or 'mean'"
             )
         parse_bytes(self.memory)
+        if self.resume and self.overwrite:
+            raise InvalidArgument(
+                "resume and overwrite: got both; a run is either gone on with or replaced"
+            )
         if self.parameter is None or isinstance(self.parameter, str):
-            check_target(self.path, overwrite=self.overwrite)
+            self._check_target(Path(self.path))
 
     def attach(
         self,
@@ -120,53 +136,98 @@ class Recording:
         RecordingError
             If a parameter cannot be recorded.
         RunExists
-            If something is at the path.
+            If something is at the path, and it is not to be gone on with.
+        RunNotFound
+            If nothing is there to go on with.
         """
         real = real_optimizer(optimizer)
         parameters = find_parameters(model, self.parameter)
         if _rank() != 0:
             return Recorder(model, real, (), **options)
         recorder: Recorder
+        memory = parse_bytes(self.memory) // len(parameters)
+        plan = {**(schedule or {}), **(self.schedule or {})}
 
-        def factory(number: int, parameter: RecordedParameter, ids: Any) -> WriterFactory:
-            path = run_path(self.path, parameter.name if len(parameters) > 1 else None)
-            check_target(path, overwrite=self.overwrite)
+        def factory(
+            number: int, parameter: RecordedParameter, ids: Any, path: Path
+        ) -> WriterFactory:
+            self._check_target(path)
 
             def create(types: dict[str, str]) -> RunWriter:
                 group = recorder.param_groups[number]
                 attributes = {
-                    "optimizer": optimizer_attributes(real, group, dict(schedule or {})),
+                    "optimizer": optimizer_attributes(real, group, plan),
                     "provenance": provenance(device or parameter.tensor.device, self.origin),
-                    "recording": {
-                        "parameter": parameter.name,
-                        "vocabulary": len(parameter.tensor),
-                        "every": self.every,
-                        "logits_mode": self.logits_mode,
-                    },
+                    "recording": self._attributes(parameter),
                 }
-                memory = parse_bytes(self.memory) // len(parameters)
                 return self._create(path, parameter, ids, types, attributes, memory)
 
             return create
 
         named = {self.record} if isinstance(self.record, str) else set(self.record)
         named = {name.strip() for entry in named for name in entry.split(",")}
+        required = frozenset(named & set(VARIABLES) - set(TIERS))
+        first_step = options.get("first_step", 0)
         histories = []
         for number, parameter in enumerate(parameters):
+            path = run_path(self.path, parameter.name if len(parameters) > 1 else None)
             ids = select_tokens(self.tokens, len(parameter.tensor), self._is_dead(parameter))
+            existing = None
+            if self.resume:
+                existing = ExistingRun.find(
+                    path,
+                    step=first_step,
+                    recording=self._attributes(parameter),
+                    variables=self._variables,
+                    required=required,
+                    tokens=np.arange(len(parameter.tensor)) if ids is None else ids,
+                    attributes=self._resumed(
+                        path, device or parameter.tensor.device, plan, first_step
+                    ),
+                    memory=memory,
+                    fsync=self.fsync,
+                )
             histories.append(
                 History(
                     parameter,
                     ids=None if ids is None else torch.from_numpy(ids),
                     variables=self._variables,
-                    required=frozenset(named & set(VARIABLES) - set(TIERS)),
-                    create=factory(number, parameter, ids),
+                    required=required,
+                    create=factory(number, parameter, ids, path),
                     every=self.every,
-                    first_step=options.get("first_step", 0),
+                    first_step=first_step,
+                    existing=existing,
                 )
             )
         recorder = Recorder(model, real, histories, logits_mode=self.logits_mode, **options)
         return recorder
+
+    def _check_target(self, path: Path) -> None:
+        if self.resume:
+            open_group(path)
+        else:
+            check_target(path, overwrite=self.overwrite)
+
+    def _attributes(self, parameter: RecordedParameter) -> dict[str, Any]:
+        return {
+            "parameter": parameter.name,
+            "vocabulary": len(parameter.tensor),
+            "every": self.every,
+            "logits_mode": self.logits_mode,
+        }
+
+    def _resumed(
+        self, path: Path, device: torch.device, schedule: dict[str, Any], step: int
+    ) -> dict[str, Any]:
+        """Attributes of a run that goes on: as they were, with what has changed since."""
+        before = open_group(path).attrs.asdict()
+        attributes: dict[str, Any] = {
+            "optimizer": {**before.get("optimizer", {}), "schedule": schedule},
+            "provenance": resumed_provenance(before.get("provenance", {}), device, step),
+        }
+        if self.config is not None:
+            attributes["config"] = dict(self.config)
+        return attributes
 
     def _is_dead(self, parameter: RecordedParameter) -> npt.NDArray[np.bool_] | None:
         if self.is_dead is None:
@@ -209,6 +270,7 @@ class Recording:
             memory=memory,
             block_rows=self.block_rows,
             overwrite=self.overwrite,
+            fsync=self.fsync,
             **coordinates,
             **chosen,
         )
@@ -253,6 +315,10 @@ def capture(
     block_rows: int | None = None,
     encoding: str | None = None,
     overwrite: bool = False,
+    resume: bool = False,
+    first_step: int = 0,
+    fsync: bool = False,
+    schedule: Mapping[str, Any] | None = None,
     on_step: Callable[[Recorder], None] | None = None,
 ) -> Iterator[Recorder]:
     """Record a plain PyTorch loop, every optimizer step inside the ``with``.
@@ -275,6 +341,10 @@ def capture(
         what became of the gradient, and NaN where they do not agree; 0 is no clipping.
     is_dead, token_count, token_text, config, origin, memory, block_rows, encoding, overwrite
         See `Recording`.
+    resume, fsync, schedule
+        Likewise.
+    first_step : int
+        Optimizer steps that the loop has taken before.
     on_step : callable, optional
         Called with the recorder after every optimizer step.
 
@@ -288,7 +358,9 @@ def capture(
     RecordingError
         If the parameter is not found, frozen, or not the optimizer's.
     RunExists
-        If something is at `path`.
+        If something is at `path`, and `resume` is not set.
+    NothingToResume
+        If `resume` is set, and the run has not come to `first_step`, or has other weights there.
 
     Examples
     --------
@@ -324,6 +396,9 @@ def capture(
         block_rows=block_rows,
         encoding=encoding,
         overwrite=overwrite,
+        resume=resume,
+        fsync=fsync,
+        schedule=schedule,
     )
     recorder = recording.attach(
         model,
@@ -331,6 +406,7 @@ def capture(
         schedule={"max_grad_norm": max_grad_norm},
         scaler=scaler,
         max_grad_norm=max_grad_norm,
+        first_step=first_step,
         on_step=on_step,
     )
     try:

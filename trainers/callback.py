@@ -33,13 +33,20 @@ class TrajectoryCallback(TrainerCallback):
         See `trainers.attachment.Recording`.
     is_dead, token_count, token_text, config, origin, memory, block_rows, encoding, overwrite
         Likewise.
+    resume : bool
+        Go on with the run that is at `path`, when the Trainer itself resumes from a checkpoint of
+        its own: rows past that step are dropped.
+    fsync, schedule
+        See `trainers.attachment.Recording`.
     on_step : callable, optional
         Called with the `Recorder` after every optimizer step.
 
     Raises
     ------
     RunExists
-        If something is at `path`.
+        If something is at `path`, and `resume` is not set.
+    RunNotFound
+        If `resume` is set, and there is no run.
 
     Examples
     --------
@@ -65,6 +72,9 @@ class TrajectoryCallback(TrainerCallback):
         block_rows: int | None = None,
         encoding: str | None = None,
         overwrite: bool = False,
+        resume: bool = False,
+        fsync: bool = False,
+        schedule: Mapping[str, Any] | None = None,
         on_step: Callable[[Recorder], None] | None = None,
     ) -> None:
         self._recording = Recording(
@@ -83,6 +93,9 @@ class TrajectoryCallback(TrainerCallback):
             block_rows=block_rows,
             encoding=encoding,
             overwrite=overwrite,
+            resume=resume,
+            fsync=fsync,
+            schedule=schedule,
         )
         self._on_step = on_step
         self.recorder: Recorder | None = None

@@ -120,9 +120,11 @@ class ScheduleConfig(_Section):
     """How the learning rate changes over the run."""
 
     name: Literal["linear", "cosine", "constant"] = "linear"
-    """Decay to zero at the last step along a line or half a cosine, or none."""
+    """Decay to zero along a line or half a cosine, or none."""
     warmup_steps: int = Field(0, ge=0)
     """Steps of linear growth from zero before that."""
+    steps: int | None = Field(None, ge=1)
+    """Step at which the decay ends; training.steps without it."""
 
 
 class TrainingConfig(_Section):
@@ -160,6 +162,9 @@ class RecordingConfig(_Section):
     """Rows of a block; planned from the memory without it."""
     encoding: Literal["delta", "portable"] = "delta"
     """portable is read by any reader of Zarr v3, delta is smaller and faster."""
+    checkpoint_every: int | None = Field(None, ge=1)
+    """Steps from one checkpoint to the next at least, each at the end of a block; without it there
+    is only one, when the training ends or is interrupted."""
 
 
 class RunConfig(_Section):
@@ -172,6 +177,11 @@ class RunConfig(_Section):
     schedule: ScheduleConfig = ScheduleConfig()
     training: TrainingConfig = TrainingConfig()
     recording: RecordingConfig = RecordingConfig()
+
+    @property
+    def decay_steps(self) -> int:
+        """Step at which the decay of the learning rate ends."""
+        return self.schedule.steps or self.training.steps
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:

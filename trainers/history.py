@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from trainers.existing import ExistingRun
 from trainers.motion import ULP_TYPES, token_norm, ulp_l1
 from trainers.parameter import RecordedParameter
 from trainers.transfer import Transfer, open_transfer
@@ -46,6 +47,15 @@ class History:
         Steps from one row to the next.
     first_step : int
         Optimizer steps taken before.
+    existing : ExistingRun, optional
+        Run that is to go on, in place of a new one.
+
+    Attributes
+    ----------
+    rows : int
+        Rows handed over for storing.
+    last_step : int
+        Step of the last of them.
     """
 
     def __init__(
@@ -58,6 +68,7 @@ class History:
         create: WriterFactory,
         every: int,
         first_step: int,
+        existing: ExistingRun | None = None,
     ) -> None:
         self.parameter = parameter
         self.variables = variables
@@ -81,6 +92,10 @@ class History:
         self._pending: list[tuple[int, dict[str, torch.Tensor]]] = []
         self._row: dict[str, torch.Tensor] = {}
         self._complete_step: int | None = None
+        self.rows = 0
+        self.last_step = first_step
+        if existing is not None:
+            self._go_on(existing)
 
     def selected(self, tensor: torch.Tensor) -> torch.Tensor:
         """The recorded tokens of a tensor whose first dimension is the vocabulary."""
@@ -200,6 +215,18 @@ class History:
                 f"{_remedy(unseen)}"
             )
 
+    def _go_on(self, existing: ExistingRun) -> None:
+        """Take up a run after its last row."""
+        existing.check(self._initial, self._first_step)
+        if self._previous is not None:
+            self._previous.copy_(existing.last_weights)
+        self.writer = existing.open()
+        self.variables = existing.variables
+        with self._full_disk():
+            self._transfer = open_transfer(self.writer, self.parameter.tensor.device, [])
+        self.rows, self.last_step = existing.rows, existing.last_step
+        self._initial = self._initial.new_empty(0)
+
     def _begin(self) -> None:
         """Create the run, with the initial state and the rows until now."""
         last_step, last = self._pending[-1]
@@ -229,6 +256,7 @@ class History:
         ]
         with self._full_disk():
             self._transfer = open_transfer(self.writer, self.parameter.tensor.device, rows)
+        self.rows, self.last_step = len(rows), rows[-1][0]
         if last_step % self._every:
             for name in self.variables:
                 self._transfer.put(name, last[name])
@@ -241,6 +269,8 @@ class History:
         assert self._transfer is not None
         with self._full_disk():
             self._transfer.commit(step)
+        self.rows += 1
+        self.last_step = step
         self._complete_step = None
         self._keep_previous()
 

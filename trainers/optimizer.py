@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -34,11 +37,18 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> Optimize
 
 
 def build_schedule(optimizer: Optimizer, config: ScheduleConfig, steps: int) -> LRScheduler:
-    """Schedule over a run of that many optimizer steps."""
+    """Schedule whose decay ends at optimizer step `steps`; afterwards the rate stays."""
     if config.name == "constant":
         name = "constant_with_warmup" if config.warmup_steps else "constant"
     else:
         name = config.name
-    return get_scheduler(
+    schedule = get_scheduler(
         name, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps
     )
+    if config.name == "cosine":  # which would rise again
+        schedule.lr_lambdas = [partial(_held, factor, steps) for factor in schedule.lr_lambdas]
+    return schedule
+
+
+def _held(factor: Callable[[int], float], last: int, step: int) -> float:
+    return factor(min(step, last))

@@ -13,9 +13,13 @@ import transformers
 import zarr
 from torch.optim import Optimizer
 
+from trajstore.metadata import utc_now
 from trajstore.version import __version__
 
-__all__ = ["optimizer_attributes", "provenance"]
+__all__ = ["changed_provenance", "optimizer_attributes", "provenance", "resumed_provenance"]
+
+_NUMERIC = ("torch", "transformers", "accelerate", "processor", "device", "device_name", "threads")
+"""What the bits of a training hang on."""
 
 
 def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -47,6 +51,29 @@ def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) ->
     if commit:
         facts["git_commit"] = commit
     return facts
+
+
+def changed_provenance(before: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """What is not as it was, of all that the bits of a training hang on."""
+    now = provenance(device)
+    return {name: now.get(name) for name in _NUMERIC if before.get(name) != now.get(name)}
+
+
+def resumed_provenance(
+    before: Mapping[str, Any], device: torch.device, step: int
+) -> dict[str, Any]:
+    """Provenance of a run that goes on: as it was, and when it went on with what else.
+
+    Parameters
+    ----------
+    before : mapping
+        Provenance of the run until now.
+    device : torch.device
+    step : int
+        After which it goes on.
+    """
+    entry = {"step": step, "time": utc_now(), **changed_provenance(before, device)}
+    return {**before, "resumed": [*before.get("resumed", []), entry]}
 
 
 def optimizer_attributes(

@@ -140,6 +140,18 @@ class Recorder:
         return self._histories[0].writer if self._histories else None
 
     @property
+    def rows(self) -> int:
+        """Rows of the first parameter's run, those included that are not committed yet."""
+        return self._histories[0].rows if self._histories else 0
+
+    @property
+    def at_block_end(self) -> bool:
+        """Whether the last step has a row, and that row is the last one of a block."""
+        if self.writer is None or self._histories[0].last_step != self.step:
+            return False
+        return self.rows % self.writer.layout.block_rows == 0
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Group of the optimizer that each recorded parameter belongs to."""
         return self._groups

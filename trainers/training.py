@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import save_model
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
-from transformers import GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from trainers.config import RunConfig
 from trainers.corpus import Corpus
-from trainers.loop import build_scaler, train
+from trainers.loop import Batches, build_scaler, train
 from trainers.model import build_model, initialise
 from trainers.optimizer import build_optimizer, build_schedule
 from trajstore.errors import ConfigError
 
-__all__ = ["ExampleDataset", "Training", "build_training"]
+__all__ = ["ExampleDataset", "Training", "build_training", "find_device"]
 
 
 class ExampleDataset(Dataset[dict[str, torch.Tensor]]):
@@ -69,6 +79,8 @@ class Training:
     scaler : GradScaler or None
         Of the plain loop; the Trainer has its own.
     dataset : ExampleDataset
+    batches : Batches or None
+        Of the plain loop; the Trainer has its own.
     """
 
     config: RunConfig
@@ -78,24 +90,38 @@ class Training:
     schedule: LRScheduler
     scaler: torch.amp.GradScaler | None
     dataset: ExampleDataset
+    batches: Batches | None
 
-    def run(self, callbacks: Sequence[TrainerCallback] = ()) -> None:
-        """Train for as many steps as the configuration says.
+    def run(
+        self,
+        callbacks: Sequence[TrainerCallback] = (),
+        *,
+        first_step: int = 0,
+        on_step_end: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Train until the configuration's number of steps is reached.
 
         Parameters
         ----------
         callbacks : sequence of TrainerCallback
             For the Trainer; the plain loop has none.
+        first_step : int
+            Steps taken before. The Trainer then goes on at their place in the data, and a callback
+            must put back the state when the training begins.
+        on_step_end : callable
+            For the plain loop, see `trainers.loop.train`.
         """
-        if self.config.training.loop == "plain":
+        if self.batches is not None:
             train(
                 self.model,
                 self.optimizer,
                 self.schedule,
-                self.dataset,
+                self.batches,
                 self.config,
                 self.device,
                 self.scaler,
+                first_step=first_step,
+                on_step_end=on_step_end,
             )
             return
         with tempfile.TemporaryDirectory(prefix="trajstore-") as scratch:
@@ -107,7 +133,19 @@ class Training:
                 callbacks=list(callbacks),
             )
             trainer.remove_callback(PrinterCallback)
-            trainer.train()
+            if not first_step:
+                trainer.train()
+                return
+            # A checkpoint in the Trainer's eyes: the step, from which it finds its place in the
+            # data, and weights, which it insists on.
+            taken = Path(scratch) / f"checkpoint-{first_step}"
+            taken.mkdir()
+            save_model(self.model, str(taken / SAFE_WEIGHTS_NAME))
+            state = TrainerState(
+                global_step=first_step, train_batch_size=self.config.training.batch_size
+            )
+            state.save_to_json(str(taken / TRAINER_STATE_NAME))
+            trainer.train(resume_from_checkpoint=str(taken))
 
 
 def build_training(config: RunConfig, text: Corpus) -> Training:
@@ -118,7 +156,7 @@ def build_training(config: RunConfig, text: Corpus) -> Training:
     ConfigError
         If the device is not there, or cannot do what the configuration asks for.
     """
-    device = _device(config.training.device)
+    device = find_device(config.training.device)
     plain = config.training.loop == "plain"
     if config.training.autocast == "float16" and not plain and device.type != "cuda":
         raise ConfigError(
@@ -131,20 +169,36 @@ def build_training(config: RunConfig, text: Corpus) -> Training:
     initialise(model, config.initialisation, config.training.seed)
     model.to(device)
     optimizer = build_optimizer(model, config.optimizer)
+    ids = torch.from_numpy(text.ids)
+    dataset = ExampleDataset(ids, config.model.context, config.data.target_offset)
+    batches = None
+    if plain:
+        batches = Batches(
+            dataset,
+            config.training.batch_size,
+            seed=config.training.seed,
+            skipped_shuffles=config.data.skipped_shuffles,
+        )
     return Training(
         config=config,
         device=device,
         model=model,
         optimizer=optimizer,
-        schedule=build_schedule(optimizer, config.schedule, config.training.steps),
+        schedule=build_schedule(optimizer, config.schedule, config.decay_steps),
         scaler=build_scaler(config, device) if plain else None,
-        dataset=ExampleDataset(
-            torch.from_numpy(text.ids), config.model.context, config.data.target_offset
-        ),
+        dataset=dataset,
+        batches=batches,
     )
 
 
-def _device(wanted: str) -> torch.device:
+def find_device(wanted: str) -> torch.device:
+    """Device that is meant, ``auto`` being the first there is of cuda, mps and cpu.
+
+    Raises
+    ------
+    ConfigError
+        If it is not there.
+    """
     there = {
         "cpu": True,
         "cuda": torch.cuda.is_available(),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ from trajstore.console import (
 from trajstore.encoding import ENCODINGS
 from trajstore.errors import InvalidArgument, MissingExtra, TrajstoreError
 from trajstore.layout import format_bytes
+from trajstore.signals import StopRequest
 from trajstore.version import __version__
 
 __all__ = ["main"]
@@ -145,6 +147,7 @@ _PLACES = {
     "memory": "recording.memory",
     "block_rows": "recording.block_rows",
     "encoding": "recording.encoding",
+    "checkpoint_every": "recording.checkpoint_every",
 }
 
 
@@ -154,16 +157,19 @@ def _configured(
     assignments: tuple[str, ...],
     variables: str | None,
     fields: dict[str, Any],
+    run: str | None = None,
 ) -> Any:
+    """Configuration that is asked for; where none is named, that of a run."""
     import trainers
 
-    if (preset_name is None) == (config_file is None):
+    if preset_name is None and config_file is None and run is not None:
+        config = trainers.recorded_config(run)
+    elif (preset_name is None) == (config_file is None):
         raise InvalidArgument("name either a preset (--preset gatsby) or a file (--config FILE)")
-    config = (
-        trainers.preset(preset_name)
-        if preset_name
-        else trainers.RunConfig.from_toml(str(config_file))
-    )
+    elif preset_name is not None:
+        config = trainers.preset(preset_name)
+    else:
+        config = trainers.RunConfig.from_toml(str(config_file))
     given = [
         f"{_PLACES[name]}={json.dumps(value)}"
         for name, value in fields.items()
@@ -179,7 +185,15 @@ def _configured(
 @click.option("-o", "--output", type=click.Path(), help="The run, by default NAME.zarr.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), help="Where to train.")
 @click.option("--seed", type=int, help="Of everything random.")
+@click.option(
+    "--checkpoint-every",
+    type=int,
+    metavar="K",
+    help="Steps between checkpoints, rounded up to whole blocks; default: only the last step.",
+)
+@click.option("--resume", is_flag=True, help="Go on with a run, also with more --steps.")
 @click.option("--overwrite", is_flag=True, help="Replace a run that is there.")
+@click.option("--fsync", is_flag=True, help="Have every commit survive a loss of power.")
 @_JSON
 @_sentences
 def record(
@@ -190,37 +204,69 @@ def record(
     corpus: str | None,
     tokenizer: str | None,
     variables: str | None,
+    resume: bool,
     overwrite: bool,
+    fsync: bool,
     as_json: bool,
     **fields: Any,
 ) -> None:
     """Train a model and record every optimizer step.
+
+    Ctrl-C and SIGTERM stop it after the step in progress, so that --resume can go on.
 
     \b
     Example:
       trajstore record --preset gatsby --steps 300 -o gatsby.zarr
       trajstore record --preset gatsby --corpus book.txt --set optimizer.lr=3e-4
       trajstore record --preset wordybird-1b --every 10 --tokens dead
+      trajstore record --preset gatsby --checkpoint-every 500 -o long.zarr
+      trajstore record --resume --steps 20000 -o long.zarr
     """
     import trainers
 
-    config = _configured(preset_name, config_file, assignments, variables, fields)
+    if resume and output is None and preset_name is None and config_file is None:
+        raise InvalidArgument("name the run to go on with: --resume -o RUN.zarr")
+    config = _configured(
+        preset_name, config_file, assignments, variables, fields, output if resume else None
+    )
     path = Path(output or f"{preset_name or Path(str(config_file)).stem}.zarr")
 
-    with RecordingProgress(config.training.steps) as progress:
-        trainers.record(
-            config,
-            path,
-            corpus=corpus,
-            tokenizer=tokenizer,
-            overwrite=overwrite,
-            on_corpus=progress.show_corpus,
-            on_step=progress.show_step,
-        )
+    with StopRequest() as stop, RecordingProgress(config.training.steps) as progress:
+
+        def begin(text: Any) -> None:
+            progress.show_corpus(text)
+            stop.begin()
+
+        try:
+            trainers.record(
+                config,
+                path,
+                corpus=corpus,
+                tokenizer=tokenizer,
+                overwrite=overwrite,
+                resume=resume,
+                fsync=fsync,
+                stop=stop,
+                on_corpus=begin,
+                on_step=progress.show_step,
+                on_note=progress.show_note,
+            )
+        except SystemExit:
+            err.print("Stopped before the training began; nothing has been recorded.")
+            raise
     facts = _facts(path)
     if as_json:
         print_json(facts)
-    else:
+    if facts["status"] == "interrupted":
+        again = f"trajstore record --resume -o {shlex.quote(str(path))}{' --fsync' * fsync}"
+        err.print(
+            Text(
+                f"Interrupted after step {facts['steps']['last']}; "
+                f"{facts['committed_rows']} rows are whole. Go on with: {again}"
+            )
+        )
+        sys.exit(stop.exit_code)
+    if not as_json:
         out.print(
             f"Recorded {facts['committed_rows']} rows to {path}: "
             f"{format_bytes(facts['bytes_native'])} in {format_bytes(facts['bytes_on_disk'])} "

@@ -32,6 +32,7 @@ from trajstore.layout import format_bytes
 
 if TYPE_CHECKING:
     from trainers.corpus import Corpus
+    from trainers.findings import Replay
     from trainers.recorder import Recorder
     from trajstore.repair import Repair
     from trajstore.verification import Verification
@@ -49,6 +50,7 @@ __all__ = [
     "print_notes",
     "print_plan",
     "print_repair",
+    "print_replay",
     "print_summary",
     "print_verification",
     "stopped_by_signals",
@@ -202,7 +204,7 @@ class RecordingProgress:
         )
         self._steps = steps
         self._task = self._bar.add_task("", total=steps, state="")
-        self._next = time.monotonic() + self._interval
+        self._next = 0.0  # the first step is shown at once
         self._waited = 0.0
 
     def __enter__(self) -> RecordingProgress:
@@ -219,6 +221,10 @@ class RecordingProgress:
             f"Corpus: {corpus.name}, {corpus.size:,} bytes, {corpus.ids.size:,} tokens, "
             f"{dead} of {corpus.vocab_size} ids dead (sha256 {corpus.sha256[:12]}…)"
         )
+
+    def show_note(self, note: str) -> None:
+        """Say what should be known about a run that goes on."""
+        err.print(Text(f"Note: {note}."))
 
     def show_step(self, recorder: Recorder) -> None:
         """Show the step, its loss, what is recorded and how far the writer is behind."""
@@ -363,6 +369,33 @@ def print_plan(facts: dict[str, Any]) -> None:
             str(totals["block_rows"]),
         )
     out.print(printed)
+
+
+def print_replay(result: Replay) -> None:
+    """Print what `trainers.replay.replay` found."""
+    out.print(
+        f"Replayed {result.replayed:,} of {result.steps:,} steps"
+        + (f" with {result.optimizer}" if result.replayed else "")
+        + (f", {result.skipped:,} of them skipped by the scaler" if result.skipped else "")
+        + f": {result.differing:,} values differ."
+    )
+    if result.variables:
+        printed = table("", "variable", "steps", "differ", "first at", "largest, ulp")
+        for name, compared in result.variables.items():
+            first = compared.first or {}
+            place = ", ".join(f"{key} {at}" for key, at in first.items() if at is not None)
+            ulps = "" if compared.ulps is None else f"{compared.ulps:,}"
+            printed.add_row(name, f"{compared.steps:,}", f"{compared.differing:,}", place, ulps)
+        out.print(printed)
+    if result.rebuilt:
+        out.print(f"Rebuilt from row 0, because it is not recorded: {', '.join(result.rebuilt)}.")
+    for finding in result.findings:
+        out.print(Text(f"Wrong: {finding.sentence}."))
+    if result.total > len(result.findings):
+        out.print(f"And {result.total - len(result.findings):,} findings more.")
+    for part in result.unreplayed:
+        out.print(Text(f"Not proven: {part.sentence}."))
+    print_notes(result.notes)
 
 
 def _sizes(facts: dict[str, Any]) -> tuple[str, str, str]:

@@ -8,6 +8,7 @@ __all__ = [
     "FormatError",
     "InvalidArgument",
     "MissingExtra",
+    "NothingToResume",
     "RecordingError",
     "RunExists",
     "RunLocked",
@@ -81,6 +82,10 @@ class VariableNotRecorded(TrajstoreError, KeyError):
 
 class StepNotFound(TrajstoreError, KeyError):
     """A step is not in the run; ask for one that is."""
+
+
+class NothingToResume(TrajstoreError, RuntimeError):
+    """A run cannot go on from where it is; record it with checkpoints, or anew."""
 
 
 class RecordingError(TrajstoreError, RuntimeError):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +162,45 @@ def test_a_callback_records_once_and_never_over_a_run(tmp_path: Path, tiny: Any)
         trainer.train()
     with pytest.raises(RunExists):
         TrajectoryCallback(path)
+
+
+FAILING = """
+import sys
+import torch
+from list_recorder import TinyModel, batches
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from trainers import TrajectoryCallback
+
+
+class Fail(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 6:
+            raise RuntimeError("the training failed")
+
+
+rows = [{name: values[0] for name, values in batch.items()} for batch in batches(40)]
+arguments = TrainingArguments(
+    output_dir="out", max_steps=12, use_cpu=True, save_strategy="no", report_to="none",
+    disable_tqdm=True, logging_strategy="no", dataloader_pin_memory=False,
+)
+callback = TrajectoryCallback("run.zarr", block_rows=4)
+Trainer(model=TinyModel(), args=arguments, train_dataset=rows, callbacks=[callback, Fail()]).train()
+"""
+
+
+def test_a_script_whose_trainer_fails_leaves_all_whole_rows(tmp_path: Path) -> None:
+    """Nobody closes the callback then but the interpreter's end, where pools take no more work."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAILING],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().endswith("RuntimeError: the training failed")
+    ds = xr.open_zarr(tmp_path / "run.zarr")
+    assert ds.attrs["status"] == "interrupted"
+    assert ds.step.values.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert np.isfinite(ds.W.values).all()

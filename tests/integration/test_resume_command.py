@@ -1,0 +1,210 @@
+"""`record` interrupted by signals, gone on with and extended, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xarray as xr
+from click.testing import CliRunner
+
+pytest.importorskip("torch")
+from trainers import preset, record
+from trajstore.cli import main
+
+pytestmark = pytest.mark.torch
+
+FIELDS = (
+    "model.context=16", "model.hidden=8", "model.layers=1", "training.batch_size=2",
+    "training.device=cpu", "recording.block_rows=8", "schedule.steps=500",
+)  # fmt: skip
+SMALL = [argument for field in FIELDS for argument in ("--set", field)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRAJSTORE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "the text.txt"
+    path.write_bytes(b"It was a bright cold day in April. " * 9)
+    return path
+
+
+@pytest.fixture
+def straight(tmp_path: Path, text: Path) -> Callable[[str, int], xr.Dataset]:
+    """Run of a preset, over so many steps, that was never interrupted."""
+
+    def run(name: str, steps: int) -> xr.Dataset:
+        path = tmp_path / "straight.zarr"
+        config = preset(name).with_values([*FIELDS, f"training.steps={steps}"])
+        record(config, path, corpus=text)
+        return xr.open_zarr(path).load()
+
+    return run
+
+
+def same(a: xr.Dataset, b: xr.Dataset) -> None:
+    assert list(a.variables) == list(b.variables)
+    for name in a.variables:
+        if a[name].dtype.kind in "fi":
+            assert a[name].values.tobytes() == b[name].values.tobytes(), name
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGINT, "gatsby"), (signal.SIGTERM, "gatsby-adam")]
+)
+def test_a_signal_interrupts_and_the_command_it_names_goes_on(
+    number: int,
+    name: str,
+    text: Path,
+    tmp_path: Path,
+    straight: Callable[[str, int], xr.Dataset],
+    trajstore_cli: Callable[..., Any],
+) -> None:
+    path = tmp_path / "a run.zarr"
+    command = Path(sys.executable).with_name("trajstore")
+    call = [command, "record", "--preset", name, "--steps", 1_000_000, "--corpus", text]
+    process = subprocess.Popen(
+        [*map(str, call), *SMALL, "-o", str(path), "--checkpoint-every", "40"],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert process.stderr is not None
+    with process:
+        assert process.stderr.readline().startswith("Corpus: the text.txt")
+        assert process.stderr.readline().startswith("step 1/")
+        process.send_signal(number)
+        said = process.stderr.read()
+    assert process.returncode == 128 + number
+    ds = xr.open_zarr(path)
+    last = int(ds.step[-1])
+    assert ds.attrs["status"] == "interrupted"
+    assert ds.step.values.tolist() == list(range(last + 1))
+    assert 0 < last < 1_000_000
+    assert f"Interrupted after step {last}; {last + 1} rows are whole." in said
+    go_on = said.partition("Go on with: ")[2].strip()
+    assert go_on == f"trajstore record --resume -o '{path}'"
+    trajstore_cli(*go_on.replace("'", "").split(" ", 4)[1:4], path, "--steps", last + 9)
+    same(straight(name, last + 9), xr.open_zarr(path).load())
+    assert [file.name for file in (tmp_path / "a run.ckpt").iterdir()] == [
+        f"step-{last + 9:08d}.safetensors"
+    ]
+
+
+def test_the_second_signal_ends_it_at_once(text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    # It works on its first step for as long as it is let: there is no end to be waited for.
+    script = (
+        "import os, signal, sys, threading\n"
+        "from trajstore.cli import main\n"
+        "from trainers.forward import Losses\n"
+        "def wait(*arguments, **options):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    threading.Event().wait(600)\n"
+        "Losses.add = wait\n"
+        "main(sys.argv[1:])\n"
+    )
+    call = ["record", "--preset", "gatsby", "--corpus", text, *SMALL, "-o", path]
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, *map(str, call)], stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr is not None
+    with process:
+        assert process.stderr.readline().startswith("Corpus: ")
+        assert "a second signal stops at once" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+    assert process.returncode == -signal.SIGINT
+    assert not path.exists()
+
+
+def test_a_killed_recording_goes_on_from_its_checkpoint(
+    text: Path,
+    tmp_path: Path,
+    straight: Callable[[str, int], xr.Dataset],
+    trajstore_cli: Callable[..., Any],
+) -> None:
+    path = tmp_path / "run.zarr"
+    script = (
+        "import os, signal, sys\n"
+        "from trainers import checkpointing\n"
+        "from trajstore.cli import main\n"
+        "after_step = checkpointing.Checkpointing.after_step\n"
+        "def kill(self, recorder, scaler):\n"
+        "    if recorder.step == 60:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return after_step(self, recorder, scaler)\n"
+        "checkpointing.Checkpointing.after_step = kill\n"
+        "main(sys.argv[1:])\n"
+    )
+    call = ["record", "--preset", "gatsby", "--corpus", text, *SMALL, "-o", path]
+    call += ["--checkpoint-every", 10, "--fsync", "--steps", 70]
+    done = subprocess.run([sys.executable, "-c", script, *map(str, call)], capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    assert xr.open_zarr(path).attrs["status"] == "recording"
+    trajstore_cli("record", "--resume", "-o", path)
+    same(straight("gatsby", 70), xr.open_zarr(path).load())
+
+
+def test_a_finished_run_is_extended(
+    text: Path,
+    tmp_path: Path,
+    straight: Callable[[str, int], xr.Dataset],
+    trajstore_cli: Callable[..., Any],
+) -> None:
+    path = tmp_path / "run.zarr"
+    call = ["record", "--preset", "gatsby", "--corpus", text, *SMALL, "-o", path]
+    trajstore_cli(*call, "--steps", 50)
+    done = trajstore_cli("record", "--resume", "-o", path, rc=1)
+    assert "has come to step 50, and 50 are wanted" in done.stderr
+    done = trajstore_cli(*call, "--resume", "--steps", 70, "--json")
+    assert json.loads(done.stdout)["committed_rows"] == 71
+    assert "Note:" not in done.stderr
+    same(straight("gatsby", 70), xr.open_zarr(path).load())
+
+
+def test_wrong_calls_are_one_sentence(text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    gone = tmp_path / "gone.txt"
+    shutil.copy(text, gone)
+
+    def call(*arguments: Any) -> Any:
+        return CliRunner().invoke(main, ["record", *map(str, arguments)])
+
+    assert not call(
+        "--preset", "gatsby", "--corpus", gone, *SMALL, "--steps", 5, "-o", path
+    ).exit_code
+    gone.unlink()
+    again = ["--resume", "-o", path]
+    for arguments, rc, sentence in (
+        (["--resume"], 2, "name the run to go on with"),
+        (["--resume", "-o", tmp_path / "no.zarr"], 1, "there is no run at"),
+        ([*again, "--overwrite", "--steps", 9], 2, "both resume and overwrite"),
+        ([*again, "--steps", 9, "--seed", 7], 2, "training.seed is 42 in"),
+        ([*again, "--steps", 9], 1, "give that one with --corpus"),
+        ([*again, "--steps", 9, "--checkpoint-every", 0], 2, "recording.checkpoint_every = 0"),
+    ):
+        done = call(*arguments)
+        assert done.exit_code == rc
+        assert sentence in done.stderr
+        assert done.stderr.startswith("trajstore: ")
+        assert done.stderr.count("\n") == 1
+    assert xr.open_zarr(path).attrs["status"] == "complete"
+    (file,) = (tmp_path / "run.ckpt").iterdir()
+    os.truncate(file, file.stat().st_size // 2)
+    done = call(*again, "--steps", 9, "--corpus", text)
+    assert done.exit_code == 1
+    assert "is not a sound checkpoint" in done.stderr

@@ -1,0 +1,62 @@
+"""Ctrl-C and SIGTERM as a request to stop, not as an end."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Self
+
+__all__ = ["StopRequest"]
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Remembers that a signal asked to stop; the second one ends the process at once.
+
+    Called by whoever works in steps, after each of them: True when it is time to stop. Until
+    `begin` there is nothing that could be finished, and a signal raises `SystemExit`. A context
+    manager, for the main thread.
+
+    Attributes
+    ----------
+    number : int or None
+        Of the signal that came.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._begun = False
+        self._before: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
+
+    def __call__(self) -> bool:
+        """Tell whether it is time to stop."""
+        return self.number is not None
+
+    def begin(self) -> None:
+        """Have a signal wait for the end of a step from now on."""
+        self._begun = True
+
+    @property
+    def exit_code(self) -> int:
+        """What a process exits with that a signal ended."""
+        return 128 + (self.number or 0)
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        for other in _SIGNALS:
+            signal.signal(other, signal.SIG_DFL)
+        if not self._begun:
+            raise SystemExit(self.exit_code)
+        # Not through a stream, which the interrupted code may be writing to.
+        os.write(2, b"Stopping after this step; a second signal stops at once.\n")
