@@ -30,6 +30,7 @@ from trajstore.console import (
     print_notes,
     print_plan,
     print_repair,
+    print_replay,
     print_summary,
     print_verification,
     stopped_by_signals,
@@ -596,8 +597,6 @@ def verify(run: str, with_replay: bool, as_json: bool) -> None:
     else:
         print_verification(found)
         if replayed is not None:
-            from trajstore.console import print_replay
-
             print_replay(replayed)
     if not found.clean or (replayed is not None and not replayed.clean):
         sys.exit(1)

@@ -240,14 +240,14 @@ def faults(name: str, document: Any) -> list[str]:
     """What is wrong with a document of an array by itself."""
     if not isinstance(document, dict):
         return ["its document is no JSON object"]
+    entry = entry_of(name)
+    if entry is None:
+        return ["it is no variable or coordinate that this version knows"]
     wrong = [f"its document has no {key}" for key in sorted(_ARRAY_KEYS - document.keys())]
     unknown = document.keys() - _ARRAY_KEYS - {"storage_transformers"}
     wrong += [f"its document has an unknown entry {key!r}" for key in sorted(unknown)]
     if wrong:
         return wrong
-    entry = entry_of(name)
-    if entry is None:
-        return ["it is no variable or coordinate that this version knows"]
     if document["dimension_names"] != list(entry.dims):
         wrong.append(f"its dimensions are not {', '.join(entry.dims)}")
     shape, attributes = document["shape"], document["attributes"]

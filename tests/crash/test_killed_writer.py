@@ -15,6 +15,7 @@ import pytest
 import xarray as xr
 from crashing import BLOCK, KillAt, Reader, check_rows, create, killed, row, write_rows
 
+from trajstore import repair, verify
 from trajstore.encoding import ENCODINGS
 
 ROWS = 7 * BLOCK + 2
@@ -34,6 +35,9 @@ def check_whole(path: Path) -> int:
     rows = ds.sizes["step"]
     assert rows == ROWS or rows % BLOCK == 0
     check_rows(ds)
+    found = verify(path)
+    assert found.clean, found.problems
+    assert found.rows == rows
     return rows
 
 
@@ -92,5 +96,9 @@ def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
                 break
             done = check_whole(path)
             assert before <= done <= ROWS
+            if rng.random() < 0.5:  # it goes on from a repaired run as from any
+                assert repair(path, yes=True).rows == done
+                assert repair(path).actions == ()
+                assert check_whole(path) == done
         finish(path, encoding)
     assert reader.most == ROWS

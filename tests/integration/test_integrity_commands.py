@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import zarr
 from bits_and_calls import Cli
 from damage import contents, flip, shard_index, wide_run
 
@@ -71,3 +73,39 @@ def test_what_is_no_run_is_one_sentence(trajstore_cli: Cli, tmp_path: Path) -> N
         (tmp_path / "empty").mkdir(exist_ok=True)
         done = trajstore_cli(command, tmp_path / "empty", rc=1)
         assert "is not a run" in done.stderr
+
+
+@pytest.mark.torch
+def test_a_replay_names_one_altered_bit_whose_checksum_fits(
+    trajstore_cli: Cli, tmp_path: Path
+) -> None:
+    run = tmp_path / "run.zarr"
+    trajstore_cli("record", "--preset", "gatsby", "--steps", 6, "--record", "all", "-o", run)
+    done = trajstore_cli("verify", run, "--replay")
+    assert "run.zarr: sound" in done.stdout
+    assert "Replayed 6 of 6 steps" in done.stdout
+    assert "0 values differ" in done.stdout
+
+    array = zarr.open_array(run / "W", mode="r+")
+    row = np.asarray(array[6])
+    row.view("u4")[101, 7] ^= 1 << 16
+    array[6] = row
+    assert trajstore_cli("verify", run).stdout.startswith("run.zarr: sound")
+    done = trajstore_cli("verify", run, "--replay", rc=1)
+    facts = json.loads(trajstore_cli("verify", run, "--replay", "--json", rc=1).stdout)
+    assert facts["clean"] is True
+    assert facts["replay"]["variables"]["W"]["differing"] == 1
+    first = facts["replay"]["variables"]["W"]["first"]
+    assert (first["step"], first["token"]) == (6, 101)
+    assert "1 values differ" in done.stdout
+
+
+@pytest.mark.torch
+def test_the_checkpoint_of_a_recording_is_checked(trajstore_cli: Cli, tmp_path: Path) -> None:
+    run = tmp_path / "run.zarr"
+    trajstore_cli("record", "--preset", "gatsby", "--steps", 4, "--checkpoint-every", 4, "-o", run)
+    (checkpoint,) = (tmp_path / "run.ckpt").iterdir()
+    trajstore_cli("verify", run)
+    flip(checkpoint, 8 * checkpoint.stat().st_size - 1000)
+    done = trajstore_cli("verify", run, rc=1)
+    assert f"run.ckpt/{checkpoint.name}" in done.stdout

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from importlib import import_module
@@ -299,6 +300,50 @@ def test_broken_coordinates_cannot_be_repaired_and_the_rest_is(run: Path, name: 
     assert found.unrepaired[0].startswith(f"{name}, block 0")
     assert [problem.array for problem in verify(run).problems] == [name]
     assert repair(run).actions == ()
+
+
+def test_rows_do_not_go_for_what_the_system_refuses_for_now(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pread
+    bad = (run / "W" / "c.1.0.0").stat().st_ino
+
+    def pread(number: int, length: int, offset: int) -> bytes:
+        if os.fstat(number).st_ino == bad:
+            raise OSError(5, "Input/output error")
+        return real(number, length, offset)
+
+    before = contents(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", pread)
+        found = repair(run, yes=True)
+    assert (found.actions, found.rows) == ((), 11)
+    assert "Input/output error" in found.unrepaired[0]
+    assert found.unrepaired[0].startswith("W, block 1")
+    assert contents(run) == before
+
+
+def test_rows_do_not_go_for_values_that_a_writer_got_wrong(run: Path) -> None:
+    zarr.open_array(run / "step", mode="r+")[8] = 7
+    found = repair(run, yes=True)
+    assert (found.actions, found.rows) == ((), 11)
+    assert "steps must increase" in found.unrepaired[0]
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+def test_an_array_of_somebody_else_is_named_and_left(run: Path, whole: Path) -> None:
+    group = zarr.open_group(run, mode="r+", use_consolidated=False)
+    group.create_array("mask", data=np.arange(3))
+    zarr.consolidate_metadata(run)
+    (run / "W" / "c.2.0.0").unlink()
+    found = repair(run, yes=True)
+    assert found.rows == 8
+    assert (
+        found.unrepaired == ("mask: it is no variable or coordinate that this version knows",) * 2
+    )
+    assert [problem.array for problem in verify(run).problems] == ["mask", "mask"]
+    assert open_run(run).sizes["step"] == 8
+    assert zarr.open_group(run, mode="r")["mask"][2] == 2
 
 
 def test_without_any_document_of_step_nothing_is_done(run: Path) -> None:
