@@ -24,6 +24,7 @@ from trajstore.console import (
     StepsProgress,
     err,
     out,
+    print_comparison,
     print_description,
     print_information,
     print_json,
@@ -564,6 +565,43 @@ def import_(file: str, output: str, as_json: bool, **options: Any) -> None:
         f"{done.tokens} tokens, {held}; read as layout {done.layout}."
     )
     print_notes(done.notes)
+
+
+@main.command()
+@_RUN
+@click.argument("other", type=click.Path())
+@_JSON
+@_sentences
+def compare(run: str, other: str, as_json: bool) -> None:
+    """Tell at which step two runs first differ in any bit, in what, and how far they go apart.
+
+    \b
+    Example:
+      trajstore compare straight.zarr resumed.zarr
+    """
+    import analysis
+    from trajstore.reader import open_run
+
+    first, second = open_run(run), open_run(other)
+    found = analysis.compare(first, second).compute()
+    facts = {
+        "steps": {"common": found.sizes["step"], "first": first.sizes["step"],
+                  "second": second.sizes["step"]},
+        "differing_settings": found.attrs["differing_settings"],
+        "variables": {
+            str(name): {
+                "first_difference": int(found.first_difference[at]),
+                "differing_steps": int(found.differs[:, at].sum()),
+                "distance": found.distance[:, at].values.tolist(),
+            }
+            for at, name in enumerate(found["variable"].values)
+        },
+        "step": found.step.values.tolist(),
+    }  # fmt: skip
+    if as_json:
+        print_json(facts)
+    else:
+        print_comparison(facts)
 
 
 @main.command()

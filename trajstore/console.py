@@ -44,6 +44,7 @@ __all__ = [
     "StepsProgress",
     "err",
     "out",
+    "print_comparison",
     "print_description",
     "print_information",
     "print_json",
@@ -311,6 +312,38 @@ def print_description(facts: dict[str, Any]) -> None:
         sizes = " × ".join(f"{dim} {size}" for dim, size in fact["sizes"].items())
         numbers = (f"{fact[key]:.6g}" for key in ("min", "mean", "max"))
         printed.add_row(name, sizes, *numbers, str(fact["nan"]), fact["units"])
+    out.print(printed)
+
+
+def print_comparison(facts: dict[str, Any]) -> None:
+    """Print what `analysis.compare` found, as the command `compare` puts it."""
+    common, first, second = (facts["steps"][key] for key in ("common", "first", "second"))
+    differing = [name for name, fact in facts["variables"].items() if fact["differing_steps"]]
+    verdict = f"differ in {', '.join(differing)}" if differing else "are identical, bit for bit"
+    left_out = "" if common == first == second else f"; the runs have {first} and {second}"
+    out.print(
+        f"Over {common} common steps{left_out}, and {len(facts['variables'])} common variables, "
+        f"the runs {verdict}."
+    )
+    if facts["differing_settings"]:
+        out.print(f"Their settings differ in {', '.join(facts['differing_settings'])}.")
+    if not differing:
+        return
+    printed = table(
+        "", "variable", "first differs at step", "steps", "distance there", "largest", "at the end"
+    )
+    for name in differing:
+        fact = facts["variables"][name]
+        distance = fact["distance"]
+        at = facts["step"].index(fact["first_difference"])
+        finite = [value for value in distance if math.isfinite(value)]
+        printed.add_row(
+            name,
+            str(fact["first_difference"]),
+            str(fact["differing_steps"]),
+            *(f"{value:.6g}" for value in (distance[at], max(finite, default=math.nan))),
+            f"{distance[-1]:.6g}",
+        )
     out.print(printed)
 
 

@@ -61,6 +61,7 @@ def test_the_promised_names_are_there() -> None:
         "import": "--output",
         "verify": "--replay --json",
         "repair": "--yes --json",
+        "compare": "--json",
         "fetch": "",
     }
     assert promised.keys() <= main.commands.keys()

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bits_and_calls import Cli, random_bits
+
+from trajstore import RunWriter
+
+
+def record(path: Path, rows: int, changed: tuple[int, int] | None = None) -> Path:
+    """A run of finite values, with one bit of W changed in one row at one token."""
+    with RunWriter.create(
+        path, token=np.arange(5), hidden=3, variables={"W": "bfloat16", "loss": "float32"}
+    ) as run:
+        for step in range(rows):
+            w = random_bits((5, 3), step) & 0xBFFF  # exponents that are finite
+            if changed and step == changed[0]:
+                w[changed[1], 0] ^= 1
+            run.append(step=step, W=w, loss=np.float32(step))
+    return path
+
+
+def test_the_first_difference_is_named(tmp_path: Path, trajstore_cli: Cli) -> None:
+    one, other = record(tmp_path / "a.zarr", 9), record(tmp_path / "b.zarr", 7, (4, 2))
+    text = trajstore_cli("compare", one, other).stdout
+    assert "Over 7 common steps; the runs have 9 and 7" in text
+    assert "differ in W." in text
+    facts = json.loads(trajstore_cli("compare", one, other, "--json").stdout)
+    assert facts["variables"]["W"]["first_difference"] == 4
+    assert facts["variables"]["W"]["differing_steps"] == 1
+    assert [value > 0 for value in facts["variables"]["W"]["distance"]] == [
+        step == 4 for step in range(7)
+    ]
+    assert facts["variables"]["loss"]["first_difference"] == -1
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_identical_runs(tmp_path: Path, trajstore_cli: Cli, options: list[str]) -> None:
+    one, other = record(tmp_path / "a.zarr", 4), record(tmp_path / "b.zarr", 4)
+    text = trajstore_cli("compare", one, other, *options).stdout
+    if options:
+        assert json.loads(text)["steps"] == {"common": 4, "first": 4, "second": 4}
+    else:
+        assert "are identical, bit for bit" in text
+
+
+def test_what_cannot_be_compared_says_why(tmp_path: Path, trajstore_cli: Cli) -> None:
+    one = record(tmp_path / "a.zarr", 2)
+    with RunWriter.create(
+        tmp_path / "b.zarr", token=np.arange(6), hidden=3, variables={"W": "bfloat16"}
+    ) as run:
+        run.append(step=0, W=np.zeros((6, 3), "f4"))
+    done = trajstore_cli("compare", one, run.path, rc=2)
+    assert "token has length 5 and 6" in done.stderr
+    trajstore_cli("compare", one, tmp_path / "nothing.zarr", rc=2)
