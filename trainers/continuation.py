@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainers.checkpoint import Checkpoint, CheckpointFolder
+from trainers.checkpoint import Checkpoint, CheckpointFolder, checkpoint_folder
 from trainers.config import RunConfig
 from trainers.corpus import Corpus
 from trainers.optimizer import build_schedule
@@ -76,8 +76,9 @@ def find_checkpoint(path: Path, config: RunConfig) -> Checkpoint:
         )
     if taken is None:
         raise NothingToResume(
-            f"{path} has no checkpoint within its {rows} committed rows, so it cannot go on; "
-            "record it anew with --overwrite, and with --checkpoint-every K so that it can"
+            f"{path} has no checkpoint in {checkpoint_folder(path).name} that lies within its "
+            f"{rows} committed rows, so it cannot go on; record it anew with --overwrite, and with "
+            "--checkpoint-every K so that it can"
         )
     return taken
 

@@ -1,0 +1,130 @@
+"""A training that is killed while it records, and resumed, is the training that never was.
+
+Killed at any object that a commit or a checkpoint moves into its place, and at any step; a reader
+polls the run throughout and compares every row it sees. `TRAJSTORE_KILLS` sets how many trainings
+are killed (`make crash`).
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xarray as xr
+from crashing import KillAt, Reader, killed
+
+from trajstore import verify
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+STEPS = 26
+SIZES = [
+    "model.hidden=8",
+    "model.layers=1",
+    "model.heads=1",
+    "model.context=8",
+    "training.batch_size=2",
+    "training.device=cpu",
+    f"training.steps={STEPS}",
+    "recording.block_rows=4",
+    "recording.checkpoint_every=4",
+]
+TEXT = "So we beat on, boats against the current, borne back ceaselessly into the past."
+
+
+def train(
+    path: Path, preset: str, corpus: Path, kill: KillAt | None, told: Connection | None
+) -> None:
+    """Record a training from wherever it stands, telling each step; in a process."""
+    import torch
+
+    import trainers
+    from trajstore.errors import NothingToResume
+
+    torch.set_num_threads(1)
+    if kill is not None:
+        kill.install()
+    config = trainers.preset(preset).with_values(SIZES)
+    options: dict[str, Any] = {"corpus": corpus}
+    if told is not None:
+        options["on_step"] = lambda recorder: told.send(recorder.step)
+    if not path.exists():
+        trainers.record(config, path, **options)
+        return
+    if xr.open_zarr(path).attrs["status"] == "complete":
+        return
+    try:
+        trainers.record(config, path, resume=True, **options)
+    except NothingToResume:  # it was killed before its first checkpoint
+        trainers.record(config, path, overwrite=True, **options)
+
+
+def compare_rows(path: Path, stop: Any, result: Connection) -> None:
+    """Open a run over and over, and hold what it shows against the run that was never killed."""
+    expected = xr.open_zarr(path.with_name("whole.zarr")).load()
+    problems: list[str] = []
+    opens = most = 0
+    while not problems:
+        last_look = stop.is_set()
+        if path.exists():
+            folder = path.stat().st_ino
+            try:
+                ds = xr.open_zarr(path)
+                rows = ds.sizes["step"]
+                assert ds.attrs["committed_rows"] == rows
+                for name in ds.data_vars if rows else ():
+                    at = [opens % rows, rows - 1]
+                    seen, there = ds[name][at].values, expected[name][at].values
+                    assert seen.tobytes() == there.tobytes(), f"{name} differs in rows {at}"
+                most = max(most, rows)
+                opens += 1
+            except BaseException as error:
+                # A training that had no checkpoint yet begins again, in a folder of its own.
+                if path.exists() and path.stat().st_ino == folder:
+                    problems.append(f"{type(error).__name__}: {error}")
+        if last_look and opens:
+            break
+    result.send((opens, most, problems))
+
+
+@pytest.fixture(scope="module", params=["gatsby", "gatsby-adam"])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Preset, text, and the run that was never killed."""
+    folder = tmp_path_factory.mktemp(request.param)
+    corpus = folder / "text.txt"
+    corpus.write_text(TEXT)
+    assert not killed(train, folder / "whole.zarr", request.param, corpus, None)
+    assert xr.open_zarr(folder / "whole.zarr").sizes["step"] == STEPS + 1
+    return request.param, corpus, folder
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("TRAJSTORE_KILLS", "1"))))
+def test_a_killed_training_ends_as_if_it_had_not_been(whole: Any, seed: int) -> None:
+    preset, corpus, folder = whole
+    rng = random.Random(seed)
+    path = folder / f"run-{seed}.zarr"
+    expected = xr.open_zarr(folder / "whole.zarr").load()
+    with Reader(path, compare_rows) as reader:
+        for _ in range(4):
+            if rng.random() < 0.5:
+                kill = KillAt(rng.randrange(1, 120), after=rng.random() < 0.5)
+                killed(train, path, preset, corpus, kill)
+            else:
+                last = rng.randrange(1, STEPS + 1)
+                killed(train, path, preset, corpus, None, after_step=last)
+            if path.exists():
+                found = verify(path)
+                assert found.clean, found.problems
+        killed(train, path, preset, corpus, None)
+    ds = xr.open_zarr(path)
+    assert ds.attrs["status"] == "complete"
+    assert ds.sizes["step"] == STEPS + 1
+    for name in expected.variables:
+        assert ds[name].values.tobytes() == expected[name].values.tobytes(), name
+    assert verify(path).clean
+    assert reader.most == STEPS + 1
