@@ -63,13 +63,16 @@ def test_reading_and_analysing_need_only_the_wheel(
     for arguments, expected in (
         (["info", path], "complete, 11 rows"),
         (["summary", path], "Displacement"),
+        (["verify", path], "small.zarr: sound"),
+        (["repair", path], "nothing to repair"),
         (["export", path, "-o", empty / "run.safetensors"], "Wrote"),
         (["--help"], "Commands:"),
     ):
         done = subprocess.run([command, *arguments], cwd=empty, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert expected in done.stdout
-    done = subprocess.run([command, "presets"], cwd=empty, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "trajstore[train]" in done.stderr
-    assert "Traceback" not in done.stderr
+    for arguments in (["presets"], ["verify", path, "--replay"]):
+        done = subprocess.run([command, *arguments], cwd=empty, capture_output=True, text=True)
+        assert done.returncode == 2
+        assert "trajstore[train]" in done.stderr
+        assert "Traceback" not in done.stderr

@@ -333,7 +333,7 @@ def test_rows_do_not_go_for_values_that_a_writer_got_wrong(run: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Consolidated metadata")
 def test_an_array_of_somebody_else_is_named_and_left(run: Path, whole: Path) -> None:
     group = zarr.open_group(run, mode="r+", use_consolidated=False)
-    group.create_array("mask", data=np.arange(3))
+    group.create_array("mask", data=np.arange(3), dimension_names=["place"])
     zarr.consolidate_metadata(run)
     (run / "W" / "c.2.0.0").unlink()
     found = repair(run, yes=True)
