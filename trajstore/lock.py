@@ -21,6 +21,20 @@ from trajstore.metadata import utc_now
 __all__ = ["RunLock"]
 
 
+_held: set[int] = set()
+"""Descriptors of the locks of this process."""
+
+
+def _leave_to_parent() -> None:
+    """Let go of the locks in a forked child, which would hold them after its parent's death."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 class RunLock:
     """The right to write to a run. Made by `acquire`.
 
@@ -33,6 +47,7 @@ class RunLock:
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self._descriptor: int | None = descriptor
+        _held.add(descriptor)
 
     @classmethod
     def acquire(cls, run: Path) -> Self:
@@ -65,25 +80,33 @@ class RunLock:
             if _is_still(path, descriptor):
                 break
             os.close(descriptor)  # its owner removed it between our two calls
-        owner = _owner(descriptor)
-        if owner.get("host", socket.gethostname()) != socket.gethostname():
+        try:
+            owner = _owner(descriptor)
+            if owner.get("host", socket.gethostname()) != socket.gethostname():
+                raise RunLocked(
+                    f"{run} is locked by {_named(owner)}; if that process has ended, remove {path}"
+                )
+            facts = {"host": socket.gethostname(), "process": os.getpid(), "started": utc_now()}
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(facts).encode(), 0)
+        except BaseException:
             os.close(descriptor)
-            raise RunLocked(
-                f"{run} is locked by {_named(owner)}; if that process has ended, remove {path}"
-            )
-        facts = {"host": socket.gethostname(), "process": os.getpid(), "started": utc_now()}
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(facts).encode(), 0)
+            raise
         return cls(path, descriptor)
 
     def release(self) -> None:
         """Let others write. Twice does no harm."""
         if self._descriptor is None:
             return
-        # Removed while it is held, so that whoever opens the path next makes a file of its own.
-        self.path.unlink(missing_ok=True)
-        os.close(self._descriptor)
-        self._descriptor = None
+        descriptor, self._descriptor = self._descriptor, None
+        _held.discard(descriptor)
+        try:
+            # Removed while it is held, so that whoever opens the path next makes a file of its
+            # own; unless somebody has removed it by hand, and the file is another's by now.
+            if _is_still(self.path, descriptor):
+                self.path.unlink()
+        finally:
+            os.close(descriptor)
 
     def __enter__(self) -> Self:
         return self

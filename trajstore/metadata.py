@@ -22,7 +22,7 @@ from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
 from zarr.storage import MemoryStore
 
 from trajstore.layout import ArrayLayout, Layout
-from trajstore.schema import COORDINATES, STEP, Coordinate
+from trajstore.schema import COORDINATES, STEP, VARIABLES, Coordinate
 
 __all__ = [
     "CHANGING",
@@ -30,6 +30,7 @@ __all__ = [
     "DOCUMENT",
     "Documents",
     "Status",
+    "block_of",
     "chunk_key",
     "new_arrays",
     "utc_now",
@@ -51,6 +52,14 @@ _CHUNK_KEYS: Any = {"name": "default", "separator": "."}
 def chunk_key(name: str, block: int, ndim: int) -> str:
     """Key of the shard that holds a block of an array: ``W/c.3.0.0``."""
     return f"{name}/" + ".".join(["c", str(block), *["0"] * (ndim - 1)])
+
+
+def block_of(leaf: str, ndim: int) -> int | None:
+    """Number of the block whose shard has that file name; None if no shard is called so."""
+    number = leaf.split(".")[1] if leaf.count(".") == ndim else ""
+    if not number.isdecimal() or leaf != chunk_key("", int(number), ndim)[1:]:
+        return None
+    return int(number)
 
 
 def utc_now() -> str:
@@ -75,7 +84,10 @@ class Documents:
         step = self._arrays[STEP.name]
         copy = json.dumps(self._attributes, allow_nan=False)
         self._arrays[STEP.name] = step | {"attributes": step["attributes"] | {COPY: copy}}
-        self._series = tuple(name for name in self._arrays if name not in COORDINATES)
+        # Whatever else lies in the group is its owner's, and stays as it is.
+        self._series = tuple(
+            name for name in self._arrays if name == STEP.name or name in VARIABLES
+        )
 
     @classmethod
     def stored(cls, root: Mapping[str, Any], attributes: Mapping[str, Any] | None = None) -> Self:

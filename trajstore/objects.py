@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -82,19 +83,22 @@ def sweep(run: Path) -> list[Path]:
 
 def leftovers(run: Path) -> list[Path]:
     """What `sweep` would remove."""
+    ours = re.compile(rf"\.{re.escape(run.name)}\.(\d+)({re.escape(PARTIAL_SUFFIX)}|\.old)")
     beside = [
         path
-        for suffix in (PARTIAL_SUFFIX, ".old")
-        for path in run.parent.glob(f".{run.name}.*{suffix}")
-        if not _is_alive(path.name.removeprefix(f".{run.name}.").removesuffix(suffix))
+        for path in run.parent.iterdir()
+        if (match := ours.fullmatch(path.name)) and not _is_alive(int(match[1]))
     ]
-    return beside + [path for path in run.rglob(f".*{PARTIAL_SUFFIX}") if path.is_file()]
+    inside = re.compile(rf"\..+\.\d+{re.escape(PARTIAL_SUFFIX)}")
+    return beside + [
+        path for path in run.rglob(".*") if inside.fullmatch(path.name) and path.is_file()
+    ]
 
 
-def _is_alive(number: str) -> bool:
+def _is_alive(process: int) -> bool:
     try:
-        os.kill(int(number), 0)
-    except (ValueError, ProcessLookupError, OverflowError):
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True

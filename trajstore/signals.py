@@ -45,7 +45,12 @@ class StopRequest:
         return 128 + (self.number or 0)
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._receive) for number in _SIGNALS}
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)
+            # Ignored, as in the background of a script, it stays ignored; None is not Python's.
+            if handler not in (signal.SIG_IGN, None):
+                self._before[number] = handler
+                signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -54,7 +59,7 @@ class StopRequest:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.number = number
-        for other in _SIGNALS:
+        for other in self._before:
             signal.signal(other, signal.SIG_DFL)
         if not self._begun:
             raise SystemExit(self.exit_code)

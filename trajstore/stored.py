@@ -25,7 +25,7 @@ from trajstore.encoding import Chain, chain_of, is_intact
 from trajstore.errors import FormatError
 from trajstore.layout import ArrayLayout, Layout, default_threads
 from trajstore.metadata import chunk_key
-from trajstore.schema import STEP, variable
+from trajstore.schema import STEP, VARIABLES, variable
 
 __all__ = ["StoredArray", "stored_array", "stored_layout"]
 
@@ -264,8 +264,7 @@ def stored_layout(
     """
     arrays = {}
     for name, array in sorted(group.arrays(), key=lambda item: item[0] != STEP.name):
-        dimensions: Any = array.metadata.to_dict().get("dimension_names")
-        if not dimensions or dimensions[0] != STEP.name:
+        if name != STEP.name and name not in VARIABLES:
             continue
         found = stored_array(path, name, array)
         if found is None:

@@ -33,7 +33,7 @@ from trajstore.errors import FormatError, InvalidArgument, RunExists, WriterClos
 from trajstore.group import open_group
 from trajstore.layout import BLOCKS, DEFAULT_MEMORY, Layout, check_memory, parse_bytes, plan
 from trajstore.lock import RunLock
-from trajstore.metadata import DOCUMENT, Documents, Status, chunk_key, new_arrays, utc_now
+from trajstore.metadata import DOCUMENT, Documents, Status, block_of, chunk_key, new_arrays, utc_now
 from trajstore.objects import PARTIAL_SUFFIX, flush_folder, put, sweep
 from trajstore.pipeline import Pipeline
 from trajstore.schema import FORMAT, STEP
@@ -255,6 +255,8 @@ class RunWriter:
             If `rows` are not there, or `memory` does not hold its blocks.
         """
         text = os.fspath(path)
+        if "://" in text:
+            raise InvalidArgument(f"cannot add to {text}: a run is recorded in a local folder")
         open_group(text)
         path = Path(text).absolute()
         lock = RunLock.acquire(path)
@@ -380,9 +382,11 @@ class RunWriter:
                     self._commit((self.committed_rows, "interrupted"))
             raise
         finally:
-            self._pipeline.close()
-            self._blocks.clear()
-            self._lock.release()
+            try:
+                self._pipeline.close()
+                self._blocks.clear()
+            finally:
+                self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -463,8 +467,13 @@ class RunWriter:
             if name == STEP.name and rows:
                 self._last_step = int(stored[rows - 1])
             for number in range(first // self.layout.block_rows):
-                key = chunk_key(name, number, len(array.shard))
-                self._pipeline.bytes_written += (self.path / key).stat().st_size
+                shard = self.path / chunk_key(name, number, len(array.shard))
+                if not shard.exists():
+                    raise FormatError(
+                        f"{name}, block {number}: the shard {shard} is missing; bring the run back "
+                        f"to what is whole with: trajstore repair {self.path}"
+                    )
+                self._pipeline.bytes_written += shard.stat().st_size
         # Shrinking, the root goes first: a reader never sees more rows than every array says.
         self._put_root(rows, "recording")
         self._put_arrays(rows)
@@ -472,9 +481,10 @@ class RunWriter:
     def _remove_past_end(self) -> None:
         """Remove the shards of blocks that the run was cut before and has not grown to again."""
         blocks = -(-self.rows // self.layout.block_rows)
-        for name in self.layout.arrays:
-            for shard in (self.path / name).glob("c.*"):
-                if int(shard.name.split(".")[1]) >= blocks:
+        for name, array in self.layout.arrays.items():
+            for shard in (self.path / name).iterdir():
+                number = block_of(shard.name, len(array.shard))
+                if number is not None and number >= blocks:
                     shard.unlink()
 
 
@@ -520,7 +530,9 @@ def _create_folder(
     path: Path, documents: Documents, chunks: Mapping[str, bytes], *, overwrite: bool, fsync: bool
 ) -> None:
     beside = f".{path.name}.{os.getpid()}"
-    new = path.with_name(f"{beside}{PARTIAL_SUFFIX}")
+    new, old = path.with_name(f"{beside}{PARTIAL_SUFFIX}"), path.with_name(f"{beside}.old")
+    for left in (new, old):  # of a killed process that had the same number
+        shutil.rmtree(left, ignore_errors=True)
     new.mkdir()
     try:
         for name in documents.names():
@@ -530,7 +542,6 @@ def _create_folder(
             put(new / key, [data], fsync=fsync)
         put(new / DOCUMENT, [documents.root(0, "recording")], fsync=fsync)
         if overwrite and path.exists():
-            old = path.with_name(f"{beside}.old")
             path.rename(old)
             new.rename(path)
             shutil.rmtree(old)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,3 +76,43 @@ def test_released_twice_it_does_not_let_go_of_somebody_elses(run: Path) -> None:
         first.release()
         with pytest.raises(RunLocked):
             RunLock.acquire(run)
+
+
+def test_a_lock_that_cannot_be_written_is_not_kept(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("trajstore.lock.os.pwrite", full)
+    with pytest.raises(OSError, match="No space"):
+        RunLock.acquire(run)
+    monkeypatch.undo()
+    RunLock.acquire(run).release()
+
+
+def test_a_lock_removed_by_hand_and_taken_by_another_stays_the_others(run: Path) -> None:
+    first = RunLock.acquire(run)
+    first.path.unlink()
+    with RunLock.acquire(run):
+        first.release()
+        with pytest.raises(RunLocked):
+            RunLock.acquire(run)
+
+
+def test_a_forked_child_does_not_keep_its_parents_lock(run: Path) -> None:
+    lock = RunLock.acquire(run)
+    there, here = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(here, b"!")
+        signal.pause()
+        os._exit(0)
+    os.read(there, 1)
+    os.close(lock._descriptor or -1)  # what the system does when the parent is killed
+    try:
+        RunLock.acquire(run).release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        lock._descriptor = None

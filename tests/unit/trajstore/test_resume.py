@@ -152,14 +152,68 @@ def test_what_dead_writers_left_is_swept(tmp_path: Path) -> None:
     beside = tmp_path / f".run.zarr.{dead}.partial"
     (beside / "W").mkdir(parents=True)
     (tmp_path / f".run.zarr.{dead}.old").mkdir()
-    living = tmp_path / f".run.zarr.{os.getpid()}.partial"
-    living.mkdir()
-    other = tmp_path / f".another.zarr.{dead}.partial"
-    other.mkdir()
+    stay = [
+        f".run.zarr.{os.getpid()}.partial",  # of a living process
+        f".another.zarr.{dead}.partial",
+        f".run.zarr.v2.{dead}.partial",
+        ".run.zarr.backup.old",
+        ".run.zarr.partial",
+    ]
+    for name in stay:
+        (tmp_path / name).mkdir()
+    (path / "W/.mine.partial").write_bytes(b"not a temporary of ours")
     RunWriter.resume(path).close()
-    assert sorted(tmp_path.iterdir()) == sorted([path, living, other])
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([path.name, *stay])
+    (path / "W/.mine.partial").unlink()
     assert not list(path.rglob("*.partial"))
     assert sweep(path) == []
+
+
+def test_a_name_is_not_a_pattern(tmp_path: Path) -> None:
+    dead = 2**22 + 1
+    path = recorded(tmp_path / "run[1].zarr", 2)
+    (tmp_path / f".run[1].zarr.{dead}.partial").mkdir()
+    (tmp_path / f".run1.zarr.{dead}.partial").mkdir()
+    RunWriter.resume(path).close()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        f".run1.zarr.{dead}.partial",
+        path.name,
+    ]
+
+
+def test_a_leftover_of_ones_own_process_number_is_no_obstacle(tmp_path: Path) -> None:
+    """In a container every process may have the same number as the one before it."""
+    left = tmp_path / f".run.zarr.{os.getpid()}.partial"
+    (left / "W").mkdir(parents=True)
+    recorded(tmp_path / "run.zarr", 2)
+    assert not left.exists()
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+def test_what_somebody_else_keeps_in_a_run_stays_as_it_is(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run.zarr", 11)
+    group = zarr.open_group(path, mode="a", use_consolidated=False)
+    mask = group.create_array("mask", shape=(3,), dtype="int64", dimension_names=["step"])
+    mask[...] = [7, 8, 9]
+    zarr.consolidate_metadata(path)
+    (path / "W" / "c.copy").write_bytes(b"mine")
+    (path / "W" / "c.9.bak").write_bytes(b"mine")
+    with RunWriter.resume(path, rows=6) as run:
+        run.append(**row(6))
+    assert zarr.open_array(path / "mask")[...].tolist() == [7, 8, 9]
+    assert zarr.open_group(path)["mask"].shape == (3,)
+    assert (path / "W" / "c.copy").exists()
+    assert (path / "W" / "c.9.bak").exists()
+    assert not (path / "W" / "c.2.0.0").exists()
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run.zarr", 11)
+    (path / "grad" / "c.0.0.0").unlink()
+    with pytest.raises(FormatError, match=f"grad, block 0: .* trajstore repair {path}"):
+        RunWriter.resume(path)
+    with pytest.raises(InvalidArgument, match="local folder"):
+        RunWriter.resume("file:///tmp/run.zarr")
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to name descriptors")
