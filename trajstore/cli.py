@@ -423,7 +423,10 @@ def summary(run: str, as_json: bool) -> None:
 @_RUN
 @click.argument("quantities", nargs=-1, required=True, metavar="QUANTITY…")
 @click.option(
-    "-o", "--output", type=click.Path(), help="A file to write: .nc, .zarr or .csv, streamed."
+    "-o",
+    "--output",
+    type=click.Path(),
+    help="What to write, streamed: .nc, .zarr, or .csv (a file for each set of dimensions).",
 )
 @click.option(
     "--set",
@@ -480,7 +483,9 @@ def analyze(
 @main.command()
 @_RUN
 @click.option(
-    "--format", "format_name", default="safetensors", show_default=True, help="Or hdf5, or zarr."
+    "--format",
+    "format_name",
+    help="safetensors, hdf5 or zarr; default: as the ending of the output says, or safetensors.",
 )
 @click.option(
     "--layout",
@@ -502,7 +507,7 @@ def analyze(
 @click.option("--overwrite", is_flag=True, help="Replace what is there.")
 @_JSON
 @_sentences
-def export(run: str, format_name: str, output: str, as_json: bool, **options: Any) -> None:
+def export(run: str, format_name: str | None, output: str, as_json: bool, **options: Any) -> None:
     """Write a run, or part of it, for other programs. Memory stays flat, whatever the size.
 
     \b
@@ -513,6 +518,8 @@ def export(run: str, format_name: str, output: str, as_json: bool, **options: An
     """
     from trajstore.export import export as write
 
+    endings = {".h5": "hdf5", ".hdf5": "hdf5", ".zarr": "zarr"}
+    format_name = format_name or endings.get(Path(output).suffix, "safetensors")
     with stopped_by_signals(), BytesProgress("exporting") as progress:
         done = write(run, output, format=format_name, on_progress=progress.show, **options)
     if as_json:

@@ -74,7 +74,9 @@ def _check_file(path: Path, *, overwrite: bool) -> None:
     if path.is_dir():
         raise RunExists(f"{path} is a folder; choose the path of a file")
     if path.exists() and not overwrite:
-        raise RunExists(f"{path} is already there; choose another path, or overwrite it")
+        raise RunExists(
+            f"{path} is already there; choose another path, or overwrite it (--overwrite)"
+        )
 
 
 def _beside(path: Path) -> Path:

@@ -512,7 +512,9 @@ def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Pa
     if not target.exists():
         return target
     if not overwrite:
-        raise RunExists(f"{path} is already there; choose another path, or overwrite it")
+        raise RunExists(
+            f"{path} is already there; choose another path, or overwrite it (--overwrite)"
+        )
     if not _is_run(target):
         raise RunExists(f"{path} is not a run, so it is not overwritten; choose another path")
     return target

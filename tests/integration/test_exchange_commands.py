@@ -166,6 +166,21 @@ def test_wrong_calls_are_one_sentence(trajstore_cli: Cli, run: Path, tmp_path: P
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f"]
 
 
+@pytest.mark.parametrize(
+    ("name", "form"), [("f.h5", "hdf5"), ("f.zarr", "zarr"), ("f.bin", "safetensors")]
+)
+def test_the_ending_says_which_format(
+    run: Path, tmp_path: Path, trajstore_cli: Cli, name: str, form: str
+) -> None:
+    trajstore_cli("export", run, "-o", tmp_path / name)
+    begins = {"hdf5": b"\x89HDF", "safetensors": None, "zarr": None}[form]
+    assert (tmp_path / name).is_dir() == (form == "zarr")
+    if begins:
+        assert (tmp_path / name).read_bytes()[:4] == begins
+    if form == "safetensors":
+        assert load_file(tmp_path / name).keys() >= {"W"}
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_nothing(run: Path, tmp_path: Path, number: signal.Signals) -> None:
     # The signal comes when the file is half written, not at some moment: the process sends it.
