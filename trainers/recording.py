@@ -12,7 +12,7 @@ from trainers.callback import TrajectoryCallback
 from trainers.checkpoint import Checkpoint
 from trainers.checkpointing import Checkpointing, TrainerCheckpoints
 from trainers.config import RunConfig
-from trainers.continuation import check_text, find_checkpoint, notes
+from trainers.continuation import check_text, complete, find_checkpoint, notes
 from trainers.corpus import Corpus, load_corpus
 from trainers.recorder import Recorder
 from trainers.state import restore_random, restore_state
@@ -53,7 +53,8 @@ def record(
     overwrite : bool
         Replace a run that is there.
     resume : bool
-        Go on from the newest checkpoint of the run that is there.
+        Go on from the newest checkpoint of the run that is there. One that has all the steps is
+        marked complete.
     fsync : bool
         Have every commit and checkpoint survive a loss of power.
     stop : callable
@@ -96,6 +97,9 @@ def record(
     if resume:
         target = Path(path).absolute()
         taken = find_checkpoint(target, config)
+        if taken.step >= config.training.steps:
+            complete(target, fsync=fsync)
+            return target
         sources = {name: file for name, file in taken.sources.items() if Path(file).exists()}
     else:
         target = check_target(path, overwrite=overwrite)

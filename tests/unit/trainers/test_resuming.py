@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 from trainers import RunConfig, preset, record, recorded_config  # noqa: E402
-from trainers.checkpoint import Checkpoint, checkpoint_folder  # noqa: E402
-from trajstore import RunWriter  # noqa: E402
+from trainers.checkpoint import Checkpoint  # noqa: E402
+from trajstore import RunWriter, repair  # noqa: E402
+from trajstore.checkpoint_files import checkpoint_folder  # noqa: E402
 from trajstore.errors import (  # noqa: E402
     ConfigError,
     CorpusError,
@@ -244,6 +246,45 @@ def test_a_finished_run_is_extended_without_a_seam(name: str, text: Path, tmp_pa
     ds = agree(straight, path)
     assert notes == []
     assert ds.attrs["config"] == xr.open_zarr(straight).attrs["config"]
+
+
+@pytest.mark.parametrize("name", ["trainer", "plain"])
+def test_a_run_that_has_all_its_steps_is_marked_complete(
+    name: str, text: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.zarr"
+    record(config_of(name, "schedule.name=linear"), path, corpus=text, stop=after(10))
+    before = xr.open_zarr(path).load()
+    notes: list[str] = []
+    shorter = recorded_config(path).with_values(["training.steps=10"])
+    record(shorter, path, resume=True, on_note=notes.append)
+    ds = xr.open_zarr(path)
+    assert ds.attrs["status"] == "complete"
+    assert ds.load().identical(before.assign_attrs(ds.attrs))
+    assert ds.attrs["config"] == before.attrs["config"]
+    assert notes == []
+    assert checkpoints(path) == [10]
+    with pytest.raises(NothingToResume, match="has come to step 10, and 10 are wanted"):
+        record(shorter, path, resume=True)
+    straight = tmp_path / "straight.zarr"
+    record(config_of(name, "schedule.name=linear"), straight, corpus=text)
+    record(recorded_config(path), path, resume=True)
+    agree(straight, path)
+
+
+@pytest.mark.parametrize("name", ["trainer", "plain, every 3, accumulated"])
+def test_a_finished_run_that_lost_its_status_is_not_trained_again(
+    name: str, text: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.zarr"
+    record(config_of(name), path, corpus=text)
+    os.truncate(path / "zarr.json", 100)
+    repair(path, yes=True)
+    assert xr.open_zarr(path).attrs["status"] == "interrupted"
+    record(recorded_config(path), path, resume=True)
+    ds = xr.open_zarr(path)
+    assert ds.attrs["status"] == "complete"
+    assert ds.step.values[-1] == STEPS
 
 
 def test_an_extension_that_moves_the_decay_says_so(text: Path, tmp_path: Path) -> None:
