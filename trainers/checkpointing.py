@@ -112,6 +112,7 @@ class Checkpointing:
         state, tensors = take_state(self._training, scaler)
         return Checkpoint(
             run=str(self._created),
+            name=self._run.name,
             step=recorder.step,
             rows=recorder.rows,
             config=self._training.config.model_dump(mode="json"),

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from trainers.checkpoint import Checkpoint, CheckpointFolder, checkpoint_folder
+from trainers.checkpoint import Checkpoint, CheckpointFolder
 from trainers.config import RunConfig
 from trainers.corpus import Corpus
 from trainers.optimizer import build_schedule
 from trainers.provenance import changed_provenance
 from trainers.training import find_device
+from trajstore.checkpoint_files import checkpoint_folder
 from trajstore.errors import ConfigError, CorpusError, NothingToResume
 from trajstore.group import open_group
 from trajstore.lock import RunLock

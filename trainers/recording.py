@@ -9,7 +9,7 @@ from typing import Any
 
 from trainers.attachment import capture
 from trainers.callback import TrajectoryCallback
-from trainers.checkpoint import Checkpoint
+from trainers.checkpoint import Checkpoint, CheckpointFolder
 from trainers.checkpointing import Checkpointing, TrainerCheckpoints
 from trainers.config import RunConfig
 from trainers.continuation import check_text, complete, find_checkpoint, notes
@@ -73,7 +73,8 @@ def record(
     Raises
     ------
     RunExists
-        If something is at `path`, and it is neither to be replaced nor gone on with.
+        If something is at `path`, and it is neither to be replaced nor gone on with; or a run that
+        is named alike has its checkpoints where this one's would be.
     NothingToResume
         If the run cannot go on.
     CorpusError
@@ -103,6 +104,7 @@ def record(
         sources = {name: file for name, file in taken.sources.items() if Path(file).exists()}
     else:
         target = check_target(path, overwrite=overwrite)
+        CheckpointFolder(target).check()
     given = {"corpus": corpus, "tokenizer": tokenizer}
     sources |= {
         name: str(Path(file).absolute()) for name, file in given.items() if file is not None

@@ -22,6 +22,7 @@ from trajstore.errors import (  # noqa: E402
     FormatError,
     InvalidArgument,
     NothingToResume,
+    RunExists,
     RunLocked,
 )
 
@@ -221,6 +222,18 @@ def test_a_checkpoint_past_the_committed_rows_is_passed_over(
     record(recorded_config(path), path, resume=True)
     agree(straight("trainer"), path)
     assert [entry["step"] for entry in xr.open_zarr(path).attrs["provenance"]["resumed"]] == [7, 7]
+
+
+def test_a_run_that_is_named_alike_is_refused_before_it_is_trained(
+    interrupted: Path, text: Path
+) -> None:
+    alike = interrupted.with_suffix("")
+    if checkpoint_folder(alike) != checkpoint_folder(interrupted):
+        pytest.skip("they have folders of their own")
+    with pytest.raises(RunExists, match=r"run\.ckpt holds checkpoints of run\.zarr"):
+        record(config_of("trainer"), alike, corpus=text)
+    assert not alike.exists()
+    assert checkpoints(interrupted) == [5]
 
 
 def test_a_new_run_takes_no_notice_of_old_checkpoints(interrupted: Path, text: Path) -> None:
