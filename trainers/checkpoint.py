@@ -199,6 +199,16 @@ class CheckpointFolder:
             raise self._taken_by(other)
         checkpoint.save(self._file(checkpoint.step), fsync=self._fsync)
         self._rows[checkpoint.step] = checkpoint.rows
+        self.prune(committed_rows)
+
+    def prune(self, committed_rows: int) -> None:
+        """Remove those that nobody will resume from: of the usable ones, all but the newest.
+
+        Parameters
+        ----------
+        committed_rows : int
+            Of the run.
+        """
         usable = [step for step, rows in self._rows.items() if rows <= committed_rows]
         for step in sorted(usable)[:-1]:
             self._file(step).unlink(missing_ok=True)

@@ -193,6 +193,26 @@ def test_a_training_that_fails_goes_on_from_a_checkpoint_before(
     assert xr.open_zarr(path).attrs["provenance"]["resumed"][0]["step"] == step
 
 
+@pytest.mark.parametrize("last", [STEPS, 5])
+@pytest.mark.parametrize("name", ["trainer", "plain, every 3, accumulated"])
+def test_a_run_is_never_closed_without_its_last_checkpoint(
+    name: str, last: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.zarr"
+    close, seen = RunWriter.close, []
+
+    def look(self: RunWriter, *status: Any) -> None:
+        seen.append((*status, checkpoints(path)[-1:]))
+        close(self, *status)
+        assert last_checkpoint(path).rows <= self.committed_rows
+
+    monkeypatch.setattr(RunWriter, "close", look)
+    record(config_of(name, "recording.checkpoint_every=4"), path, corpus=text, stop=after(last))
+    assert seen == [("complete" if last == STEPS else "interrupted", [last])]
+    assert checkpoints(path) == [last]
+    assert not list(tmp_path.glob(".*.lock"))
+
+
 def test_checkpoints_are_at_the_ends_of_blocks(text: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     seen: list[list[int]] = []
