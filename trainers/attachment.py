@@ -200,6 +200,13 @@ class Recording:
                 )
             )
         recorder = Recorder(model, real, histories, logits_mode=self.logits_mode, **options)
+        try:
+            # Only now that nothing is refused any more: it drops rows.
+            for history in histories:
+                history.open()
+        except BaseException:
+            recorder.close(complete=False)
+            raise
         return recorder
 
     def _check_target(self, path: Path) -> None:

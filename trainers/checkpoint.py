@@ -21,10 +21,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from trajstore.errors import FormatError
-from trajstore.objects import put, sweep
+from trajstore.checkpoint_files import checkpoint_folder
+from trajstore.errors import FormatError, RunExists
+from trajstore.objects import flush_folder, put, sweep
 
-__all__ = ["Checkpoint", "CheckpointFolder", "checkpoint_folder"]
+__all__ = ["Checkpoint", "CheckpointFolder"]
 
 _FORMAT = 1
 _FILE = re.compile(r"step-(\d{8,})\.safetensors")
@@ -50,6 +51,8 @@ class Checkpoint:
         JSON values: what is no tensor.
     tensors : dict of str to tensor
         On the CPU.
+    name : str
+        Of the run's folder; empty where it was not noted.
     """
 
     run: str
@@ -59,6 +62,7 @@ class Checkpoint:
     sources: dict[str, str]
     state: dict[str, Any]
     tensors: dict[str, torch.Tensor]
+    name: str = ""
 
     def save(self, path: Path, *, fsync: bool = False) -> int:
         """Write to a file, atomically.
@@ -72,6 +76,7 @@ class Checkpoint:
             {
                 "format": _FORMAT,
                 "run": self.run,
+                "name": self.name,
                 "step": self.step,
                 "rows": self.rows,
                 "config": self.config,
@@ -107,6 +112,8 @@ class Checkpoint:
 class CheckpointFolder:
     """The checkpoints of one run.
 
+    ``NAME.zarr`` and ``NAME`` beside it share a folder; those of the other run are left alone.
+
     Parameters
     ----------
     run : Path
@@ -117,6 +124,7 @@ class CheckpointFolder:
 
     def __init__(self, run: Path, *, fsync: bool = False) -> None:
         self.path = checkpoint_folder(run)
+        self._run = run
         self._fsync = fsync
         self._rows: dict[int, int] = {}
 
@@ -124,6 +132,18 @@ class CheckpointFolder:
         """Steps of all checkpoints, in increasing order."""
         names = os.listdir(self.path) if self.path.is_dir() else []
         return sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
+
+    def check(self) -> None:
+        """Insist that a new run does not share the folder with another one.
+
+        Raises
+        ------
+        RunExists
+            If another run beside it has checkpoints in the folder.
+        """
+        for step in self.steps():
+            if (other := self._other_owner(step)) is not None:
+                raise self._taken_by(other)
 
     def newest(self, run: str, committed_rows: int) -> Checkpoint | None:
         """Newest checkpoint of that run that is not past its committed rows.
@@ -135,6 +155,8 @@ class CheckpointFolder:
         """
         for step in reversed(self.steps()):
             checkpoint = Checkpoint.load(self._file(step))
+            if self._is_others(checkpoint.name):
+                continue
             if checkpoint.run == run and checkpoint.rows <= committed_rows:
                 return checkpoint
         return None
@@ -142,13 +164,13 @@ class CheckpointFolder:
     def begin(self, taken: Checkpoint | None) -> None:
         """Remove what is of no use to a run that goes on from a checkpoint, or from the start.
 
-        That is leftovers of interrupted writes, and all other checkpoints.
+        That is leftovers of interrupted writes, and all its other checkpoints.
         """
         if self.path.is_dir():
             sweep(self.path)
         self._rows = {} if taken is None else {taken.step: taken.rows}
         for step in self.steps():
-            if step not in self._rows:
+            if step not in self._rows and self._other_owner(step) is None:
                 self._file(step).unlink()
 
     def add(self, checkpoint: Checkpoint, committed_rows: int) -> None:
@@ -166,10 +188,27 @@ class CheckpointFolder:
         ------
         OSError
             If it could not be written; the others stay.
+        RunExists
+            If another run beside this one has one of that step there.
         """
-        self.path.mkdir(exist_ok=True)
+        if not self.path.is_dir():
+            self.path.mkdir()
+            if self._fsync:
+                flush_folder(self.path.parent)
+        if (other := self._other_owner(checkpoint.step)) is not None:
+            raise self._taken_by(other)
         checkpoint.save(self._file(checkpoint.step), fsync=self._fsync)
         self._rows[checkpoint.step] = checkpoint.rows
+        self.prune(committed_rows)
+
+    def prune(self, committed_rows: int) -> None:
+        """Remove those that nobody will resume from: of the usable ones, all but the newest.
+
+        Parameters
+        ----------
+        committed_rows : int
+            Of the run.
+        """
         usable = [step for step, rows in self._rows.items() if rows <= committed_rows]
         for step in sorted(usable)[:-1]:
             self._file(step).unlink(missing_ok=True)
@@ -178,14 +217,29 @@ class CheckpointFolder:
     def _file(self, step: int) -> Path:
         return self.path / f"step-{step:08d}.safetensors"
 
+    def _other_owner(self, step: int) -> str | None:
+        """Name of the other run that a checkpoint belongs to; None if there is no such one."""
+        path = self._file(step)
+        if not path.exists():
+            return None
+        try:
+            name = _described(path).get("name", "")
+        except FormatError:
+            return None  # nobody can go on from it
+        return name if self._is_others(name) else None
 
-def checkpoint_folder(run: Path) -> Path:
-    """Folder of a run's checkpoints.
+    def _is_others(self, name: str) -> bool:
+        """Whether that is another run's, which is there; a run may have been renamed."""
+        if name in ("", self._run.name):
+            return False
+        other = self._run.with_name(name)
+        return other.exists() and checkpoint_folder(other) == self.path
 
-    >>> checkpoint_folder(Path("runs/gatsby.zarr")).name
-    'gatsby.ckpt'
-    """
-    return run.with_name(f"{run.name.removesuffix('.zarr')}.ckpt")
+    def _taken_by(self, other: str) -> RunExists:
+        return RunExists(
+            f"{self.path} holds checkpoints of {other}, and those of {self._run.name} would lie "
+            "there too; choose another path for the run"
+        )
 
 
 def _description(tensor: torch.Tensor) -> dict[str, Any]:
@@ -198,16 +252,27 @@ def _description(tensor: torch.Tensor) -> dict[str, Any]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    facts = _described(path)
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, ValueError) as error:
+        raise _wrong(path, f"it cannot be read ({error})") from error
+    return facts, tensors
+
+
+def _described(path: Path) -> dict[str, Any]:
+    """What a file says of itself, without its tensors."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata: Mapping[str, str] = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, ValueError) as error:
         raise _wrong(path, f"it cannot be read ({error})") from error
     text = metadata.get("trajstore", "")
     if metadata.get("crc32c") != str(google_crc32c.value(text.encode())):
         raise _wrong(path, "its description is not what was written")
-    return json.loads(text), tensors
+    facts: dict[str, Any] = json.loads(text)
+    return facts
 
 
 def _wrong(path: Path, fault: str) -> FormatError:

@@ -13,6 +13,7 @@ from trainers.checkpoint import Checkpoint, CheckpointFolder
 from trainers.recorder import Recorder
 from trainers.state import restore_random, restore_state, take_state
 from trainers.training import Training
+from trajstore.errors import RunLocked
 from trajstore.group import open_group
 from trajstore.lock import RunLock
 
@@ -23,8 +24,8 @@ class Checkpointing:
     """Takes the checkpoints of one recorded training.
 
     Those in between are taken where a block of rows ends, so that a checkpoint and a commit
-    coincide. When the training ends, or is asked to stop, its state is taken after that step, and
-    written when all rows are committed.
+    coincide. When the training ends, or is asked to stop, its state is taken after that step,
+    before the last rows are committed: a complete run always has the checkpoint of its last step.
 
     Parameters
     ----------
@@ -61,7 +62,6 @@ class Checkpointing:
         self._last_step = 0 if taken_from is None else taken_from.step
         self._stop = stop
         self._created: str | None = None
-        self._final: Checkpoint | None = None
 
     def after_step(self, recorder: Recorder, scaler: Any) -> bool:
         """Take a checkpoint if one is due.
@@ -85,11 +85,14 @@ class Checkpointing:
         return stop
 
     def finish(self, recorder: Recorder) -> None:
-        """Write the last checkpoint; the run is closed, so all its rows are committed."""
-        if self._final is None or recorder.writer is None:
+        """Remove the checkpoints that are of no more use; the run is closed."""
+        if recorder.writer is None:
             return
-        with RunLock.acquire(self._run):
-            self._folder.add(self._final, recorder.writer.committed_rows)
+        try:
+            with RunLock.acquire(self._run):
+                self._folder.prune(recorder.writer.committed_rows)
+        except RunLocked:
+            pass  # whoever goes on with the run already does that itself
 
     def _take_if_due(self, recorder: Recorder, scaler: Any, *, last: bool) -> None:
         writer = recorder.writer
@@ -98,13 +101,8 @@ class Checkpointing:
         if self._created is None:
             self._created = str(open_group(self._run).attrs["created"])
             self._folder.begin(self._taken_from)
-        if last:
-            self._final = self._take(recorder, scaler)
-        elif (
-            self._every is not None
-            and recorder.at_block_end
-            and recorder.step - self._last_step >= self._every
-        ):
+        due = self._every is not None and recorder.step - self._last_step >= self._every
+        if last or (due and recorder.at_block_end):
             self._folder.add(self._take(recorder, scaler), writer.committed_rows)
             self._last_step = recorder.step
 
@@ -112,6 +110,7 @@ class Checkpointing:
         state, tensors = take_state(self._training, scaler)
         return Checkpoint(
             run=str(self._created),
+            name=self._run.name,
             step=recorder.step,
             rows=recorder.rows,
             config=self._training.config.model_dump(mode="json"),

@@ -8,17 +8,19 @@ from typing import Any
 
 import torch
 
-from trainers.checkpoint import Checkpoint, CheckpointFolder, checkpoint_folder
+from trainers.checkpoint import Checkpoint, CheckpointFolder
 from trainers.config import RunConfig
 from trainers.corpus import Corpus
 from trainers.optimizer import build_schedule
 from trainers.provenance import changed_provenance
 from trainers.training import find_device
+from trajstore.checkpoint_files import checkpoint_folder
 from trajstore.errors import ConfigError, CorpusError, NothingToResume
 from trajstore.group import open_group
 from trajstore.lock import RunLock
+from trajstore.writer import RunWriter
 
-__all__ = ["check_text", "find_checkpoint", "notes", "recorded_config"]
+__all__ = ["check_text", "complete", "find_checkpoint", "notes", "recorded_config"]
 
 _MAY_CHANGE = {"training.steps", "recording.memory", "recording.checkpoint_every"}
 
@@ -81,6 +83,26 @@ def find_checkpoint(path: Path, config: RunConfig) -> Checkpoint:
             "--checkpoint-every K so that it can"
         )
     return taken
+
+
+def complete(path: Path, *, fsync: bool = False) -> None:
+    """Mark a run complete that has every step that is wanted, and train no further.
+
+    Its configuration stays that which its rows were made with.
+
+    Parameters
+    ----------
+    path : Path
+        Of the run.
+    fsync : bool
+        Have that survive a loss of power.
+
+    Raises
+    ------
+    RunLocked
+        If another process writes to the run.
+    """
+    RunWriter.resume(path, fsync=fsync).close("complete")
 
 
 def check_text(path: Path, text: Corpus) -> None:

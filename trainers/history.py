@@ -48,7 +48,7 @@ class History:
     first_step : int
         Optimizer steps taken before.
     existing : ExistingRun, optional
-        Run that is to go on, in place of a new one.
+        Run that is to go on, in place of a new one; nothing of it changes before `open`.
 
     Attributes
     ----------
@@ -94,8 +94,30 @@ class History:
         self._complete_step: int | None = None
         self.rows = 0
         self.last_step = first_step
+        self._existing = existing
         if existing is not None:
-            self._go_on(existing)
+            existing.check(self._initial, first_step)
+            self.variables = existing.variables
+
+    def open(self) -> None:
+        """Take up the run that is to go on, after its last row; a new one is made later.
+
+        Raises
+        ------
+        RunLocked
+            If another process writes to it.
+        """
+        existing = self._existing
+        if existing is None:
+            return
+        if self._previous is not None:
+            self._previous.copy_(existing.last_weights)
+        self.writer = existing.open()
+        self._existing = None
+        with self._full_disk():
+            self._transfer = open_transfer(self.writer, self.parameter.tensor.device, [])
+        self.rows, self.last_step = existing.rows, existing.last_step
+        self._initial = self._initial.new_empty(0)
 
     def selected(self, tensor: torch.Tensor) -> torch.Tensor:
         """The recorded tokens of a tensor whose first dimension is the vocabulary."""
@@ -169,12 +191,12 @@ class History:
         """Commit the last step if it is whole, and close the run."""
         if self.writer is None:
             return
-        assert self._transfer is not None
         with self._full_disk():
             try:
                 if self._complete_step is not None:
                     self._commit(self._complete_step)
-                self._transfer.close()
+                if self._transfer is not None:  # or it could not be opened
+                    self._transfer.close()
             finally:
                 self.writer.close("complete" if complete else "interrupted")
 
@@ -214,18 +236,6 @@ class History:
                 f"step {step} did not show {', '.join(unseen)}, so its row is not whole; "
                 f"{_remedy(unseen)}"
             )
-
-    def _go_on(self, existing: ExistingRun) -> None:
-        """Take up a run after its last row."""
-        existing.check(self._initial, self._first_step)
-        if self._previous is not None:
-            self._previous.copy_(existing.last_weights)
-        self.writer = existing.open()
-        self.variables = existing.variables
-        with self._full_disk():
-            self._transfer = open_transfer(self.writer, self.parameter.tensor.device, [])
-        self.rows, self.last_step = existing.rows, existing.last_step
-        self._initial = self._initial.new_empty(0)
 
     def _begin(self) -> None:
         """Create the run, with the initial state and the rows until now."""

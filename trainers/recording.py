@@ -9,10 +9,10 @@ from typing import Any
 
 from trainers.attachment import capture
 from trainers.callback import TrajectoryCallback
-from trainers.checkpoint import Checkpoint
+from trainers.checkpoint import Checkpoint, CheckpointFolder
 from trainers.checkpointing import Checkpointing, TrainerCheckpoints
 from trainers.config import RunConfig
-from trainers.continuation import check_text, find_checkpoint, notes
+from trainers.continuation import check_text, complete, find_checkpoint, notes
 from trainers.corpus import Corpus, load_corpus
 from trainers.recorder import Recorder
 from trainers.state import restore_random, restore_state
@@ -53,7 +53,8 @@ def record(
     overwrite : bool
         Replace a run that is there.
     resume : bool
-        Go on from the newest checkpoint of the run that is there.
+        Go on from the newest checkpoint of the run that is there. One that has all the steps is
+        marked complete.
     fsync : bool
         Have every commit and checkpoint survive a loss of power.
     stop : callable
@@ -72,7 +73,8 @@ def record(
     Raises
     ------
     RunExists
-        If something is at `path`, and it is neither to be replaced nor gone on with.
+        If something is at `path`, and it is neither to be replaced nor gone on with; or a run that
+        is named alike has its checkpoints where this one's would be.
     NothingToResume
         If the run cannot go on.
     CorpusError
@@ -96,9 +98,13 @@ def record(
     if resume:
         target = Path(path).absolute()
         taken = find_checkpoint(target, config)
+        if taken.step >= config.training.steps:
+            complete(target, fsync=fsync)
+            return target
         sources = {name: file for name, file in taken.sources.items() if Path(file).exists()}
     else:
         target = check_target(path, overwrite=overwrite)
+        CheckpointFolder(target).check()
     given = {"corpus": corpus, "tokenizer": tokenizer}
     sources |= {
         name: str(Path(file).absolute()) for name, file in given.items() if file is not None

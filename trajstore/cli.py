@@ -159,19 +159,25 @@ def _configured(
     assignments: tuple[str, ...],
     variables: str | None,
     fields: dict[str, Any],
-    run: str | None = None,
+    run: Path | None = None,
 ) -> Any:
-    """Configuration that is asked for; where none is named, that of a run."""
+    """Configuration that is asked for; of a run that goes on, where none is named, its own.
+
+    The steps of a preset or a file are those of a new run: one that goes on keeps its own.
+    """
     import trainers
 
-    if preset_name is None and config_file is None and run is not None:
-        config = trainers.recorded_config(run)
+    recorded = None if run is None else trainers.recorded_config(run)
+    if preset_name is None and config_file is None and recorded is not None:
+        config = recorded
     elif (preset_name is None) == (config_file is None):
         raise InvalidArgument("name either a preset (--preset gatsby) or a file (--config FILE)")
     elif preset_name is not None:
         config = trainers.preset(preset_name)
     else:
         config = trainers.RunConfig.from_toml(str(config_file))
+    if recorded is not None:
+        config = config.with_values([f"training.steps={recorded.training.steps}"])
     given = [
         f"{_PLACES[name]}={json.dumps(value)}"
         for name, value in fields.items()
@@ -228,10 +234,10 @@ def record(
 
     if resume and output is None and preset_name is None and config_file is None:
         raise InvalidArgument("name the run to go on with: --resume -o RUN.zarr")
-    config = _configured(
-        preset_name, config_file, assignments, variables, fields, output if resume else None
-    )
     path = Path(output or f"{preset_name or Path(str(config_file)).stem}.zarr")
+    config = _configured(
+        preset_name, config_file, assignments, variables, fields, path if resume else None
+    )
 
     with StopRequest() as stop, RecordingProgress(config.training.steps) as progress:
 

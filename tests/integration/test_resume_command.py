@@ -176,6 +176,25 @@ def test_a_finished_run_is_extended(
     same(straight("gatsby", 70), xr.open_zarr(path).load())
 
 
+def test_the_steps_of_a_preset_are_not_those_of_a_run_that_goes_on(
+    text: Path, tmp_path: Path, trajstore_cli: Callable[..., Any]
+) -> None:
+    path = tmp_path / "run.zarr"
+    config = preset("gatsby").with_values([*FIELDS, "training.steps=20"])
+    (tmp_path / "run.toml").write_text(preset("gatsby").with_values(FIELDS).to_toml())
+    steps = iter(range(12))
+    record(config, path, corpus=text, stop=lambda: next(steps) == 11)
+    again = ["--corpus", text, "-o", path, "--resume"]
+    trajstore_cli("record", "--preset", "gatsby", *again, *SMALL)
+    ds = xr.open_zarr(path)
+    assert ds.step.values[-1] == 20
+    assert ds.attrs["config"]["training"]["steps"] == 20
+    done = trajstore_cli("record", "--config", tmp_path / "run.toml", *again, rc=1)
+    assert "has come to step 20, and 20 are wanted" in done.stderr
+    trajstore_cli("record", "--preset", "gatsby", *again, *SMALL, "--set", "training.steps=24")
+    assert xr.open_zarr(path).step.values[-1] == 24
+
+
 def test_wrong_calls_are_one_sentence(text: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     gone = tmp_path / "gone.txt"

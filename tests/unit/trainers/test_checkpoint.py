@@ -11,15 +11,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from trainers.checkpoint import Checkpoint, CheckpointFolder  # noqa: E402
-from trajstore import FormatError  # noqa: E402
+from trajstore import FormatError, RunExists  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 
-def checkpoint(step: int = 7, rows: int = 8, run: str = "2026-01-01T00:00:00+00:00") -> Checkpoint:
+def checkpoint(
+    step: int = 7, rows: int = 8, run: str = "2026-01-01T00:00:00+00:00", name: str = "run.zarr"
+) -> Checkpoint:
     generator = torch.Generator().manual_seed(step)
     return Checkpoint(
         run=run,
+        name=name,
         step=step,
         rows=rows,
         config={"training": {"steps": 9}},
@@ -44,7 +47,8 @@ def test_it_reads_as_it_was_written(tmp_path: Path) -> None:
     size = made.save(tmp_path / "file")
     assert size == (tmp_path / "file").stat().st_size
     read = Checkpoint.load(tmp_path / "file")
-    assert (read.run, read.step, read.rows) == (made.run, made.step, made.rows)
+    assert (read.run, read.name) == (made.run, made.name)
+    assert (read.step, read.rows) == (made.step, made.rows)
     assert (read.config, read.sources, read.state) == (made.config, made.sources, made.state)
     assert read.tensors.keys() == made.tensors.keys()
     for name, tensor in made.tensors.items():
@@ -159,6 +163,60 @@ def test_a_run_that_begins_removes_what_is_of_no_use_to_it(tmp_path: Path) -> No
     assert sorted(os.listdir(folder.path)) == ["notes.txt", "step-00000007.safetensors"]
     CheckpointFolder(tmp_path / "run.zarr").begin(None)
     assert os.listdir(folder.path) == ["notes.txt"]
+
+
+@pytest.mark.parametrize(("one", "other"), [("run.zarr", "run"), ("run", "run.zarr")])
+def test_two_runs_that_are_named_alike_leave_each_others_alone(
+    tmp_path: Path, one: str, other: str
+) -> None:
+    # A folder of a name that both make would be shared; made so here, whatever names it has.
+    (tmp_path / one).mkdir()
+    (tmp_path / other).mkdir()
+    first, second = (CheckpointFolder(tmp_path / name) for name in (one, other))
+    if first.path != second.path:
+        pytest.skip("they have folders of their own")
+    first.begin(None)
+    first.add(checkpoint(3, 4, name=one), 4)
+    with pytest.raises(RunExists, match=f"run.ckpt holds checkpoints of {one}, and those of"):
+        second.check()
+    first.check()
+    second.begin(None)
+    second.add(checkpoint(7, 8, name=other), 8)
+    with pytest.raises(RunExists, match=f"holds checkpoints of {one}"):
+        second.add(checkpoint(3, 4, name=other), 8)
+    for folder, name, step in ((first, one, 3), (second, other, 7)):
+        found = folder.newest(checkpoint().run, 99)
+        assert found is not None
+        assert (found.name, found.step) == (name, step)
+    (tmp_path / one).rmdir()  # those of a run that has gone are nobody's
+    CheckpointFolder(tmp_path / other).begin(second.newest(checkpoint().run, 99))
+    assert second.steps() == [7]
+
+
+def test_a_run_that_was_renamed_has_its_checkpoints(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "run.zarr")
+    folder.add(checkpoint(3, 4), 4)
+    folder.path.rename(tmp_path / "other.ckpt")
+    (tmp_path / "run.zarr").mkdir()  # another one has been made since
+    renamed = CheckpointFolder(tmp_path / "other.zarr")
+    found = renamed.newest(checkpoint().run, 4)
+    assert found is not None
+    assert found.step == 3
+    renamed.check()
+    renamed.begin(None)
+    assert renamed.steps() == []
+
+
+@pytest.mark.parametrize("fsync", [False, True])
+def test_a_new_folder_survives_a_loss_of_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
+) -> None:
+    flushed: list[Path] = []
+    monkeypatch.setattr("trainers.checkpoint.flush_folder", flushed.append)
+    folder = CheckpointFolder(tmp_path / "run.zarr", fsync=fsync)
+    folder.add(checkpoint(3, 4), 4)
+    folder.add(checkpoint(7, 8), 8)
+    assert flushed == [tmp_path] * fsync
 
 
 def _dead_process() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,16 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 from trainers import RunConfig, preset, record, recorded_config  # noqa: E402
-from trainers.checkpoint import Checkpoint, checkpoint_folder  # noqa: E402
-from trajstore import RunWriter  # noqa: E402
+from trainers.checkpoint import Checkpoint  # noqa: E402
+from trajstore import RunWriter, repair  # noqa: E402
+from trajstore.checkpoint_files import checkpoint_folder  # noqa: E402
 from trajstore.errors import (  # noqa: E402
     ConfigError,
     CorpusError,
     FormatError,
     InvalidArgument,
     NothingToResume,
+    RunExists,
     RunLocked,
 )
 
@@ -190,6 +193,26 @@ def test_a_training_that_fails_goes_on_from_a_checkpoint_before(
     assert xr.open_zarr(path).attrs["provenance"]["resumed"][0]["step"] == step
 
 
+@pytest.mark.parametrize("last", [STEPS, 5])
+@pytest.mark.parametrize("name", ["trainer", "plain, every 3, accumulated"])
+def test_a_run_is_never_closed_without_its_last_checkpoint(
+    name: str, last: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.zarr"
+    close, seen = RunWriter.close, []
+
+    def look(self: RunWriter, *status: Any) -> None:
+        seen.append((*status, checkpoints(path)[-1:]))
+        close(self, *status)
+        assert last_checkpoint(path).rows <= self.committed_rows
+
+    monkeypatch.setattr(RunWriter, "close", look)
+    record(config_of(name, "recording.checkpoint_every=4"), path, corpus=text, stop=after(last))
+    assert seen == [("complete" if last == STEPS else "interrupted", [last])]
+    assert checkpoints(path) == [last]
+    assert not list(tmp_path.glob(".*.lock"))
+
+
 def test_checkpoints_are_at_the_ends_of_blocks(text: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     seen: list[list[int]] = []
@@ -221,6 +244,18 @@ def test_a_checkpoint_past_the_committed_rows_is_passed_over(
     assert [entry["step"] for entry in xr.open_zarr(path).attrs["provenance"]["resumed"]] == [7, 7]
 
 
+def test_a_run_that_is_named_alike_is_refused_before_it_is_trained(
+    interrupted: Path, text: Path
+) -> None:
+    alike = interrupted.with_suffix("")
+    if checkpoint_folder(alike) != checkpoint_folder(interrupted):
+        pytest.skip("they have folders of their own")
+    with pytest.raises(RunExists, match=r"run\.ckpt holds checkpoints of run\.zarr"):
+        record(config_of("trainer"), alike, corpus=text)
+    assert not alike.exists()
+    assert checkpoints(interrupted) == [5]
+
+
 def test_a_new_run_takes_no_notice_of_old_checkpoints(interrupted: Path, text: Path) -> None:
     folder = checkpoint_folder(interrupted)
     old = next(folder.iterdir())
@@ -244,6 +279,45 @@ def test_a_finished_run_is_extended_without_a_seam(name: str, text: Path, tmp_pa
     ds = agree(straight, path)
     assert notes == []
     assert ds.attrs["config"] == xr.open_zarr(straight).attrs["config"]
+
+
+@pytest.mark.parametrize("name", ["trainer", "plain"])
+def test_a_run_that_has_all_its_steps_is_marked_complete(
+    name: str, text: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.zarr"
+    record(config_of(name, "schedule.name=linear"), path, corpus=text, stop=after(10))
+    before = xr.open_zarr(path).load()
+    notes: list[str] = []
+    shorter = recorded_config(path).with_values(["training.steps=10"])
+    record(shorter, path, resume=True, on_note=notes.append)
+    ds = xr.open_zarr(path)
+    assert ds.attrs["status"] == "complete"
+    assert ds.load().identical(before.assign_attrs(ds.attrs))
+    assert ds.attrs["config"] == before.attrs["config"]
+    assert notes == []
+    assert checkpoints(path) == [10]
+    with pytest.raises(NothingToResume, match="has come to step 10, and 10 are wanted"):
+        record(shorter, path, resume=True)
+    straight = tmp_path / "straight.zarr"
+    record(config_of(name, "schedule.name=linear"), straight, corpus=text)
+    record(recorded_config(path), path, resume=True)
+    agree(straight, path)
+
+
+@pytest.mark.parametrize("name", ["trainer", "plain, every 3, accumulated"])
+def test_a_finished_run_that_lost_its_status_is_not_trained_again(
+    name: str, text: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.zarr"
+    record(config_of(name), path, corpus=text)
+    os.truncate(path / "zarr.json", 100)
+    repair(path, yes=True)
+    assert xr.open_zarr(path).attrs["status"] == "interrupted"
+    record(recorded_config(path), path, resume=True)
+    ds = xr.open_zarr(path)
+    assert ds.attrs["status"] == "complete"
+    assert ds.step.values[-1] == STEPS
 
 
 def test_an_extension_that_moves_the_decay_says_so(text: Path, tmp_path: Path) -> None:

@@ -23,8 +23,11 @@ from trainers import TrajectoryCallback, capture  # noqa: E402
 from trajstore import (  # noqa: E402
     InvalidArgument,
     NothingToResume,
+    RecordingError,
+    RunLocked,
     RunNotFound,
 )
+from trajstore.lock import RunLock  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -123,6 +126,63 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> Non
     refused(InvalidArgument, "both", overwrite=True)
     with pytest.raises(RunNotFound):
         loop.run(tmp_path / "nowhere.zarr", 5, 6, resume=True, first_step=5)
+
+
+TWO: dict[str, Any] = {"parameter": ["embedding.weight", "mix.weight"], "record": "weights"}
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Loop, Path, list[Path]]:
+    """A loop of two recorded parameters after step 5, its path, and their runs."""
+    loop = Loop()
+    loop.run(tmp_path / "run.zarr", 0, 5, **TWO)
+    runs = [tmp_path / f"run.{name}.zarr" for name in TWO["parameter"]]
+    return loop, tmp_path / "run.zarr", runs
+
+
+def is_unlocked(run: Path) -> bool:
+    RunLock.acquire(run).release()
+    return True
+
+
+def test_what_does_not_fit_one_parameter_changes_no_run(
+    pair: tuple[Loop, Path, list[Path]],
+) -> None:
+    loop, path, (first, second) = pair
+    before = [(run / "zarr.json").read_bytes() for run in (first, second)]
+    fits = loop.checkpoint()
+    with torch.no_grad():
+        loop.model.mix.weight += 1
+    with pytest.raises(NothingToResume, match=r"not those of .*mix\.weight\.zarr at step 5"):
+        loop.run(path, 5, 6, resume=True, first_step=5, **TWO)
+    loop.restore(fits)
+    loop.optimizer = torch.optim.SGD([loop.model.embedding.weight], lr=0.1)
+    with pytest.raises(RecordingError, match=r"mix\.weight is not among the parameters"):
+        loop.run(path, 5, 6, resume=True, first_step=5, **TWO)
+    assert [(run / "zarr.json").read_bytes() for run in (first, second)] == before
+    assert is_unlocked(first)
+
+
+def test_a_run_that_was_opened_is_closed_when_the_next_one_cannot_be(
+    pair: tuple[Loop, Path, list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, path, (first, second) = pair
+    with RunLock.acquire(second), pytest.raises(RunLocked):
+        loop.run(path, 5, 6, resume=True, first_step=5, **TWO)
+    assert xr.open_zarr(first).attrs["status"] == "interrupted"
+    assert is_unlocked(first)
+
+    def refuse(*arguments: Any) -> None:
+        raise RecordingError("no memory can be pinned")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trainers.history.open_transfer", refuse)
+        with pytest.raises(RecordingError, match="pinned"):
+            loop.run(path, 5, 6, resume=True, first_step=5, **TWO)
+    assert xr.open_zarr(first).attrs["status"] == "interrupted"
+    assert is_unlocked(first)
+    loop.run(path, 5, 6, resume=True, first_step=5, **TWO)
+    assert [xr.open_zarr(run).step.values[-1] for run in (first, second)] == [6, 6]
 
 
 def test_a_later_attribute_takes_its_place(tmp_path: Path) -> None:
