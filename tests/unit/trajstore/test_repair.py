@@ -369,6 +369,15 @@ def test_a_broken_checkpoint_goes_and_a_good_one_stays(run: Path) -> None:
     assert good.read_bytes() == data
 
 
+def test_a_model_of_somebody_else_beside_the_run_is_left_alone(run: Path) -> None:
+    model = run.with_name("run.ckpt") / "model.safetensors"
+    write_checkpoint(model)
+    flip(model, 8 * (model.stat().st_size - 2))
+    assert verify(run).clean
+    assert repair(run, yes=True).actions == ()
+    assert model.exists()
+
+
 def test_it_does_not_touch_what_somebody_records(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     with RunWriter.create(path, token=[0], hidden=1, variables={"W": "float32"}) as writer:
