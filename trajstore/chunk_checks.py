@@ -89,7 +89,7 @@ def size_of_shards(inspection: Inspection) -> int:
             continue
         for block in range(-(-inspection.rows // block_rows(document))):
             path = inspection.path / chunk_key(name, block, len(document["shape"]))
-            with contextlib.suppress(FileNotFoundError):  # which is a problem of its own
+            with contextlib.suppress(OSError):  # which is a problem of its own
                 size += path.stat().st_size
     return size
 
@@ -163,11 +163,14 @@ def _index(
             )
         )
 
+    if end < 0:
+        torn = f"the shard has {size} bytes, too few for its index of {stored.index_length}"
+        report(torn, 0, size)
+        return {}
     try:
         index = stored.index(shard.number, block)
     except FormatError:
-        torn = f"the shard has {size} bytes, too few for its index of {stored.index_length}"
-        report("the index is broken" if end >= 0 else torn, max(end, 0), size)
+        report("the index is broken", end, size)
         return {}
     except OSError as error:
         report(f"the index cannot be read: {error}", end, size, "none")

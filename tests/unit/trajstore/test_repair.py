@@ -343,7 +343,10 @@ def test_an_array_of_somebody_else_is_named_and_left(run: Path, whole: Path) -> 
     )
     assert [problem.array for problem in verify(run).problems] == ["mask", "mask"]
     assert open_run(run).sizes["step"] == 8
-    assert zarr.open_group(run, mode="r")["mask"][2] == 2
+    mask = json.loads((run / "mask" / "zarr.json").read_bytes())
+    assert mask["shape"] == [3]
+    assert _entries(json.loads((run / "zarr.json").read_bytes()))["mask"] == mask
+    assert list(zarr.open_group(run, mode="r")["mask"][...]) == [0, 1, 2]
 
 
 def test_without_any_document_of_step_nothing_is_done(run: Path) -> None:
