@@ -396,6 +396,10 @@ def test_a_run_stored_otherwise_is_read_through_zarr(tmp_path: Path, run: Path) 
     cut(path / "W" / "c" / "1" / "0" / "0", 5)
     broken = [problem for problem in verify(path).problems if problem.array == "W"]
     assert [problem.block for problem in broken] == [1]
+    for name in ("W", "token"):
+        edit(path / name / "zarr.json", lambda document: document.update(codecs=[{"name": "x"}]))
+    broken = [problem for problem in verify(path).problems if "cannot be read" in problem.message]
+    assert [problem.array for problem in broken] == ["W", "token"]
 
 
 @pytest.mark.parametrize("array", ["W", "step", "token", ""])
