@@ -8,6 +8,7 @@ so that no reader ever sees rows that are on their way out.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
@@ -116,7 +117,9 @@ def repair(
     run = Path(text).absolute()
     if not run.exists():
         raise RunNotFound(f"there is no run at {text}")
-    with RunLock.acquire(run):
+    # A copy on a medium that cannot be written to has no writer, and no place for a lock.
+    locked = yes or os.access(run.parent, os.W_OK)
+    with RunLock.acquire(run) if locked else contextlib.nullcontext():
         checked = check(run, threads=threads, on_progress=on_progress)
         plan = _plan(checked)
         if yes:

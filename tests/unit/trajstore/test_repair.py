@@ -393,6 +393,25 @@ def test_it_does_not_touch_what_somebody_records(tmp_path: Path) -> None:
     assert repair(path).actions == ()
 
 
+def test_what_would_be_done_is_said_where_nothing_can_be_written(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refuse(path: Any, flags: int, *more: Any, **options: Any) -> int:
+        if flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
+            raise OSError(30, "Read-only file system", str(path))
+        return real(path, flags, *more, **options)
+
+    (run / "W" / "c.2.0.0").unlink()
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    monkeypatch.setattr(os, "open", refuse)
+    found = repair(run)
+    assert (found.rows_before, found.rows, found.done) == (11, 8, False)
+    with pytest.raises(OSError, match="Read-only"):
+        repair(run, yes=True)
+
+
 @pytest.mark.parametrize("writes", range(8))
 def test_a_repair_that_ends_in_the_middle_can_be_repaired(
     run: Path, whole: Path, writes: int, monkeypatch: pytest.MonkeyPatch
