@@ -1,12 +1,15 @@
-"""Checks of the checkpoints beside a run: `NAME.ckpt/*.safetensors`, each with its checksums.
+"""Checks of the checkpoints beside a run: `NAME.ckpt/step-00000300.safetensors` and the like.
 
-The metadata of such a file hold two texts: ``trajstore``, a JSON object that says dtype, shape and
-crc32c of every tensor under ``tensors``; and ``crc32c``, that of the first text, in decimal.
+Other files in that folder are somebody else's, and nobody's business here. The metadata of a
+checkpoint hold two texts: ``trajstore``, a JSON object that says dtype, shape and crc32c of every
+tensor under ``tensors``; and ``crc32c``, that of the first text, in decimal.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,10 @@ from trajstore.documents import Problem
 from trajstore.errors import FormatError
 from trajstore.safetensors import Entry, SafetensorsFile
 
-__all__ = ["check_checkpoints", "checkpoint_folder"]
+__all__ = ["CHECKPOINT", "check_checkpoints", "checkpoint_folder"]
 
-_PIECE = 4 << 20
+CHECKPOINT = re.compile(r"step-(\d{8,})\.safetensors")
+"""Name of the file of a checkpoint; the group is its step."""
 
 # What the format calls types of torch that a run has no use for, and a random generator has.
 _NAMES = {
@@ -49,17 +53,31 @@ def check_checkpoints(run: Path) -> Iterator[Problem]:
     Problem
         Whose array is None; its path says which checkpoint it is in.
     """
-    for path in sorted(checkpoint_folder(run).glob("*.safetensors")):
+    folder = checkpoint_folder(run)
+    if not folder.is_dir():
+        return
+    try:
+        names = sorted(filter(CHECKPOINT.fullmatch, os.listdir(folder)))
+    except OSError as error:
+        yield _unread(folder, error)
+        return
+    for path in (folder / name for name in names):
         try:
             with SafetensorsFile(path) as file:
                 yield from _check(file)
         except FormatError as error:
             yield _broken(path, str(error))
+        except FileNotFoundError:
+            # A recording removes the older ones at any time.
+            if path.exists():
+                yield _unread(path, "it is no file")
+        except OSError as error:
+            yield _unread(path, error)
 
 
 def _check(file: SafetensorsFile) -> Iterator[Problem]:
-    text = file.metadata.get("trajstore", "")
-    if file.metadata.get("crc32c") != str(google_crc32c.value(text.encode())):
+    text = file.metadata.get("trajstore")
+    if text is None or file.metadata.get("crc32c") != str(google_crc32c.value(text.encode())):
         yield _broken(file.path, "its description does not fit its checksum")
         return
     tensors = json.loads(text)["tensors"]
@@ -71,8 +89,14 @@ def _check(file: SafetensorsFile) -> Iterator[Problem]:
         dtype = _NAMES.get(told["dtype"], told["dtype"])
         if entry.dtype != dtype or list(entry.shape) != told["shape"]:
             yield _broken(file.path, f"the tensor {name} is not of its type and shape", entry)
-        elif _checksum(file.path, entry) != told["crc32c"]:
+        elif _checksum(file, name) != told["crc32c"]:
             yield _broken(file.path, f"the tensor {name} does not fit its checksum", entry)
+
+
+def _unread(path: Path, reason: OSError | str) -> Problem:
+    told = reason if isinstance(reason, str) else reason.strerror or reason
+    message = f"the checkpoint cannot be read: {told}"
+    return Problem(array=None, path=path, message=message, remedy="none")
 
 
 def _broken(path: Path, fault: str, entry: Entry | None = None) -> Problem:
@@ -83,16 +107,9 @@ def _broken(path: Path, fault: str, entry: Entry | None = None) -> Problem:
     return Problem(array=None, path=path, message=message, remedy="remove", **span)
 
 
-def _checksum(path: Path, entry: Entry) -> int:
-    """crc32c of a tensor's bytes, read piece by piece."""
+def _checksum(file: SafetensorsFile, name: str) -> int:
+    """crc32c of a tensor's bytes."""
     value = 0
-    with path.open("rb") as file:
-        file.seek(entry.begin)
-        left = entry.end - entry.begin
-        while left:
-            piece = file.read(min(left, _PIECE))
-            if not piece:
-                raise FormatError(f"{path}: the file ends within a tensor; it was cut short")
-            value = google_crc32c.extend(value, piece)
-            left -= len(piece)
+    for piece in file.pieces(name):
+        value = google_crc32c.extend(value, piece)
     return value

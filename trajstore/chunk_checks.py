@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import zarr
 
 from trajstore.bits import NATIVE_TYPES, NativeType, narrow
 from trajstore.codecs import unfold
 from trajstore.documents import Problem, block_rows, is_series
 from trajstore.errors import FormatError, InvalidArgument
+from trajstore.foreign import open_foreign
 from trajstore.inspection import Inspection
 from trajstore.metadata import chunk_key
 from trajstore.schema import STEP, VARIABLES
@@ -89,7 +89,7 @@ def size_of_shards(inspection: Inspection) -> int:
             continue
         for block in range(-(-inspection.rows // block_rows(document))):
             path = inspection.path / chunk_key(name, block, len(document["shape"]))
-            with contextlib.suppress(FileNotFoundError):  # which is a problem of its own
+            with contextlib.suppress(OSError):  # which is a problem of its own
                 size += path.stat().st_size
     return size
 
@@ -163,11 +163,14 @@ def _index(
             )
         )
 
+    if end < 0:
+        torn = f"the shard has {size} bytes, too few for its index of {stored.index_length}"
+        report(torn, 0, size)
+        return {}
     try:
         index = stored.index(shard.number, block)
     except FormatError:
-        torn = f"the shard has {size} bytes, too few for its index of {stored.index_length}"
-        report("the index is broken" if end >= 0 else torn, max(end, 0), size)
+        report("the index is broken", end, size)
         return {}
     except OSError as error:
         report(f"the index cannot be read: {error}", end, size, "none")
@@ -295,13 +298,9 @@ def _row0_notes(name: str, row: Array) -> Iterator[str]:
 
 def _foreign_jobs(inspection: Inspection, name: str, found: Found) -> Iterator[Job]:
     """Checks of an array that is stored in a way of its own: zarr reads it, block by block."""
-    if inspection.own[name] is None:
-        return  # which is a problem of its own
-    found.notes.append(
-        f"{name} is not stored as a recorder stores it; it is read through zarr, and only what its "
-        "own codecs check is checked"
-    )
-    array: zarr.Array[Any] = zarr.open_array(inspection.path / name, mode="r", zarr_format=3)
+    array = open_foreign(inspection, name, found.problems, found.notes)
+    if array is None:
+        return
     native = NATIVE_TYPES.get(str(array.attrs.get("native_dtype")))
     rows = block_rows(inspection.arrays[name])
     for block in range(-(-inspection.rows // rows)):

@@ -588,6 +588,8 @@ def import_(file: str, output: str, as_json: bool, **options: Any) -> None:
 def compare(run: str, other: str, as_json: bool) -> None:
     """Tell at which step two runs first differ in any bit, in what, and how far they go apart.
 
+    Exits with 0 also when they differ; scripts read that from --json.
+
     \b
     Example:
       trajstore compare straight.zarr resumed.zarr
@@ -601,6 +603,8 @@ def compare(run: str, other: str, as_json: bool) -> None:
         "steps": {"common": found.sizes["step"], "first": first.sizes["step"],
                   "second": second.sizes["step"]},
         "differing_settings": found.attrs["differing_settings"],
+        "only_first": [str(name) for name in first.data_vars if name not in second.data_vars],
+        "only_second": [str(name) for name in second.data_vars if name not in first.data_vars],
         "variables": {
             str(name): {
                 "first_difference": int(found.first_difference[at]),
@@ -644,11 +648,14 @@ def verify(run: str, with_replay: bool, as_json: bool) -> None:
     # What is broken is not worth replaying.
     replayed = _replay(run) if with_replay and found.clean else None
     if as_json:
-        print_json(found.facts() | ({} if replayed is None else {"replay": replayed.facts()}))
+        facts = None if replayed is None else replayed.facts()
+        print_json(found.facts() | ({"replay": facts} if with_replay else {}))
     else:
         print_verification(found)
         if replayed is not None:
             print_replay(replayed)
+        elif with_replay:
+            out.print("The replay was left out, because the run is damaged; repair it first.")
     if not found.clean or (replayed is not None and not replayed.clean):
         sys.exit(1)
 
@@ -656,11 +663,12 @@ def verify(run: str, with_replay: bool, as_json: bool) -> None:
 def _replay(run: str) -> Any:
     try:
         from trainers.replay import replay
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] in ("trajstore", "trainers", "analysis"):
             raise
         raise MissingExtra(
-            "replaying carries out every step with torch; install trajstore[train]"
+            f"replaying carries out every step with torch, and {error.name or error} is missing; "
+            "install trajstore[train]"
         ) from error
     with StepsProgress("replaying") as progress:
         return replay(run, on_progress=progress.show)

@@ -320,11 +320,15 @@ def print_comparison(facts: dict[str, Any]) -> None:
     common, first, second = (facts["steps"][key] for key in ("common", "first", "second"))
     differing = [name for name, fact in facts["variables"].items() if fact["differing_steps"]]
     verdict = f"differ in {', '.join(differing)}" if differing else "are identical, bit for bit"
-    left_out = "" if common == first == second else f"; the runs have {first} and {second}"
     out.print(
-        f"Over {common} common steps{left_out}, and {len(facts['variables'])} common variables, "
-        f"the runs {verdict}."
+        f"Over {_counted(common, 'common step')} and "
+        f"{_counted(len(facts['variables']), 'common variable')}, the runs {verdict}."
     )
+    if not common == first == second:
+        out.print(f"The first run has {_counted(first, 'step')}, the second {second:,}.")
+    for which in ("first", "second"):
+        if facts[f"only_{which}"]:
+            out.print(f"Only the {which} run has {', '.join(facts[f'only_{which}'])}.")
     if facts["differing_settings"]:
         out.print(f"Their settings differ in {', '.join(facts['differing_settings'])}.")
     if not differing:

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import zarr
 
 from trajstore.documents import Problem, open_document
 from trajstore.encoding import is_intact
+from trajstore.foreign import open_foreign
 from trajstore.inspection import Inspection
 from trajstore.metadata import chunk_key
 from trajstore.schema import COORDINATES
@@ -114,16 +114,11 @@ def _read(inspection: Inspection, name: str, found: Coordinates) -> None:
 
 def _read_foreign(inspection: Inspection, name: str, found: Coordinates) -> None:
     """Read a coordinate that is stored in a way of its own, through zarr."""
-    if inspection.own[name] is None:
-        return  # which is a problem of its own
-    found.notes.append(
-        f"{name} is not stored as a recorder stores it; it is read through zarr, and only what its "
-        "own codecs check is checked"
-    )
-    path = inspection.path / name
+    array = open_foreign(inspection, name, found.problems, found.notes)
+    if array is None:
+        return
     try:
-        array: zarr.Array[Any] = zarr.open_array(path, mode="r", zarr_format=3)
         found.values[name] = np.asarray(array[...])
     except Exception as error:  # whatever its codecs raise
         message = f"its values cannot be read ({error})"
-        found.problems.append(Problem(array=name, path=path, message=message))
+        found.problems.append(Problem(array=name, path=inspection.path / name, message=message))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +28,7 @@ __all__ = [
     "entry_of",
     "faults",
     "is_canonical",
+    "is_length",
     "is_moment",
     "is_series",
     "open_document",
@@ -39,6 +40,7 @@ __all__ = [
 
 Document = dict[str, Any]
 
+_LONGEST = 1 << 48
 _ARRAY_KEYS = {
     "zarr_format",
     "node_type",
@@ -111,6 +113,10 @@ def read_document(path: Path, array: str | None) -> Document | Problem:
         message = "it is no JSON object"
     except FileNotFoundError:
         message = "it is missing"
+    except OSError as error:
+        # What the system refuses today it may give tomorrow: nothing is written in its place.
+        message = f"{DOCUMENT} cannot be read: {error.strerror or error}"
+        return Problem(array=array, path=path, message=message, remedy="none")
     except UnicodeDecodeError as error:
         first, message = error.start, f"it is no JSON: {error.reason} at byte {error.start}"
     except json.JSONDecodeError as error:
@@ -190,6 +196,11 @@ def is_series(name: str) -> bool:
     return name == STEP.name or name in VARIABLES
 
 
+def is_length(value: Any) -> bool:
+    """Whether a JSON value can be the length of a dimension, which is below 2**48."""
+    return type(value) is int and 0 <= value < _LONGEST
+
+
 def block_rows(document: Document) -> int:
     """Rows that an array stores together: those of a shard, or of a chunk without shards."""
     return int(document["chunk_grid"]["configuration"]["chunk_shape"][0])
@@ -254,9 +265,16 @@ def faults(name: str, document: Any) -> list[str]:
     if (
         not isinstance(shape, list)
         or len(shape) != len(entry.dims)
-        or not all(type(length) is int and length >= 0 for length in shape)
+        or not all(map(is_length, shape))
     ):
         wrong.append(f"its shape {shape!r} is none of {len(entry.dims)} lengths")
+    wrong += [
+        f"its chunk_shape {chunk!r} is none of {len(entry.dims)} lengths"
+        for chunk in _chunk_shapes(document)
+        if not isinstance(chunk, list)
+        or len(chunk) != len(entry.dims)
+        or not all(is_length(length) and length > 0 for length in chunk)
+    ]
     if not isinstance(attributes, dict):
         return [*wrong, "its attributes are no JSON object"]
     if name in VARIABLES:
@@ -279,3 +297,12 @@ def faults(name: str, document: Any) -> list[str]:
             if stored and stored.chain.kind == "delta" and stored.chain.native.name != native:
                 wrong.append(f"it is encoded as {stored.chain.native.name}, declared as {native}")
     return wrong
+
+
+def _chunk_shapes(document: Document) -> Iterator[Any]:
+    """What a document gives for the shape of a chunk, and of the chunks within it."""
+    codecs = document["codecs"]
+    for part in (document["chunk_grid"], *(codecs if isinstance(codecs, list) else ())):
+        configuration = part.get("configuration") if isinstance(part, dict) else None
+        if isinstance(configuration, dict) and "chunk_shape" in configuration:
+            yield configuration["chunk_shape"]

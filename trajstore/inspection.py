@@ -21,6 +21,7 @@ from trajstore.documents import (
     entry_of,
     faults,
     is_canonical,
+    is_length,
     is_moment,
     is_series,
     open_document,
@@ -78,6 +79,8 @@ class Inspection:
     problems : list of Problem
     notes : list of str
         What is not damage, and still worth knowing.
+    refused : bool
+        Whether the system did not let a document be read, which may be sound.
     """
 
     path: Path
@@ -89,6 +92,7 @@ class Inspection:
     arrays: dict[str, Document] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    refused: bool = False
 
     def stored(self, name: str) -> StoredArray | None:
         """Fast reader of an array; None where only zarr can read it."""
@@ -138,7 +142,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     if not found.path.is_dir():
         raise FormatError(f"{text} is a file; a run is a folder")
     folders = _array_folders(found.path)
-    if not folders and not (found.path / DOCUMENT).exists():
+    if not folders and not os.path.lexists(found.path / DOCUMENT):
         raise FormatError(f"{text} is not a run: it has no {DOCUMENT}, and no array in it has one")
     found.root = _read(found, None)
     for name in folders:
@@ -159,13 +163,14 @@ def _array_folders(path: Path) -> list[str]:
     known = {STEP.name, *VARIABLES, *COORDINATES}
     with os.scandir(path) as entries:
         names = [entry.name for entry in entries if entry.is_dir()]
-    return sorted(name for name in names if name in known or (path / name / DOCUMENT).exists())
+    return sorted(name for name in names if name in known or os.path.exists(path / name / DOCUMENT))
 
 
 def _read(found: Inspection, array: str | None) -> Document | None:
     document = read_document(found.path / (array or "") / DOCUMENT, array)
     if isinstance(document, Problem):
         found.problems.append(document)
+        found.refused |= document.remedy == "none"
         return None
     return document
 
@@ -285,7 +290,7 @@ def _rank(
         if stored is not None and document["shape"][0]:
             try:
                 stored[:1]
-            except FormatError:
+            except Exception:  # whatever sizes that nobody wrote lead to
                 unreadable = 1
     return unreadable, odd
 
@@ -297,7 +302,7 @@ def _lengths(documents: Iterable[Document]) -> dict[str, int]:
         dims, shape = document.get("dimension_names"), document.get("shape")
         if isinstance(dims, list) and isinstance(shape, list) and len(dims) == len(shape):
             for dim, length in zip(dims, shape, strict=True):
-                if isinstance(dim, str) and dim in seen and type(length) is int:
+                if isinstance(dim, str) and dim in seen and is_length(length):
                     seen[dim][length] += 1
     return {dim: counts.most_common(1)[0][0] for dim, counts in seen.items() if counts}
 
@@ -306,7 +311,7 @@ def _check_rows(found: Inspection) -> None:
     """Settle how many rows are committed, and report who says otherwise."""
     series = [name for name in found.arrays if is_series(name)]
     committed = found.attributes.get("committed_rows")
-    if type(committed) is not int or committed < 0:
+    if not is_length(committed):
         if found.attributes:
             found.report(None, f"committed_rows is {committed!r}, expected a number of rows")
         committed = None
@@ -339,7 +344,7 @@ def _check_rows(found: Inspection) -> None:
 
 def _has_shape(document: Any) -> bool:
     shape = document.get("shape") if isinstance(document, dict) else None
-    return isinstance(shape, list) and bool(shape) and type(shape[0]) is int
+    return isinstance(shape, list) and bool(shape) and is_length(shape[0])
 
 
 def _check_lengths(found: Inspection) -> None:

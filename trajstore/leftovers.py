@@ -25,11 +25,14 @@ class Leftovers:
     beyond : dict of str to list of Path
         Shards past the committed rows, by array.
     unknown : list of Path
+    unlisted : list of str
+        A sentence on each folder that the system did not let be read.
     """
 
     temporaries: list[Path] = field(default_factory=list)
     beyond: dict[str, list[Path]] = field(default_factory=dict)
     unknown: list[Path] = field(default_factory=list)
+    unlisted: list[str] = field(default_factory=list)
 
     def notes(self) -> list[str]:
         """A sentence on each kind that is there."""
@@ -43,7 +46,7 @@ class Leftovers:
                 f"ends, or is, in the middle of a write; the first is {self.temporaries[0].name}"
             )
         notes += [f"{path.name} is not part of the run" for path in self.unknown]
-        return notes
+        return notes + self.unlisted
 
 
 def find_leftovers(inspection: Inspection, rows: int | None = None) -> Leftovers:
@@ -57,7 +60,7 @@ def find_leftovers(inspection: Inspection, rows: int | None = None) -> Leftovers
     """
     found = Leftovers(temporaries=leftovers(inspection.path))
     rows = inspection.rows if rows is None else rows
-    for entry in _entries(inspection.path):
+    for entry in _entries(inspection.path, found):
         if not _is_known(entry) and entry.name not in inspection.own:
             found.unknown.append(Path(entry.path))
     for name in inspection.own:
@@ -70,7 +73,7 @@ def _find_in_array(inspection: Inspection, name: str, rows: int, found: Leftover
     if document is None or not is_series(name) or inspection.stored(name) is None:
         return  # how its files are called is its own affair
     beyond = []
-    for entry in _entries(inspection.path / name):
+    for entry in _entries(inspection.path / name, found):
         if _is_known(entry):
             continue
         block = _block(name, entry.name, len(document["shape"]))
@@ -82,11 +85,15 @@ def _find_in_array(inspection: Inspection, name: str, rows: int, found: Leftover
         found.beyond[name] = [path for _, path in sorted(beyond)]
 
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    if not folder.is_dir():
+def _entries(folder: Path, found: Leftovers) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    with os.scandir(folder) as entries:
-        return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        found.unlisted.append(f"{folder.name} cannot be searched for leftovers: {error.strerror}")
+        return []
 
 
 def _is_known(entry: os.DirEntry[str]) -> bool:

@@ -8,6 +8,7 @@ so that no reader ever sees rows that are on their way out.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass, field
@@ -116,7 +117,9 @@ def repair(
     run = Path(text).absolute()
     if not run.exists():
         raise RunNotFound(f"there is no run at {text}")
-    with RunLock.acquire(run):
+    # A copy on a medium that cannot be written to has no writer, and no place for a lock.
+    locked = yes or os.access(run.parent, os.W_OK)
+    with RunLock.acquire(run) if locked else contextlib.nullcontext():
         checked = check(run, threads=threads, on_progress=on_progress)
         plan = _plan(checked)
         if yes:
@@ -142,7 +145,9 @@ def _plan(checked: Checked) -> _Plan:
     plan = _Plan(rows=inspection.rows)
     lasting = [problem for problem in checked.problems if _is_lasting(inspection, problem)]
     plan.unrepaired = [str(problem) for problem in lasting]
-    if STEP.name not in inspection.arrays:
+    # A document that the system refuses may be sound: nothing is written in its place, and no row
+    # is dropped by what the others say.
+    if inspection.refused or STEP.name not in inspection.arrays:
         plan.unrepaired = [str(problem) for problem in checked.problems]
         return plan
     _cut(checked, plan)
@@ -192,13 +197,21 @@ def _write(checked: Checked, plan: _Plan) -> None:
     """Settle what the documents shall say, and which of them say something else."""
     inspection = checked.inspection
     fixed = _attributes(inspection, plan)
-    arrays = dict(inspection.arrays)
-    for name, entry in (inspection.consolidated() or {}).items():
-        if name not in arrays and isinstance(entry, dict) and not _is_dropped(inspection, name):
-            arrays[name] = entry  # as unreadable as it was: it is among what stays wrong
+    arrays = inspection.arrays
+    # What is somebody else's, or unreadable in both places, stays to the letter.
+    strange = {
+        name: entry
+        for name, entry in (inspection.consolidated() or {}).items()
+        if name not in arrays and not _is_dropped(inspection, name)
+    }
     # Runs of the first versions have no copy of the attributes, and need none.
     copied = inspection.copy is not None or COPY in arrays[STEP.name]["attributes"]
     root, targets = _documents(arrays, fixed, plan.rows, _status(inspection, plan), copied)
+    order = dict.fromkeys([*(inspection.consolidated() or {}), *targets])
+    targets |= strange
+    root["consolidated_metadata"]["metadata"] = {
+        name: targets[name] for name in order if name in targets
+    }
     changed = {} if _same_root(root, inspection.root) else {inspection.path / DOCUMENT: root}
     for name in inspection.arrays:
         if not same(targets[name], inspection.own[name]):

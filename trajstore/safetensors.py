@@ -49,6 +49,7 @@ _OTHER_SIZES = {
 }
 
 _LONGEST_HEADER = 16 << 20
+_PIECE = 4 << 20
 _MOST_DIMS = 8
 
 
@@ -138,6 +139,24 @@ class SafetensorsFile:
                 raise FormatError(f"{self.path}: the file ends within {key}; it was cut short")
             view = view[count:]
         return bits.astype(item, copy=False)
+
+    def pieces(self, key: str) -> Iterator[bytes]:
+        """Bytes of a tensor of any type, a few MiB at a time.
+
+        Raises
+        ------
+        FormatError
+            If the file has become shorter.
+        """
+        entry = self.entries[key]
+        self._file.seek(entry.begin)
+        left = entry.end - entry.begin
+        while left:
+            piece = self._file.read(min(left, _PIECE))
+            if not piece:
+                raise FormatError(f"{self.path}: the file ends within {key}; it was cut short")
+            left -= len(piece)
+            yield piece
 
     def _header(self) -> tuple[dict[str, Entry], dict[str, str]]:
         size = os.fstat(self._file.fileno()).st_size

@@ -18,17 +18,19 @@ import numpy.typing as npt
 from trajstore.checkpoint_files import check_checkpoints
 from trajstore.chunk_checks import Found, array_jobs, size_of_shards
 from trajstore.coordinates import check_coordinates
-from trajstore.documents import Problem, block_rows, is_series
+from trajstore.documents import Problem, block_rows, is_length, is_series, read_document
 from trajstore.errors import InvalidArgument
 from trajstore.inspection import Inspection, inspect
 from trajstore.leftovers import Leftovers, find_leftovers
-from trajstore.metadata import chunk_key
+from trajstore.metadata import DOCUMENT, chunk_key
 from trajstore.parts import Progress, in_parallel
 from trajstore.schema import STEP
 
 __all__ = ["Checked", "Verification", "check", "verify"]
 
 Array = npt.NDArray[Any]
+
+_ATTEMPTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,33 @@ def check(
     threads: int | None = None,
     on_progress: Progress | None = None,
 ) -> Checked:
-    """Check a run; the details of `verify`, for whoever goes on from there."""
+    """Check a run; the details of `verify`, for whoever goes on from there.
+
+    Readers take no lock. What looks broken because a writer has cut the run or made it anew since
+    its root was read is looked at again.
+    """
+    for _ in range(_ATTEMPTS):
+        checked = _check(path, threads=threads, on_progress=on_progress)
+        if not checked.problems or not _has_gone_back(checked.inspection):
+            break
+    return checked
+
+
+def _has_gone_back(inspection: Inspection) -> bool:
+    """Whether the root on disk is that of fewer rows, or of another run, than was inspected."""
+    root = read_document(inspection.path / DOCUMENT, None)
+    if isinstance(root, Problem) or not isinstance(root.get("attributes"), dict):
+        return False
+    now, then = root["attributes"], inspection.attributes
+    rows, before = now.get("committed_rows"), then.get("committed_rows")
+    return now.get("created") != then.get("created") or (
+        is_length(rows) and is_length(before) and rows < before
+    )
+
+
+def _check(
+    path: str | os.PathLike[str], *, threads: int | None, on_progress: Progress | None
+) -> Checked:
     inspection = inspect(path)
     leftovers = find_leftovers(inspection)
     total = size_of_shards(inspection)

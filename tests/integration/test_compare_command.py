@@ -26,8 +26,8 @@ def record(path: Path, rows: int, changed: tuple[int, int] | None = None) -> Pat
 def test_the_first_difference_is_named(tmp_path: Path, trajstore_cli: Cli) -> None:
     one, other = record(tmp_path / "a.zarr", 9), record(tmp_path / "b.zarr", 7, (4, 2))
     text = trajstore_cli("compare", one, other).stdout
-    assert "Over 7 common steps; the runs have 9 and 7" in text
-    assert "differ in W." in text
+    assert "Over 7 common steps and 2 common variables, the runs differ in W.\n" in text
+    assert "The first run has 9 steps, the second 7.\n" in text
     facts = json.loads(trajstore_cli("compare", one, other, "--json").stdout)
     assert facts["variables"]["W"]["first_difference"] == 4
     assert facts["variables"]["W"]["differing_steps"] == 1
@@ -35,6 +35,24 @@ def test_the_first_difference_is_named(tmp_path: Path, trajstore_cli: Cli) -> No
         step == 4 for step in range(7)
     ]
     assert facts["variables"]["loss"]["first_difference"] == -1
+
+
+def test_variables_that_only_one_run_has_are_named(tmp_path: Path, trajstore_cli: Cli) -> None:
+    one = record(tmp_path / "a.zarr", 2)
+    with RunWriter.create(
+        tmp_path / "b.zarr",
+        token=np.arange(5),
+        hidden=3,
+        variables={"W": "bfloat16", "grad": "float32", "logits": "float32"},
+    ) as run:
+        for step in range(2):
+            w = random_bits((5, 3), step) & 0xBFFF
+            run.append(step=step, W=w, grad=np.zeros((5, 3), "f4"), logits=np.zeros(5, "f4"))
+    text = trajstore_cli("compare", one, run.path).stdout
+    assert "Over 2 common steps and 1 common variable, the runs are identical" in text
+    assert "Only the first run has loss.\nOnly the second run has grad, logits.\n" in text
+    facts = json.loads(trajstore_cli("compare", one, run.path, "--json").stdout)
+    assert (facts["only_first"], facts["only_second"]) == (["loss"], ["grad", "logits"])
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])

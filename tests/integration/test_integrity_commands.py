@@ -46,6 +46,11 @@ def test_damage_is_shown_and_repaired(trajstore_cli: Cli, run: Path) -> None:
     assert [problem["array"] for problem in facts["problems"]] == ["grad", "W"]
     assert facts["problems"][1]["first_byte"] == offset
 
+    done = trajstore_cli("verify", run, "--replay", rc=1)
+    assert "The replay was left out, because the run is damaged" in done.stdout
+    facts = json.loads(trajstore_cli("verify", run, "--replay", "--json", rc=1).stdout)
+    assert facts["replay"] is None
+
     before = contents(run)
     done = trajstore_cli("repair", run)
     assert done.stdout.startswith("Would be done:\n  3 of 11 rows are dropped, those from row 8 on")

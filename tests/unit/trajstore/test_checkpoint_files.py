@@ -8,6 +8,7 @@ import pytest
 from checkpoints import TENSORS, write_checkpoint
 from damage import cut, flip
 
+from trajstore import checkpoint_files
 from trajstore.checkpoint_files import check_checkpoints, checkpoint_folder
 from trajstore.safetensors import SafetensorsFile
 
@@ -79,3 +80,47 @@ def test_a_file_without_a_description_is_no_checkpoint(checkpoint: Path) -> None
     header = json.dumps({"__metadata__": {}}).encode()
     checkpoint.write_bytes(len(header).to_bytes(8, "little") + header)
     assert "description" in messages(checkpoint)[0]
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "step-7.safetensors", "my-step-00000007"])
+def test_files_of_somebody_else_are_no_checkpoints(checkpoint: Path, name: str) -> None:
+    (checkpoint.parent / name).write_bytes(b"mine")
+    assert messages(checkpoint) == []
+
+
+def test_one_that_goes_while_it_is_looked_at_is_none(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is opened, and afterwards, as a recording removes the older ones."""
+
+    class Goes(SafetensorsFile):
+        def __init__(self, path: Path) -> None:
+            if path.name == "step-00000008.safetensors":
+                path.unlink()
+            super().__init__(path)
+            path.unlink()
+
+    write_checkpoint(checkpoint.with_name("step-00000008.safetensors"))
+    monkeypatch.setattr(checkpoint_files, "SafetensorsFile", Goes)
+    assert messages(checkpoint) == []
+    assert list(checkpoint.parent.iterdir()) == []
+
+
+def test_what_cannot_be_read_is_said_and_stays(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint.with_name("step-00000009.safetensors")
+    folder.mkdir()
+    (problem,) = check_checkpoints(checkpoint.parent.with_name("run.zarr"))
+    assert (problem.path, problem.remedy) == (folder, "none")
+    assert "no file" in problem.message
+    folder.rmdir()
+
+    class Refused(SafetensorsFile):
+        def __init__(self, path: Path) -> None:
+            raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(checkpoint_files, "SafetensorsFile", Refused)
+    (problem,) = check_checkpoints(checkpoint.parent.with_name("run.zarr"))
+    assert (problem.path, problem.remedy) == (checkpoint, "none")
+    assert "Input/output error" in problem.message

@@ -343,7 +343,10 @@ def test_an_array_of_somebody_else_is_named_and_left(run: Path, whole: Path) -> 
     )
     assert [problem.array for problem in verify(run).problems] == ["mask", "mask"]
     assert open_run(run).sizes["step"] == 8
-    assert zarr.open_group(run, mode="r")["mask"][2] == 2
+    mask = json.loads((run / "mask" / "zarr.json").read_bytes())
+    assert mask["shape"] == [3]
+    assert _entries(json.loads((run / "zarr.json").read_bytes()))["mask"] == mask
+    assert list(zarr.open_group(run, mode="r")["mask"][...]) == [0, 1, 2]
 
 
 def test_without_any_document_of_step_nothing_is_done(run: Path) -> None:
@@ -369,6 +372,15 @@ def test_a_broken_checkpoint_goes_and_a_good_one_stays(run: Path) -> None:
     assert good.read_bytes() == data
 
 
+def test_a_model_of_somebody_else_beside_the_run_is_left_alone(run: Path) -> None:
+    model = run.with_name("run.ckpt") / "model.safetensors"
+    write_checkpoint(model)
+    flip(model, 8 * (model.stat().st_size - 2))
+    assert verify(run).clean
+    assert repair(run, yes=True).actions == ()
+    assert model.exists()
+
+
 def test_it_does_not_touch_what_somebody_records(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     with RunWriter.create(path, token=[0], hidden=1, variables={"W": "float32"}) as writer:
@@ -379,6 +391,25 @@ def test_it_does_not_touch_what_somebody_records(tmp_path: Path) -> None:
                 repair(path, yes=yes)
         assert contents(path) == before
     assert repair(path).actions == ()
+
+
+def test_what_would_be_done_is_said_where_nothing_can_be_written(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refuse(path: Any, flags: int, *more: Any, **options: Any) -> int:
+        if flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
+            raise OSError(30, "Read-only file system", str(path))
+        return real(path, flags, *more, **options)
+
+    (run / "W" / "c.2.0.0").unlink()
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    monkeypatch.setattr(os, "open", refuse)
+    found = repair(run)
+    assert (found.rows_before, found.rows, found.done) == (11, 8, False)
+    with pytest.raises(OSError, match="Read-only"):
+        repair(run, yes=True)
 
 
 @pytest.mark.parametrize("writes", range(8))

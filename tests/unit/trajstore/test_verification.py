@@ -12,8 +12,18 @@ import pytest
 import zarr
 from damage import contents, cut, edit, flip, shard_index, wide_run, write_shard
 
-from trajstore import FormatError, InvalidArgument, RunNotFound, RunWriter, Verification, verify
+from trajstore import (
+    FormatError,
+    InvalidArgument,
+    RunNotFound,
+    RunWriter,
+    Verification,
+    inspection,
+    repair,
+    verify,
+)
 from trajstore.encoding import ENCODINGS
+from trajstore.metadata import CHANGING, COPY
 
 DATA = Path(__file__).parents[2] / "data"
 
@@ -72,6 +82,53 @@ def test_a_run_is_clean_while_it_is_recorded(tmp_path: Path) -> None:
             writer.append(step=step, W=np.zeros((2, 2), "float32"))
             assert verify(path).clean
     assert verify(path).rows == 9
+
+
+def test_a_run_that_is_cut_meanwhile_is_looked_at_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its root is read, and then a writer goes on after fewer rows."""
+    real = inspection.read_document
+    writers: list[RunWriter] = []
+
+    def read(path: Path, array: str | None) -> Any:
+        if array is not None and not writers:
+            writers.append(RunWriter.resume(run, rows=6))
+        return real(path, array)
+
+    monkeypatch.setattr(inspection, "read_document", read)
+    found = verify(run)
+    assert (found.problems, found.rows) == ((), 6)
+    writers[0].close()
+
+
+def test_a_run_that_is_made_anew_meanwhile_is_looked_at_again(
+    run: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = inspection.read_document
+    done: list[Path] = []
+
+    def read(path: Path, array: str | None) -> Any:
+        if array is not None and not done:
+            shutil.rmtree(run)
+            done.append(wide_run(run, "delta" if "delta" in str(whole) else "portable", rows=12))
+            other = {"created": "2020-01-01T00:00:00+00:00"}
+            edit(run / "zarr.json", lambda document: document["attributes"].update(other))
+            document = json.loads((run / "zarr.json").read_bytes())["attributes"]
+            fixed = {key: document[key] for key in document if key not in CHANGING}
+            for file in (run / "zarr.json", run / "step" / "zarr.json"):
+                edit(file, lambda document: _step(document).update({COPY: json.dumps(fixed)}))
+        return real(path, array)
+
+    monkeypatch.setattr(inspection, "read_document", read)
+    assert verify(run).problems == ()
+    assert verify(run).rows == 12
+
+
+def _step(document: dict[str, Any]) -> dict[str, Any]:
+    root = document.get("consolidated_metadata")
+    found: dict[str, Any] = (root["metadata"]["step"] if root else document)["attributes"]
+    return found
 
 
 def test_every_chunk_is_checked_and_named(run: Path) -> None:
@@ -339,6 +396,67 @@ def test_a_run_stored_otherwise_is_read_through_zarr(tmp_path: Path, run: Path) 
     cut(path / "W" / "c" / "1" / "0" / "0", 5)
     broken = [problem for problem in verify(path).problems if problem.array == "W"]
     assert [problem.block for problem in broken] == [1]
+    for name in ("W", "token"):
+        edit(path / name / "zarr.json", lambda document: document.update(codecs=[{"name": "x"}]))
+    broken = [problem for problem in verify(path).problems if "cannot be read" in problem.message]
+    assert [problem.array for problem in broken] == ["W", "token"]
+
+
+@pytest.mark.parametrize("array", ["W", "step", "token", ""])
+def test_a_document_that_cannot_be_read_is_named_and_nothing_is_put_in_its_place(
+    run: Path, array: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run / array / "zarr.json"
+    real = Path.read_bytes
+
+    def refuse(self: Path) -> bytes:
+        if self == path:
+            raise OSError(5, "Input/output error", str(self))
+        return real(self)
+
+    before = contents(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuse)
+        problem = only(verify(run))
+        assert (problem.array, problem.path, problem.remedy) == (array or None, path, "none")
+        assert "Input/output error" in problem.message
+        found = repair(run, yes=True)
+        assert (found.actions, len(found.unrepaired)) == ((), 1)
+    assert contents(run) == before
+    path.unlink()
+    path.mkdir()
+    assert "directory" in only(verify(run)).message
+    assert repair(run, yes=True).actions == ()
+
+
+@pytest.mark.parametrize("value", [None, -1, [], 10**30, True])
+@pytest.mark.parametrize("place", ["own", "root", "both"])
+def test_impossible_sizes_are_problems(run: Path, value: Any, place: str) -> None:
+    documents = {"own": ["W/zarr.json"], "root": ["zarr.json"]}
+    for key in (
+        ("shape", 0),
+        ("shape", 2),
+        ("shape",),
+        ("chunk_grid", "configuration", "chunk_shape", 0),
+        ("chunk_grid", "configuration", "chunk_shape"),
+        ("codecs", 0, "configuration", "chunk_shape", 1),
+        ("codecs", 0, "configuration", "chunk_shape"),
+    ):
+        old = {name: (run / name).read_bytes() for name in ("W/zarr.json", "zarr.json")}
+        for name in documents.get(place) or list(old):
+            edit(run / name, lambda document, key=key: _set(document, key, value))  # type: ignore[misc]
+        assert not verify(run).clean, key
+        repair(run)
+        for name, data in old.items():
+            (run / name).write_bytes(data)
+
+
+def _set(document: Any, key: tuple[Any, ...], value: Any) -> None:
+    if "consolidated_metadata" in document:
+        document = document["consolidated_metadata"]["metadata"]["W"]
+    for part in key[:-1]:
+        document = document[part]
+    document[key[-1]] = value
 
 
 def test_what_is_no_run_is_an_error(tmp_path: Path, run: Path) -> None:
