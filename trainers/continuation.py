@@ -15,7 +15,7 @@ from trainers.optimizer import build_schedule
 from trainers.provenance import changed_provenance
 from trainers.training import find_device
 from trajstore.checkpoint_files import checkpoint_folder
-from trajstore.errors import ConfigError, CorpusError, NothingToResume
+from trajstore.errors import ConfigError, CorpusError, NothingToResume, RunNotFound
 from trajstore.group import open_group
 from trajstore.lock import RunLock
 from trajstore.writer import RunWriter
@@ -30,8 +30,10 @@ def recorded_config(path: str | os.PathLike[str]) -> RunConfig:
 
     Raises
     ------
+    RunNotFound
+        If there is no run.
     NothingToResume
-        If there is no run, or one that was not recorded from a configuration.
+        If it was not recorded from a configuration.
     """
     config = _attributes(Path(path)).get("config")
     if not config:
@@ -54,8 +56,10 @@ def find_checkpoint(path: Path, config: RunConfig) -> Checkpoint:
 
     Raises
     ------
+    RunNotFound
+        If there is no run.
     NothingToResume
-        If there is no run, no checkpoint, or nothing left to do.
+        If there is no checkpoint, or nothing left to do.
     ConfigError
         If the configuration has changed where it may not; the message names the field.
     RunLocked
@@ -74,7 +78,7 @@ def find_checkpoint(path: Path, config: RunConfig) -> Checkpoint:
     if wanted < last or (wanted == last and attributes["status"] == "complete"):
         raise NothingToResume(
             f"{path} has come to step {last}, and {wanted} are wanted; to extend it, give more: "
-            f"--resume --steps {2 * last}"
+            f"--resume --steps {2 * last or 1}"
         )
     if taken is None:
         raise NothingToResume(
@@ -152,9 +156,7 @@ def notes(path: Path, config: RunConfig, taken: Checkpoint) -> list[str]:
 
 def _attributes(path: Path) -> dict[str, Any]:
     if not path.exists():
-        raise NothingToResume(
-            f"there is no run at {path} to go on with; record it without --resume"
-        )
+        raise RunNotFound(f"there is no run at {path} to go on with; record it without --resume")
     return open_group(path).attrs.asdict()
 
 

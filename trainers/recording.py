@@ -75,6 +75,8 @@ def record(
     RunExists
         If something is at `path`, and it is neither to be replaced nor gone on with; or a run that
         is named alike has its checkpoints where this one's would be.
+    RunNotFound
+        If there is no run to go on with.
     NothingToResume
         If the run cannot go on.
     CorpusError

@@ -260,7 +260,8 @@ def record(
                 on_note=progress.show_note,
             )
         except SystemExit:
-            err.print("Stopped before the training began; nothing has been recorded.")
+            left = f"{path} is as it was" if resume else "nothing has been recorded"
+            err.print(Text(f"Stopped before the training began; {left}."))
             raise
     facts = _facts(path)
     if as_json:

@@ -87,8 +87,10 @@ def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     encoding = rng.choice(ENCODINGS)
     path = tmp_path / "run.zarr"
+    first = KillAt(rng.randrange(1, 3 * A_COMMIT), after=rng.random() < 0.5)
+    assert killed(write_rows, path, ROWS, encoding, first)
     with Reader(path) as reader:
-        done = 0
+        done = check_whole(path)
         while done < ROWS:
             last = rng.randrange(done, ROWS + 1)
             before = committed(path)

@@ -195,6 +195,27 @@ def test_the_steps_of_a_preset_are_not_those_of_a_run_that_goes_on(
     assert xr.open_zarr(path).step.values[-1] == 24
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_signal_before_the_training_says_what_is_there(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
+) -> None:
+    path = tmp_path / "run.zarr"
+    if resume:
+        config = preset("gatsby").with_values([*FIELDS, "training.steps=5"])
+        record(config, path, corpus=text)
+
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr("trainers.recording.load_corpus", interrupt)
+    call = ["--resume", "--steps", "9"] if resume else ["--preset", "gatsby"]
+    done = CliRunner().invoke(main, ["record", *call, "-o", str(path)])
+    assert done.exit_code == 128 + signal.SIGINT
+    left = f"{path} is as it was" if resume else "nothing has been recorded"
+    said = " ".join(done.stderr.split())
+    assert said.endswith(f"Stopped before the training began; {left}.")
+
+
 def test_wrong_calls_are_one_sentence(text: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     gone = tmp_path / "gone.txt"
@@ -210,7 +231,7 @@ def test_wrong_calls_are_one_sentence(text: Path, tmp_path: Path) -> None:
     again = ["--resume", "-o", path]
     for arguments, rc, sentence in (
         (["--resume"], 2, "name the run to go on with"),
-        (["--resume", "-o", tmp_path / "no.zarr"], 1, "there is no run at"),
+        (["--resume", "-o", tmp_path / "no.zarr"], 2, "there is no run at"),
         ([*again, "--overwrite", "--steps", 9], 2, "both resume and overwrite"),
         ([*again, "--steps", 9, "--seed", 7], 2, "training.seed is 42 in"),
         ([*again, "--steps", 9], 1, "give that one with --corpus"),

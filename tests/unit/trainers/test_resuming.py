@@ -24,6 +24,7 @@ from trajstore.errors import (  # noqa: E402
     NothingToResume,
     RunExists,
     RunLocked,
+    RunNotFound,
 )
 
 pytestmark = pytest.mark.torch
@@ -411,8 +412,10 @@ def test_another_tokenizer_is_refused(interrupted: Path, text: Path) -> None:
 
 
 def test_there_is_nothing_to_go_on_with(interrupted: Path, text: Path, tmp_path: Path) -> None:
-    with pytest.raises(NothingToResume, match="there is no run at"):
+    with pytest.raises(RunNotFound, match="there is no run at"):
         recorded_config(tmp_path / "nowhere.zarr")
+    with pytest.raises(RunNotFound, match="there is no run at"):
+        record(config_of("trainer"), tmp_path / "nowhere.zarr", resume=True)
     config = recorded_config(interrupted)
     with pytest.raises(NothingToResume, match="has come to step 5, and 4 are wanted"):
         record(config.with_values(["training.steps=4"]), interrupted, resume=True)
