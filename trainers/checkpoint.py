@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +20,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from trajstore.checkpoint_files import checkpoint_folder
+from trajstore.checkpoint_files import CHECKPOINT, checkpoint_folder
 from trajstore.errors import FormatError, RunExists
 from trajstore.objects import flush_folder, put, sweep
 
 __all__ = ["Checkpoint", "CheckpointFolder"]
 
 _FORMAT = 1
-_FILE = re.compile(r"step-(\d{8,})\.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -131,7 +129,7 @@ class CheckpointFolder:
     def steps(self) -> list[int]:
         """Steps of all checkpoints, in increasing order."""
         names = os.listdir(self.path) if self.path.is_dir() else []
-        return sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
+        return sorted(int(match[1]) for name in names if (match := CHECKPOINT.fullmatch(name)))
 
     def check(self) -> None:
         """Insist that a new run does not share the folder with another one.

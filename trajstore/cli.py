@@ -18,10 +18,6 @@ import click
 from rich.text import Text
 
 from trajstore.console import (
-    AnalysisProgress,
-    BytesProgress,
-    RecordingProgress,
-    StepsProgress,
     err,
     out,
     print_comparison,
@@ -34,11 +30,17 @@ from trajstore.console import (
     print_replay,
     print_summary,
     print_verification,
-    stopped_by_signals,
 )
 from trajstore.encoding import ENCODINGS
 from trajstore.errors import InvalidArgument, MissingExtra, TrajstoreError
 from trajstore.layout import format_bytes
+from trajstore.progress import (
+    AnalysisProgress,
+    BytesProgress,
+    RecordingProgress,
+    StepsProgress,
+    stopped_by_signals,
+)
 from trajstore.signals import StopRequest
 from trajstore.version import __version__
 

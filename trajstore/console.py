@@ -1,47 +1,28 @@
-"""What the commands show: tables and JSON on standard output, progress on standard error."""
+"""What the commands print: tables and JSON on standard output."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import signal
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import click
 import xarray as xr
 from rich import box
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
-from trajstore.errors import InvalidArgument, MissingExtra
 from trajstore.layout import format_bytes
 
 if TYPE_CHECKING:
-    from trainers.corpus import Corpus
     from trainers.findings import Replay
-    from trainers.recorder import Recorder
     from trajstore.repair import Repair
     from trajstore.verification import Verification
 
 __all__ = [
-    "AnalysisProgress",
-    "BytesProgress",
-    "RecordingProgress",
-    "StepsProgress",
     "err",
     "out",
     "print_comparison",
@@ -54,7 +35,6 @@ __all__ = [
     "print_replay",
     "print_summary",
     "print_verification",
-    "stopped_by_signals",
     "table",
 ]
 
@@ -92,217 +72,6 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
-
-
-class _Rate(ProgressColumn):
-    """Steps a second."""
-
-    def render(self, task: Any) -> Text:
-        return Text(f"{task.finished_speed or task.speed or 0:.1f} steps/s")
-
-
-class BytesProgress:
-    """Progress of something that is measured in bytes: a bar on a terminal, nothing elsewhere.
-
-    Parameters
-    ----------
-    verb : str
-        What is going on.
-    """
-
-    def __init__(self, verb: str) -> None:
-        self._bar = Progress(
-            TextColumn(verb),
-            BarColumn(bar_width=30),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            console=err,
-            transient=True,
-            disable=not err.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=None)
-
-    def __enter__(self) -> BytesProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def show(self, done: int, total: int) -> None:
-        """Show how many bytes are done."""
-        self._bar.update(self._task, completed=done, total=total)
-
-
-class StepsProgress:
-    """Progress of something that goes through the rows of a run: a bar on a terminal.
-
-    Parameters
-    ----------
-    verb : str
-        What is going on.
-    """
-
-    def __init__(self, verb: str) -> None:
-        self._bar = Progress(
-            TextColumn(f"{verb} row {{task.completed}}/{{task.total}}"),
-            BarColumn(bar_width=30),
-            TimeRemainingColumn(),
-            console=err,
-            transient=True,
-            disable=not err.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=None)
-
-    def __enter__(self) -> StepsProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def show(self, done: int, total: int) -> None:
-        """Show how many rows are done."""
-        self._bar.update(self._task, completed=done, total=total)
-
-
-@contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """Let SIGTERM end a command as Ctrl-C does, so that it takes its unfinished result away."""
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-class RecordingProgress:
-    """Progress of a recording: a bar on a terminal, a line now and then elsewhere.
-
-    Parameters
-    ----------
-    steps : int
-        Optimizer steps of the whole run.
-    """
-
-    def __init__(self, steps: int) -> None:
-        # Seconds between two looks at the loss, which may have to wait for the device.
-        self._interval = 0.2 if err.is_terminal else 30.0
-        self._bar = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=20),
-            _Rate(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[state]}"),
-            console=err,
-            speed_estimate_period=10,
-            disable=not err.is_terminal,
-        )
-        self._steps = steps
-        self._task = self._bar.add_task("", total=steps, state="")
-        self._next = 0.0  # the first step is shown at once
-        self._waited = 0.0
-
-    def __enter__(self) -> RecordingProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def show_corpus(self, corpus: Corpus) -> None:
-        """Say which text is trained on."""
-        dead = int((corpus.counts() == 0).sum())
-        err.print(
-            f"Corpus: {corpus.name}, {corpus.size:,} bytes, {corpus.ids.size:,} tokens, "
-            f"{dead} of {corpus.vocab_size} ids dead (sha256 {corpus.sha256[:12]}…)"
-        )
-
-    def show_note(self, note: str) -> None:
-        """Say what should be known about a run that goes on."""
-        err.print(Text(f"Note: {note}."))
-
-    def show_step(self, recorder: Recorder) -> None:
-        """Show the step, its loss, what is recorded and how far the writer is behind."""
-        now = time.monotonic()
-        if now < self._next and recorder.step != self._steps:
-            return
-        self._next = now + self._interval
-        state = f"loss {recorder.loss.item():.3f}"
-        writer = recorder.writer
-        if writer is not None:
-            state += (
-                f", {format_bytes(writer.bytes_recorded)} recorded, "
-                f"{format_bytes(writer.bytes_written)} on disk, "
-                f"{writer.rows - writer.committed_rows} rows to commit"
-            )
-            if writer.seconds_waited > self._waited:
-                state += f", waiting for the disk ({writer.seconds_waited:.1f} s so far)"
-                self._waited = writer.seconds_waited
-        if err.is_terminal:
-            self._bar.update(self._task, completed=recorder.step, state=state)
-        else:
-            err.print(f"step {recorder.step}/{self._steps}: {state}")
-
-
-class AnalysisProgress:
-    """Progress of a computation: a bar on a terminal; on a dask cluster, its own.
-
-    Parameters
-    ----------
-    address : str, optional
-        Of the cluster's scheduler. Without it, the threads of this process compute.
-
-    Raises
-    ------
-    MissingExtra
-        If there is an address, and dask.distributed is not installed.
-    InvalidArgument
-        If no scheduler answers.
-    """
-
-    def __init__(self, address: str | None = None) -> None:
-        self._client = _client(address) if address else None
-        self._bar = Progress(
-            TextColumn("{task.completed}/{task.total} tasks"),
-            BarColumn(bar_width=20),
-            TimeRemainingColumn(),
-            console=err,
-            disable=not err.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=None)
-
-    def __enter__(self) -> AnalysisProgress:
-        if self._client is None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-        if self._client is not None:
-            self._client.close()
-
-    def report(self, done: int, tasks: int) -> None:
-        """Show that so many tasks of so many are done."""
-        self._bar.update(self._task, completed=done, total=tasks)
-
-
-def _client(address: str) -> Any:
-    try:
-        from distributed import Client
-    except ImportError as error:
-        raise MissingExtra(
-            "computing on a cluster needs dask.distributed; install trajstore[cluster]"
-        ) from error
-    try:
-        return Client(address, timeout=10)
-    except (OSError, ValueError) as error:
-        raise InvalidArgument(f"no dask scheduler answers at {address}: {error}") from error
 
 
 def print_description(facts: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trajstore.documents import block_rows, is_series
 from trajstore.inspection import Inspection
-from trajstore.metadata import DOCUMENT, chunk_key
+from trajstore.metadata import DOCUMENT, block_of
 from trajstore.objects import PARTIAL_SUFFIX, leftovers
 
 __all__ = ["Leftovers", "find_leftovers"]
@@ -76,7 +76,7 @@ def _find_in_array(inspection: Inspection, name: str, rows: int, found: Leftover
     for entry in _entries(inspection.path / name, found):
         if _is_known(entry):
             continue
-        block = _block(name, entry.name, len(document["shape"]))
+        block = block_of(entry.name, len(document["shape"]))
         if block is None:
             found.unknown.append(Path(entry.path))
         elif block * block_rows(document) >= rows:
@@ -100,11 +100,3 @@ def _is_known(entry: os.DirEntry[str]) -> bool:
     """Whether it is a document, or temporary."""
     temporary = entry.name.startswith(".") and entry.name.endswith(PARTIAL_SUFFIX)
     return entry.name == DOCUMENT or temporary
-
-
-def _block(name: str, leaf: str, ndim: int) -> int | None:
-    """Number of the block whose shard has that file name; None if no shard is called so."""
-    number = leaf.split(".")[1] if leaf.count(".") == ndim else ""
-    if not number.isdecimal() or f"{name}/{leaf}" != chunk_key(name, int(number), ndim):
-        return None
-    return int(number)

@@ -189,7 +189,7 @@ def test_a_signal_leaves_nothing(run: Path, tmp_path: Path, number: signal.Signa
         # Where the tests run in the background, the shell has had SIGINT ignored.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from trajstore import cli\n"
-        "from trajstore.console import BytesProgress\n"
+        "from trajstore.progress import BytesProgress\n"
         f"BytesProgress.show = lambda self, done, total: os.kill(os.getpid(), {int(number)})\n"
         "cli.main(sys.argv[1:])\n"
     )
