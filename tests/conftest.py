@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,11 @@ from bits_and_calls import Cli, random_bits
 
 from trajstore import RunWriter
 from trajstore.encoding import ENCODINGS
+
+
+# In the background of a script SIGINT is ignored, here and in all that is started from here.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

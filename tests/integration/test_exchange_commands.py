@@ -185,9 +185,7 @@ def test_the_ending_says_which_format(
 def test_a_signal_leaves_nothing(run: Path, tmp_path: Path, number: signal.Signals) -> None:
     # The signal comes when the file is half written, not at some moment: the process sends it.
     code = (
-        "import os, signal, sys\n"
-        # Where the tests run in the background, the shell has had SIGINT ignored.
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import os, sys\n"
         "from trajstore import cli\n"
         "from trajstore.progress import BytesProgress\n"
         f"BytesProgress.show = lambda self, done, total: os.kill(os.getpid(), {int(number)})\n"
