@@ -15,7 +15,6 @@ from bits_and_calls import Cli, random_bits
 from trajstore import RunWriter
 from trajstore.encoding import ENCODINGS
 
-
 # In the background of a script SIGINT is ignored, here and in all that is started from here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
