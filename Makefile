@@ -19,7 +19,7 @@ demo: .venv  ## Record 300 steps of Gatsby and print the summary
 
 .PHONY: test
 test: .venv  ## Run the tests
-	$(BIN)/python -m pytest -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 .PHONY: flips
 flips: .venv  ## Flip 300 random bits in the files of runs; each must be found, or harmless

@@ -129,7 +129,7 @@ KEYS = st.sampled_from(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     header=st.dictionaries(
         KEYS,
@@ -158,7 +158,7 @@ def test_made_up_headers(header: dict[str, Any], data: bytes, attributes: Any) -
             assert os.listdir(folder) == ["f"]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(attributes=JSON, texts=JSON)
 def test_made_up_metadata_of_a_sound_file(attributes: Any, texts: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
