@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measure import resident
 
 # This file has the name of the package; its folder must not come before it.
 sys.path[:] = [place for place in sys.path if Path(place).resolve() != Path(__file__).parent]
@@ -128,12 +129,6 @@ def in_trajstore(path: Path, question: str) -> None:
         analysis.compute(ds, [question]).compute()
 
 
-def peak_bytes() -> int:
-    # Not getrusage: its maximum is inherited from the process that started this one.
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
-
-
 def child(way: str, path: Path, question: str) -> None:
     # Imports are paid once a session, not once a question.
     for name in (
@@ -143,7 +138,7 @@ def child(way: str, path: Path, question: str) -> None:
     wall, cpu = time.perf_counter(), time.process_time()
     (in_notebook if way == "notebook" else in_trajstore)(path, question)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    print(json.dumps({"wall_s": wall, "cpu_s": cpu, "peak_bytes": peak_bytes()}))
+    print(json.dumps({"wall_s": wall, "cpu_s": cpu, "peak_bytes": resident("VmHWM")}))
 
 
 def measure(way: str, path: Path, question: str, repeat: int) -> dict[str, Any]:

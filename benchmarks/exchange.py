@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import machine, save, table
-from memory import resident
+from measure import machine, resident, save, table
 
 VARIABLES = {
     "W": "bfloat16",
@@ -173,7 +172,6 @@ def report(call: str) -> None:
     seconds = eval(call)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     cpu = usage.ru_utime + usage.ru_stime
-    # Not ru_maxrss, which is inherited from the process that started this one.
     print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": resident("VmHWM") / 1e6}))
 
 

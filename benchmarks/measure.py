@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Measured", "alternate", "cache", "machine", "save", "table"]
+__all__ = ["Measured", "alternate", "cache", "machine", "resident", "save", "table"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,16 @@ def alternate(
         name: Measured(seconds=seconds[name], work=last[name][0], facts=last[name][1])
         for name in contenders
     }
+
+
+def resident(field: str) -> int:
+    """Bytes of this process: VmRSS now, VmHWM at most.
+
+    Not what ``getrusage`` says: its maximum is inherited from the process that started this one.
+    """
+    with open("/proc/self/status") as file:
+        line = next(line for line in file if line.startswith(field))
+    return int(line.split()[1]) * 1024
 
 
 def machine() -> dict[str, Any]:

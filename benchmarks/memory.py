@@ -10,17 +10,10 @@ import sys
 from typing import Any
 
 import numpy as np
-from measure import cache, machine, save, table
+from measure import cache, machine, resident, save, table
 
 SHAPES = {"Gatsby": (128, 64), "Wordybird": (50_257, 64)}
 MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
-
-
-def resident(field: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most."""
-    with open("/proc/self/status") as file:
-        line = next(line for line in file if line.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 def child(shape: str, steps: int, memory: str) -> None:

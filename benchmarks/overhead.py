@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -24,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from measure import machine, save, table
+from measure import machine, resident, save, table
 
 STEPS = {"gatsby": 1_000, "wordybird-1": 40}
 KINDS = ("without", "trajstore", "list")
@@ -107,7 +106,7 @@ def train_once(arguments: argparse.Namespace) -> dict[str, float]:
     return {
         "seconds": seconds,
         "processor": processor,
-        "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak": resident("VmHWM"),
     }
 
 

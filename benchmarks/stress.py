@@ -15,8 +15,7 @@ import time
 import google_crc32c
 import numpy as np
 from history import MATRICES, wordybird
-from measure import cache, machine, save, table
-from memory import resident
+from measure import cache, machine, resident, save, table
 
 from trajstore import RunWriter
 from trajstore.group import open_group

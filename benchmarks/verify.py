@@ -20,8 +20,8 @@ from typing import Any
 import dask
 import numpy as np
 import zarr
-from measure import alternate, cache, machine, save, table
-from memory import SHAPES, resident
+from measure import alternate, cache, machine, resident, save, table
+from memory import SHAPES
 
 from trajstore import RunWriter, open_run, verify
 from trajstore.encoding import ENCODINGS

@@ -475,10 +475,10 @@ def analyze(
     result = analysis.answer(open_run(run), quantities, assignments, by_population=by_population)
     with AnalysisProgress(scheduler) as progress:
         if output is not None:
-            files = write_result(result, output, overwrite=overwrite, report=progress.report)
+            files = write_result(result, output, overwrite=overwrite, report=progress.show)
         else:
             files = []
-            facts = describe(result, report=progress.report)
+            facts = describe(result, report=progress.show)
     if output is None and as_json:
         print_json(facts)
     elif output is None:

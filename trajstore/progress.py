@@ -6,7 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.progress import (
     BarColumn,
@@ -43,8 +43,27 @@ class _Rate(ProgressColumn):
         return Text(f"{task.finished_speed or task.speed or 0:.1f} steps/s")
 
 
-class BytesProgress:
-    """Progress of something that is measured in bytes: a bar on a terminal, nothing elsewhere.
+class _Bar:
+    """A bar on a terminal, nothing elsewhere; shown while the ``with`` block runs."""
+
+    def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
+        self._bar = Progress(*columns, console=err, disable=not err.is_terminal, **options)
+        self._task = self._bar.add_task("", total=None, state="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def show(self, done: int, total: int) -> None:
+        """Show how much of how much is done."""
+        self._bar.update(self._task, completed=done, total=total)
+
+
+class BytesProgress(_Bar):
+    """Progress of something that is measured in bytes.
 
     Parameters
     ----------
@@ -53,32 +72,18 @@ class BytesProgress:
     """
 
     def __init__(self, verb: str) -> None:
-        self._bar = Progress(
+        super().__init__(
             TextColumn(verb),
             BarColumn(bar_width=30),
             DownloadColumn(binary_units=True),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
-            console=err,
             transient=True,
-            disable=not err.is_terminal,
         )
-        self._task = self._bar.add_task("", total=None)
-
-    def __enter__(self) -> BytesProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def show(self, done: int, total: int) -> None:
-        """Show how many bytes are done."""
-        self._bar.update(self._task, completed=done, total=total)
 
 
-class StepsProgress:
-    """Progress of something that goes through the rows of a run: a bar on a terminal.
+class StepsProgress(_Bar):
+    """Progress of something that goes through the rows of a run.
 
     Parameters
     ----------
@@ -87,26 +92,12 @@ class StepsProgress:
     """
 
     def __init__(self, verb: str) -> None:
-        self._bar = Progress(
+        super().__init__(
             TextColumn(f"{verb} row {{task.completed}}/{{task.total}}"),
             BarColumn(bar_width=30),
             TimeRemainingColumn(),
-            console=err,
             transient=True,
-            disable=not err.is_terminal,
         )
-        self._task = self._bar.add_task("", total=None)
-
-    def __enter__(self) -> StepsProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def show(self, done: int, total: int) -> None:
-        """Show how many rows are done."""
-        self._bar.update(self._task, completed=done, total=total)
 
 
 @contextmanager
@@ -123,7 +114,7 @@ def stopped_by_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-class RecordingProgress:
+class RecordingProgress(_Bar):
     """Progress of a recording: a bar on a terminal, a line now and then elsewhere.
 
     Parameters
@@ -135,27 +126,18 @@ class RecordingProgress:
     def __init__(self, steps: int) -> None:
         # Seconds between two looks at the loss, which may have to wait for the device.
         self._interval = 0.2 if err.is_terminal else 30.0
-        self._bar = Progress(
+        super().__init__(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=20),
             _Rate(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[state]}"),
-            console=err,
             speed_estimate_period=10,
-            disable=not err.is_terminal,
         )
         self._steps = steps
-        self._task = self._bar.add_task("", total=steps, state="")
+        self.show(0, steps)
         self._next = 0.0  # the first step is shown at once
         self._waited = 0.0
-
-    def __enter__(self) -> RecordingProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
 
     def show_corpus(self, corpus: Corpus) -> None:
         """Say which text is trained on."""
@@ -192,7 +174,7 @@ class RecordingProgress:
             err.print(f"step {recorder.step}/{self._steps}: {state}")
 
 
-class AnalysisProgress:
+class AnalysisProgress(_Bar):
     """Progress of a computation: a bar on a terminal; on a dask cluster, its own.
 
     Parameters
@@ -210,28 +192,19 @@ class AnalysisProgress:
 
     def __init__(self, address: str | None = None) -> None:
         self._client = _client(address) if address else None
-        self._bar = Progress(
+        super().__init__(
             TextColumn("{task.completed}/{task.total} tasks"),
             BarColumn(bar_width=20),
             TimeRemainingColumn(),
-            console=err,
-            disable=not err.is_terminal,
         )
-        self._task = self._bar.add_task("", total=None)
 
-    def __enter__(self) -> AnalysisProgress:
-        if self._client is None:
-            self._bar.start()
-        return self
+    def __enter__(self) -> Self:
+        return self if self._client is not None else super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        self._bar.stop()
+        super().__exit__(*error)
         if self._client is not None:
             self._client.close()
-
-    def report(self, done: int, tasks: int) -> None:
-        """Show that so many tasks of so many are done."""
-        self._bar.update(self._task, completed=done, total=tasks)
 
 
 def _client(address: str) -> Any:
