@@ -209,8 +209,10 @@ class RunConfig(_Section):
         try:
             with open(path, "rb") as file:
                 values = tomllib.load(file)
-        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the configuration {path}: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the configuration {path} is not TOML: {error}") from error
         return cls.parse(values)
 
     def to_toml(self) -> str:

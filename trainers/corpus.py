@@ -15,7 +15,7 @@ from trainers.cache import cached
 from trainers.config import RunConfig
 from trainers.standin import gatsby_standin, id_stream
 from trainers.tokenizer import AsciiTokenizer, FileTokenizer, Tokenizer
-from trajstore.errors import ConfigError, CorpusError
+from trajstore.errors import ConfigError, CorpusError, InvalidArgument
 
 __all__ = ["Corpus", "load_corpus", "tokenize"]
 
@@ -115,9 +115,11 @@ def load_corpus(
 
     Raises
     ------
+    InvalidArgument
+        If the text cannot be read.
     CorpusError
-        If the text or the tokenizer cannot be read, or the text is empty, of another encoding, or
-        shorter than one training example.
+        If the tokenizer cannot be read, or the text is empty, of another encoding, or shorter than
+        one training example.
     ConfigError
         If the model has another vocabulary than the tokenizer, or there is none for the text.
     """
@@ -139,7 +141,7 @@ def load_corpus(
         try:
             content = path.read_bytes()
         except OSError as error:
-            raise CorpusError(f"cannot read the corpus {path}: {error.strerror}") from error
+            raise InvalidArgument(f"cannot read the corpus {path}: {error.strerror}") from error
         loaded = tokenize(content, maker, path.name)
     elif isinstance(maker, AsciiTokenizer):
         loaded = tokenize(gatsby_standin(), maker, "gatsby stand-in (embedded)")
