@@ -24,7 +24,8 @@ from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.group import open_group
 from trajstore.layout import DEFAULT_MEMORY, parse_bytes
 from trajstore.schema import TIERS, VARIABLES, resolve_record
-from trajstore.writer import RunWriter, check_target
+from trajstore.target import check_target
+from trajstore.writer import RunWriter
 
 __all__ = ["Recording", "capture", "run_path"]
 

@@ -19,7 +19,7 @@ from trainers.state import restore_random, restore_state
 from trainers.tokens import read_tokens, select_tokens
 from trainers.training import Training, build_training
 from trajstore.errors import InvalidArgument
-from trajstore.writer import check_target
+from trajstore.target import check_target
 
 __all__ = ["record"]
 

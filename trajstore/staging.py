@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trajstore.errors import RunExists
 from trajstore.objects import PARTIAL_SUFFIX
-from trajstore.writer import check_target
+from trajstore.target import check_target
 
 __all__ = ["staged_file", "staged_run"]
 

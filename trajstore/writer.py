@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -29,18 +28,19 @@ import numpy.typing as npt
 import zarr
 
 from trajstore.bits import as_bits
-from trajstore.errors import FormatError, InvalidArgument, RunExists, WriterClosed
+from trajstore.errors import FormatError, InvalidArgument, WriterClosed
 from trajstore.group import open_group
 from trajstore.layout import BLOCKS, DEFAULT_MEMORY, Layout, check_memory, parse_bytes, plan
 from trajstore.lock import RunLock
 from trajstore.metadata import DOCUMENT, Documents, Status, block_of, chunk_key, new_arrays, utc_now
-from trajstore.objects import PARTIAL_SUFFIX, flush_folder, put, sweep
+from trajstore.objects import put, sweep
 from trajstore.pipeline import Pipeline
 from trajstore.schema import FORMAT, STEP
 from trajstore.stored import stored_array, stored_layout
+from trajstore.target import check_target, create_folder
 from trajstore.version import __version__
 
-__all__ = ["RunWriter", "check_target"]
+__all__ = ["RunWriter"]
 
 
 class RunWriter:
@@ -213,7 +213,7 @@ class RunWriter:
         lock = RunLock.acquire(path)
         try:
             sweep(path)
-            _create_folder(path, documents, chunks, overwrite=overwrite, fsync=fsync)
+            create_folder(path, documents, chunks, overwrite=overwrite, fsync=fsync)
             return cls(path, layout, documents, lock, fsync=fsync)
         except BaseException:
             lock.release()
@@ -493,66 +493,3 @@ def _allocate(layout: Layout) -> dict[str, npt.NDArray[Any]]:
         name: np.empty((layout.block_rows, *array.row), array.native.bits)
         for name, array in layout.arrays.items()
     }
-
-
-def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-    """Local path of a run that may be created there.
-
-    Raises
-    ------
-    RunExists
-        If something is there and `overwrite` is not set, or it is not a run.
-    InvalidArgument
-        If it is an address, not a local path.
-    """
-    text = os.fspath(path)
-    if "://" in text:
-        raise InvalidArgument(f"cannot record to {text}: a run is recorded to a local folder")
-    target = Path(path).absolute()
-    if not target.exists():
-        return target
-    if not overwrite:
-        raise RunExists(
-            f"{path} is already there; choose another path, or overwrite it (--overwrite)"
-        )
-    if not _is_run(target):
-        raise RunExists(f"{path} is not a run, so it is not overwritten; choose another path")
-    return target
-
-
-def _is_run(path: Path) -> bool:
-    try:
-        document = json.loads((path / DOCUMENT).read_bytes())
-        return "trajstore_format" in document["attributes"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def _create_folder(
-    path: Path, documents: Documents, chunks: Mapping[str, bytes], *, overwrite: bool, fsync: bool
-) -> None:
-    beside = f".{path.name}.{os.getpid()}"
-    new, old = path.with_name(f"{beside}{PARTIAL_SUFFIX}"), path.with_name(f"{beside}.old")
-    for left in (new, old):  # of a killed process that had the same number
-        shutil.rmtree(left, ignore_errors=True)
-    new.mkdir()
-    try:
-        for name in documents.names():
-            (new / name).mkdir()
-            put(new / name / DOCUMENT, [documents.array(name, 0)], fsync=fsync)
-        for key, data in chunks.items():
-            put(new / key, [data], fsync=fsync)
-        put(new / DOCUMENT, [documents.root(0, "recording")], fsync=fsync)
-        if overwrite and path.exists():
-            path.rename(old)
-            new.rename(path)
-            shutil.rmtree(old)
-        else:
-            new.rename(path)
-    except BaseException as error:
-        shutil.rmtree(new, ignore_errors=True)
-        if isinstance(error, OSError) and path.exists() and not overwrite:
-            raise RunExists(f"{path} has just been made by another process") from error
-        raise
-    if fsync:
-        flush_folder(path.parent)
