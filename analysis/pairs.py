@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.lattice import ordinal, ordinal_dtype, unsigned_view
+from trajstore.lattice import binade, mantissa_bits, ordinal, ordinal_dtype, unsigned_view
 from trajstore.summaries import (
     result_dtype,
     step_norm,
@@ -48,6 +48,9 @@ REGIMES = ("frozen", "single", "neighbour", "local", "jump")
 
 # A tile and its float64 temporaries fit into the second-level cache of one core.
 _TILE_ELEMENTS = 1 << 16
+
+_LONGEST_VECTOR = 1 << 12
+"""Up to which float32 tells the regimes of a 16-bit type exactly."""
 
 
 def tiles(rows: int, tokens: int, hidden: int) -> Iterator[slice]:
@@ -109,40 +112,26 @@ def measure_pairs(
 def _measure_tile(
     tile: Array, measures: Sequence[str], native: str, out: npt.NDArray[np.void]
 ) -> None:
-    bits = unsigned_view(tile)
-    sign = bits.dtype.type(1 << (8 * bits.itemsize - 1))
-    # Twice as fast in words of 64 bits, where a vector is a whole number of them.
-    words = bits.view(np.uint64) if bits.itemsize * bits.shape[-1] % 8 == 0 else bits
-    changed = (words[1:] != words[:-1]).any(-1)
-    # As a signed integer −0.0 is the least of all, so one pass finds it.
-    signed = bits.view(f"i{bits.itemsize}")
-    if "moved" in measures and signed.min(initial=0) > np.iinfo(signed.dtype).min:
-        out["moved"] = changed
-        if len(measures) == 1:
-            return
+    if "moved" in measures:
+        out["moved"] = _moved(tile)
+    if "regime" in measures:
+        out["regime"] = _regime(tile, native)
+    if all(measure in ("moved", "regime") for measure in measures):
+        return
+    changed = _changed(tile)
     if "step_norm" in measures and not np.isfinite(tile).all():
         # Where an infinity or NaN stays, no bit changes, and yet the length of its way is NaN.
         changed = np.ones_like(changed)
     at = np.nonzero(changed)
     earlier, later = tile[:-1][at], tile[1:][at]
-    if "moved" in measures:
-        before, after = unsigned_view(earlier), unsigned_view(later)
-        # −0.0 and +0.0 are the same point.
-        out["moved"][at] = ((before != after) & (((before | after) & ~sign) != 0)).any(-1)
     if "step_norm" in measures:
         out["step_norm"][at] = step_norm(earlier, later)
     ulp = [measure for measure in measures if measure.startswith("ulp")]
-    if ulp or "regime" in measures:
-        wanted = ("ulp_1", "ulp_2", "ulp_inf") if "regime" in measures else tuple(ulp)
+    if ulp:
         hops = ulp_hops(earlier, later, native)
-        found = vector_norms(hops, [_order(name) for name in wanted])
-        norms = dict(zip(wanted, found, strict=True))
-        for name in ulp:
+        for name, norm in zip(ulp, vector_norms(hops, [_order(name) for name in ulp]), strict=True):
             with np.errstate(over="ignore"):
-                out[name][at] = norms[name]
-        if "regime" in measures:
-            l1, l2, linf = found
-            out["regime"][at] = _regime(l1, l2, linf, tile.shape[-1])
+                out[name][at] = norm
     whole = [measure for measure in measures if measure.startswith("ordinal")]
     if whole:
         wide = ordinal_dtype(native)
@@ -156,14 +145,90 @@ def _measure_tile(
                 out[measure][at] = vector_norm(points, 2)
 
 
-def _regime(l1: Array, l2: Array, linf: Array, hidden: int) -> npt.NDArray[np.int8]:
-    # From the wildest to the calmest, so that NaN, which no comparison holds of, is a jump.
-    regime = np.full(l1.shape, REGIMES.index("jump"), np.int8)
-    regime[l2 <= np.sqrt(hidden)] = REGIMES.index("local")
-    regime[linf <= 1] = REGIMES.index("neighbour")
-    regime[l1 <= 1] = REGIMES.index("single")
-    regime[l1 == 0] = REGIMES.index("frozen")
+def _changed(tile: Array) -> npt.NDArray[np.bool_]:
+    """Whether any bit of each vector differs from the row before, (row, token)."""
+    bits = unsigned_view(tile)
+    # Twice as fast in words of 64 bits, where a vector is a whole number of them.
+    words = bits.view(np.uint64) if bits.itemsize * bits.shape[-1] % 8 == 0 else bits
+    return _any(words[1:] != words[:-1])
+
+
+def _moved(tile: Array) -> npt.NDArray[np.bool_]:
+    """Whether each vector differs from the row before; −0.0 and +0.0 are the same point."""
+    changed = _changed(tile)
+    bits = unsigned_view(tile)
+    sign = bits.dtype.type(1 << (8 * bits.itemsize - 1))
+    # As a signed integer −0.0 is the least of all, so one pass finds it.
+    if bits.view(f"i{bits.itemsize}").min(initial=0) == sign.view(f"i{bits.itemsize}"):
+        at = np.nonzero(changed)
+        before, after = bits[:-1][at], bits[1:][at]
+        changed[at] = ((before != after) & (((before | after) & ~sign) != 0)).any(-1)
+    return changed
+
+
+def _any(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Whether any flag of each vector is set."""
+    words, rest = divmod(flags.shape[-1], 8)
+    if rest or not 0 < words < 255:
+        return np.asarray(flags.any(-1))
+    # Eight flags at once. Sums of so few words of zeros and ones neither carry over nor vanish.
+    return np.asarray(np.einsum("...i->...", flags.view(np.uint64)) != 0)
+
+
+def _regime(tile: Array, native: str) -> npt.NDArray[np.int8]:
+    """Index of the regime of every vector, (row, token)."""
+    hidden = tile.shape[-1]
+    if mantissa_bits(native) > 10 or hidden > _LONGEST_VECTOR:
+        unknown = _changed(tile)
+        regime = np.full(unknown.shape, REGIMES.index("frozen"), np.int8)
+    else:
+        regime, unknown = _regime_of_short_hops(tile, native)
+    at = np.nonzero(unknown)
+    if at[0].size:
+        hops = ulp_hops(tile[:-1][at], tile[1:][at], native)
+        l1, l2, linf = vector_norms(hops, (1, 2, np.inf))
+        # From the wildest to the calmest, so that NaN, which no comparison holds of, is a jump.
+        found = np.full(l1.shape, REGIMES.index("jump"), np.int8)
+        found[l2 <= np.sqrt(hidden)] = REGIMES.index("local")
+        found[linf <= 1] = REGIMES.index("neighbour")
+        found[l1 <= 1] = REGIMES.index("single")
+        found[l1 == 0] = REGIMES.index("frozen")
+        regime[at] = found
     return regime
+
+
+def _regime_of_short_hops(
+    tile: Array, native: str
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.bool_]]:
+    """Regimes of a 16-bit type, in float32: five times as fast, and the same.
+
+    A hop of at most √hidden spacings, at most 64, ends no lower than a binade below its start: it
+    is a multiple of half a spacing, and float32 holds it, its square and the sums of both exactly.
+    A longer hop makes a jump, however its square is rounded.
+
+    Returns
+    -------
+    regime : ndarray of int8, (row, token)
+    unknown : ndarray of bool, (row, token)
+        Where an infinity or NaN is met.
+    """
+    earlier = tile[:-1]
+    with np.errstate(invalid="ignore", over="ignore"):
+        # In units of the binade, not of the spacing: that saves a pass, and scales exactly.
+        hops = np.subtract(tile[1:], earlier)
+        hops /= binade(earlier, native)
+        np.abs(hops, out=hops)
+        squares = np.einsum("...i,...i->...", hops, hops)
+        sums = np.einsum("...i->...", hops)
+    spacing = np.float32(2.0 ** -mantissa_bits(native))
+    regime = np.full(squares.shape, REGIMES.index("jump"), np.int8)
+    regime[squares <= tile.shape[-1] * spacing**2] = REGIMES.index("local")
+    near = ~_any(hops > spacing)
+    near &= ~np.isnan(squares)
+    regime[near] = REGIMES.index("neighbour")
+    regime[near & (sums <= spacing)] = REGIMES.index("single")
+    regime[squares == 0] = REGIMES.index("frozen")
+    return regime, np.isnan(squares)
 
 
 def measure_rows(block: Array, reference: Array | None, order: float = 2) -> Array:

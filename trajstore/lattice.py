@@ -65,7 +65,9 @@ def binade(stored: Array, native: str) -> Array:
     """
     bits = unsigned_view(stored)
     power: Array = (bits & bits.dtype.type(_EXPONENT_MASK[bits.itemsize])).view(stored.dtype)
-    np.maximum(power, stored.dtype.type(_LEAST_NORMAL[native]), out=power)
+    least = stored.dtype.type(_LEAST_NORMAL[native])
+    if power.min(initial=least) < least:  # rare, and looking is faster than raising
+        np.maximum(power, least, out=power)
     return power
 
 
