@@ -12,7 +12,7 @@ import xarray as xr
 
 from analysis import require
 from analysis.adam import AdamRule, round_to
-from analysis.history import History, native_dtype
+from analysis.history import History, native_dtype, over_hidden
 from analysis.pairs import tiles
 from trajstore.errors import InvalidArgument
 from trajstore.lattice import spacing, unsigned_view
@@ -294,7 +294,7 @@ def build_freeze_cause(
     history.require_rows(1, "freeze_cause")
     rule = AdamRule.of(optimizer or history.ds.attrs.get("optimizer"))
     lr, follows = _learning_rates(history), _follows(history)
-    evidence = da.map_blocks(
+    evidence = over_hidden(
         _evidence_kernel,
         history.blocks("W"),
         history.boundaries("W"),
@@ -308,9 +308,7 @@ def build_freeze_cause(
         _per_row(history, history.steps),
         rule=rule,
         native=native_dtype(history.ds["W"]),
-        drop_axis=2,
         dtype=_EVIDENCE,
-        meta=np.empty((0, 0), _EVIDENCE),
     )
 
     def anywhere(name: str) -> da.Array:

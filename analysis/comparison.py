@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from analysis.history import over_hidden
 from trajstore.errors import InvalidArgument
 from trajstore.lattice import unsigned_view
 from trajstore.schema import VARIABLES
@@ -92,14 +93,7 @@ def _difference(a: xr.DataArray, b: xr.DataArray) -> da.Array:
     last = x.ndim - 1
     first = x.data.rechunk({last: -1})
     second = y.data.astype(first.dtype).rechunk(first.chunks)
-    pieces = da.map_blocks(
-        _difference_kernel,
-        first,
-        second,
-        drop_axis=last,
-        dtype=_FIELDS,
-        meta=np.empty((0,) * last, _FIELDS),
-    )
+    pieces = over_hidden(_difference_kernel, first, second, dtype=_FIELDS)
     if pieces.ndim == 1:
         return pieces
     return pieces.rechunk({1: -1}).map_blocks(

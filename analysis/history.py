@@ -18,7 +18,7 @@ from analysis import require
 from analysis.pairs import measure_pairs, pair_dtype
 from trajstore.errors import InvalidArgument
 
-__all__ = ["History", "native_dtype"]
+__all__ = ["History", "native_dtype", "over_hidden"]
 
 Array = npt.NDArray[Any]
 
@@ -32,6 +32,44 @@ def native_dtype(array: xr.DataArray) -> str:
     The attribute ``native_dtype``; without it, the type of the array itself.
     """
     return str(array.attrs.get("native_dtype", array.dtype.name))
+
+
+def over_hidden(
+    kernel: Callable[..., Array], *arrays: da.Array, dtype: npt.DTypeLike, **options: Any
+) -> da.Array:
+    """Function of whole vectors, block by block, whose result has no hidden dimension.
+
+    What `dask.array.map_blocks` with ``drop_axis`` does, but that copies every block, to join the
+    only one along the axis that is dropped.
+
+    Parameters
+    ----------
+    kernel : callable
+        Of a block of every array.
+    *arrays : dask Array, (…, hidden)
+        One chunk along hidden. The first has all dimensions, the others the last ones of them;
+        along each they have as many chunks as it has, of any length, or a single one.
+    dtype : dtype
+        Of its result.
+    **options
+        Passed to `kernel`.
+    """
+    ndim = arrays[0].ndim
+    indexed = [item for array in arrays for item in (array, tuple(range(ndim))[-array.ndim :])]
+    return da.blockwise(
+        _of_only_blocks,
+        tuple(range(ndim - 1)),
+        *indexed,
+        kernel=kernel,
+        dtype=dtype,
+        meta=np.empty((0,) * (ndim - 1), dtype),
+        align_arrays=False,
+        **options,
+    )
+
+
+def _of_only_blocks(*blocks: list[Array], kernel: Callable[..., Array], **options: Any) -> Array:
+    return kernel(*(block for (block,) in blocks), **options)
 
 
 def _last_row(block: Array) -> Array:
@@ -172,17 +210,15 @@ class History:
         together = self._together if measure in self._together else (measure,)
         if together not in self._measured:
             blocks, boundaries = self.blocks("W"), self.boundaries("W")
-            dtype = pair_dtype(together, blocks.dtype)
-            self._measured[together] = da.map_blocks(
+            measured = over_hidden(
                 measure_pairs,
                 blocks,
                 boundaries,
                 measures=together,
                 native=native_dtype(self.ds["W"]),
-                drop_axis=2,
-                dtype=dtype,
-                meta=np.empty((0, 0), dtype),
-            )[1:]
+                dtype=pair_dtype(together, blocks.dtype),
+            )
+            self._measured[together] = measured[1:]
         measured = self._measured[together]
         dtype = measured.dtype[measure]
         data = measured.map_blocks(

@@ -9,7 +9,7 @@ import numpy as np
 import xarray as xr
 
 from analysis import require
-from analysis.history import History
+from analysis.history import History, over_hidden
 from analysis.pairs import measure_rows
 from trajstore.errors import InvalidArgument
 from trajstore.summaries import result_dtype
@@ -51,15 +51,8 @@ def _measured(
 ) -> xr.DataArray:
     blocks = history.blocks(name)
     dtype = result_dtype(blocks.dtype)
-    if reference is None:
-        data = blocks.map_blocks(
-            measure_rows, None, order, drop_axis=2, dtype=dtype, meta=np.empty((0, 0), dtype)
-        )
-    else:
-        data = da.blockwise(
-            measure_rows, "st", blocks, "sth", reference, "th",
-            concatenate=True, dtype=dtype, meta=np.empty((0, 0), dtype),
-        )  # fmt: skip
+    arrays = [blocks] if reference is None else [blocks, reference]
+    data = over_hidden(measure_rows, *arrays, order=order, dtype=dtype)
     return history.wrap(data, name)
 
 

@@ -231,7 +231,7 @@ def _regime_of_short_hops(
     return regime, np.isnan(squares)
 
 
-def measure_rows(block: Array, reference: Array | None, order: float = 2) -> Array:
+def measure_rows(block: Array, reference: Array | None = None, order: float = 2) -> Array:
     """Norm of every vector, or of its difference from a reference row.
 
     Parameters
