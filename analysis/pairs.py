@@ -46,8 +46,9 @@ lattice spacings or in whole lattice points; ``regime``: index of `REGIMES`.
 REGIMES = ("frozen", "single", "neighbour", "local", "jump")
 """In the order of their flag values, from rest to the longest hops."""
 
-# A tile and its float64 temporaries fit into the second-level cache of one core.
-_TILE_ELEMENTS = 1 << 16
+# A tile and its temporaries stay in the last-level cache. Smaller ones are no faster by themselves,
+# and threads would spend the time that is won on handing each other the interpreter's lock.
+_TILE_ELEMENTS = 1 << 19
 
 _LONGEST_VECTOR = 1 << 12
 """Up to which float32 tells the regimes of a 16-bit type exactly."""
