@@ -102,29 +102,37 @@ def measure_pairs(
     """
     rows, tokens, hidden = block.shape
     result = np.zeros((rows, tokens), pair_dtype(measures, block.dtype))
-    for part in tiles(rows + 1, tokens, hidden):
-        tile = np.empty((rows + 1, part.stop - part.start, hidden), block.dtype)
-        tile[:1] = boundary[:, part]
-        tile[1:] = block[:, part]
-        _measure_tile(tile, measures, native, result[:, part])
+    block, boundary = _in_vectors(block), _in_vectors(boundary)
+    for part in tiles(rows, tokens, hidden):
+        here, found = block[:, part], result[:, part]
+        _measure_tile(boundary[:, part], here[:1], measures, native, found[:1])
+        _measure_tile(here[:-1], here[1:], measures, native, found[1:])
     return result
 
 
+def _in_vectors(block: Array) -> Array:
+    """The block; copied, if its vectors do not lie in one piece each."""
+    return block if block.strides[-1] == block.itemsize else np.ascontiguousarray(block)
+
+
 def _measure_tile(
-    tile: Array, measures: Sequence[str], native: str, out: npt.NDArray[np.void]
+    earlier: Array, later: Array, measures: Sequence[str], native: str, out: npt.NDArray[np.void]
 ) -> None:
-    if "moved" in measures:
-        out["moved"] = _moved(tile)
     if "regime" in measures:
-        out["regime"] = _regime(tile, native)
+        out["regime"] = _regime(earlier, later, native)
+    if "moved" in measures:
+        if "regime" in measures:  # which knows already
+            out["moved"] = out["regime"] != REGIMES.index("frozen")
+        else:
+            out["moved"] = _moved(earlier, later)
     if all(measure in ("moved", "regime") for measure in measures):
         return
-    changed = _changed(tile)
-    if "step_norm" in measures and not np.isfinite(tile).all():
+    changed = _changed(earlier, later)
+    if "step_norm" in measures and not (np.isfinite(earlier).all() and np.isfinite(later).all()):
         # Where an infinity or NaN stays, no bit changes, and yet the length of its way is NaN.
         changed = np.ones_like(changed)
     at = np.nonzero(changed)
-    earlier, later = tile[:-1][at], tile[1:][at]
+    earlier, later = earlier[at], later[at]
     if "step_norm" in measures:
         out["step_norm"][at] = step_norm(earlier, later)
     ulp = [measure for measure in measures if measure.startswith("ulp")]
@@ -146,27 +154,6 @@ def _measure_tile(
                 out[measure][at] = vector_norm(points, 2)
 
 
-def _changed(tile: Array) -> npt.NDArray[np.bool_]:
-    """Whether any bit of each vector differs from the row before, (row, token)."""
-    bits = unsigned_view(tile)
-    # Twice as fast in words of 64 bits, where a vector is a whole number of them.
-    words = bits.view(np.uint64) if bits.itemsize * bits.shape[-1] % 8 == 0 else bits
-    return _any(words[1:] != words[:-1])
-
-
-def _moved(tile: Array) -> npt.NDArray[np.bool_]:
-    """Whether each vector differs from the row before; −0.0 and +0.0 are the same point."""
-    changed = _changed(tile)
-    bits = unsigned_view(tile)
-    sign = bits.dtype.type(1 << (8 * bits.itemsize - 1))
-    # As a signed integer −0.0 is the least of all, so one pass finds it.
-    if bits.view(f"i{bits.itemsize}").min(initial=0) == sign.view(f"i{bits.itemsize}"):
-        at = np.nonzero(changed)
-        before, after = bits[:-1][at], bits[1:][at]
-        changed[at] = ((before != after) & (((before | after) & ~sign) != 0)).any(-1)
-    return changed
-
-
 def _any(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """Whether any flag of each vector is set."""
     words, rest = divmod(flags.shape[-1], 8)
@@ -176,17 +163,43 @@ def _any(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     return np.asarray(np.einsum("...i->...", flags.view(np.uint64)) != 0)
 
 
-def _regime(tile: Array, native: str) -> npt.NDArray[np.int8]:
+def _changed(earlier: Array, later: Array) -> npt.NDArray[np.bool_]:
+    """Whether any bit of each vector differs, (row, token)."""
+    before, after = unsigned_view(earlier), unsigned_view(later)
+    if before.itemsize * before.shape[-1] % 8 == 0:
+        # Twice as fast in words of 64 bits, where a vector is a whole number of them.
+        before, after = before.view(np.uint64), after.view(np.uint64)
+    return _any(before != after)
+
+
+def _moved(earlier: Array, later: Array) -> npt.NDArray[np.bool_]:
+    """Whether each vector differs; −0.0 and +0.0 are the same point."""
+    changed = _changed(earlier, later)
+    if _holds_negative_zero(earlier) or _holds_negative_zero(later):
+        at = np.nonzero(changed)
+        before, after = unsigned_view(earlier)[at], unsigned_view(later)[at]
+        magnitude = ~before.dtype.type(1 << (8 * before.itemsize - 1))
+        changed[at] = ((before != after) & (((before | after) & magnitude) != 0)).any(-1)
+    return changed
+
+
+def _holds_negative_zero(stored: Array) -> bool:
+    # As a signed integer it is the least of all, so one pass finds it.
+    signed = np.dtype(f"i{stored.itemsize}")
+    return bool(stored.view(signed).min(initial=0) == np.iinfo(signed).min)
+
+
+def _regime(earlier: Array, later: Array, native: str) -> npt.NDArray[np.int8]:
     """Index of the regime of every vector, (row, token)."""
-    hidden = tile.shape[-1]
+    hidden = later.shape[-1]
     if mantissa_bits(native) > 10 or hidden > _LONGEST_VECTOR:
-        unknown = _changed(tile)
+        unknown = _changed(earlier, later)
         regime = np.full(unknown.shape, REGIMES.index("frozen"), np.int8)
     else:
-        regime, unknown = _regime_of_short_hops(tile, native)
+        regime, unknown = _regime_of_short_hops(earlier, later, native)
     at = np.nonzero(unknown)
     if at[0].size:
-        hops = ulp_hops(tile[:-1][at], tile[1:][at], native)
+        hops = ulp_hops(earlier[at], later[at], native)
         l1, l2, linf = vector_norms(hops, (1, 2, np.inf))
         # From the wildest to the calmest, so that NaN, which no comparison holds of, is a jump.
         found = np.full(l1.shape, REGIMES.index("jump"), np.int8)
@@ -199,7 +212,7 @@ def _regime(tile: Array, native: str) -> npt.NDArray[np.int8]:
 
 
 def _regime_of_short_hops(
-    tile: Array, native: str
+    earlier: Array, later: Array, native: str
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.bool_]]:
     """Regimes of a 16-bit type, in float32: five times as fast, and the same.
 
@@ -213,23 +226,23 @@ def _regime_of_short_hops(
     unknown : ndarray of bool, (row, token)
         Where an infinity or NaN is met.
     """
-    earlier = tile[:-1]
+    # In units of the binade, not of the spacing: that saves a pass, and scales exactly.
+    spacing = np.float32(2.0 ** -mantissa_bits(native))
     with np.errstate(invalid="ignore", over="ignore"):
-        # In units of the binade, not of the spacing: that saves a pass, and scales exactly.
-        hops = np.subtract(tile[1:], earlier)
+        hops = np.subtract(later, earlier)
         hops /= binade(earlier, native)
         np.abs(hops, out=hops)
         squares = np.einsum("...i,...i->...", hops, hops)
         sums = np.einsum("...i->...", hops)
-    spacing = np.float32(2.0 ** -mantissa_bits(native))
+        near = ~_any(hops > spacing)
+    unknown = np.isnan(squares)
+    near &= ~unknown
     regime = np.full(squares.shape, REGIMES.index("jump"), np.int8)
-    regime[squares <= tile.shape[-1] * spacing**2] = REGIMES.index("local")
-    near = ~_any(hops > spacing)
-    near &= ~np.isnan(squares)
+    regime[squares <= later.shape[-1] * spacing**2] = REGIMES.index("local")
     regime[near] = REGIMES.index("neighbour")
     regime[near & (sums <= spacing)] = REGIMES.index("single")
     regime[squares == 0] = REGIMES.index("frozen")
-    return regime, np.isnan(squares)
+    return regime, unknown
 
 
 def measure_rows(block: Array, reference: Array | None = None, order: float = 2) -> Array:
@@ -248,9 +261,8 @@ def measure_rows(block: Array, reference: Array | None = None, order: float = 2)
     rows, tokens, hidden = block.shape
     result = np.empty((rows, tokens), result_dtype(block.dtype))
     for part in tiles(rows, tokens, hidden):
-        tile = np.ascontiguousarray(block[:, part])
         if reference is None:
-            result[:, part] = token_norm(tile, order)
+            result[:, part] = token_norm(block[:, part], order)
         else:
-            result[:, part] = step_norm(np.ascontiguousarray(reference[part]), tile)
+            result[:, part] = step_norm(reference[part], block[:, part])
     return result

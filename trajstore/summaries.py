@@ -50,8 +50,11 @@ def vector_norms(vectors: Array, orders: Sequence[float]) -> list[npt.NDArray[np
     # A NaN is an answer, not a mishap; so is the infinity of a square that no float64 holds.
     with np.errstate(invalid="ignore", over="ignore"):
         wide = np.ascontiguousarray(vectors, np.float64)
-        if tuple(orders) != (2,):
-            wide = np.abs(wide)
+        if tuple(orders) == (2,):
+            # In place, unless these are the caller's own numbers.
+            squares = np.square(wide, out=None if np.may_share_memory(wide, vectors) else wide)
+            return [np.sqrt(squares.sum(-1))]
+        wide = np.abs(wide)
         norms = {
             1: lambda: wide.sum(-1),
             2: lambda: np.sqrt(np.square(wide).sum(-1)),
