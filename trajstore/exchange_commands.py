@@ -10,7 +10,7 @@ import click
 
 from trajstore.command import JSON, RUN, sentences
 from trajstore.console import out, print_json, print_notes
-from trajstore.layout import format_bytes
+from trajstore.layout import EXCHANGE_MEMORY, format_bytes
 from trajstore.progress import BytesProgress, stopped_by_signals
 
 __all__ = ["export", "import_"]
@@ -38,7 +38,11 @@ __all__ = ["export", "import_"]
 @click.option("--block-rows", type=int, help="Rows of a block of zarr; default: planned.")
 @click.option("--encoding", default="portable", show_default=True, help="Of zarr.")
 @click.option(
-    "--memory", default="1GiB", show_default=True, metavar="SIZE", help="For the buffers of zarr."
+    "--memory",
+    default=EXCHANGE_MEMORY,
+    show_default=True,
+    metavar="SIZE",
+    help="For the buffer of zarr.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace what is there.")
 @JSON
@@ -82,7 +86,11 @@ def export(run: str, format_name: str | None, output: str, as_json: bool, **opti
 @click.option("--encoding", help="Of the run; default: as it is recorded.")
 @click.option("--block-rows", type=int, help="Rows of a block; default: planned from the memory.")
 @click.option(
-    "--memory", default="448MiB", show_default=True, metavar="SIZE", help="For all buffers."
+    "--memory",
+    default=EXCHANGE_MEMORY,
+    show_default=True,
+    metavar="SIZE",
+    help="For the buffer of the writer.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace a run that is there.")
 @JSON

@@ -16,6 +16,7 @@ import xarray as xr
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.hdf5 import write_hdf5
+from trajstore.layout import EXCHANGE_MEMORY
 from trajstore.layouts import NOTEBOOKS, notebook_tensors
 from trajstore.parts import Progress, Tensor, constant, series_tensor
 from trajstore.rechunking import write_zarr
@@ -72,7 +73,7 @@ def export(
     variables: str | Iterable[str] | None = None,
     block_rows: int | None = None,
     encoding: str = "portable",
-    memory: int | str = "1GiB",
+    memory: int | str = EXCHANGE_MEMORY,
     overwrite: bool = False,
     on_progress: Progress | None = None,
 ) -> Exported:
@@ -96,7 +97,7 @@ def export(
         Rows of a block of ``zarr``; planned without it.
     encoding : str, default 'portable'
         Of ``zarr``.
-    memory : int or str, default 1 GiB
+    memory : int or str, default 320 MiB
         For all buffers of ``zarr``. The other formats need a few tiles of 16 MiB.
     overwrite : bool
         Replace a file, or a run, that is there.

@@ -24,6 +24,7 @@ from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 from trajstore.export import LAYOUTS
 from trajstore.hdf5 import Hdf5File
 from trajstore.hdf5_contents import hdf5_content
+from trajstore.layout import EXCHANGE_MEMORY
 from trajstore.notebook_contents import safetensors_content
 from trajstore.parts import Progress
 from trajstore.safetensors import SafetensorsFile
@@ -77,7 +78,7 @@ def import_file(
     masks: str | os.PathLike[str] | None = None,
     encoding: str | None = None,
     block_rows: int | None = None,
-    memory: int | str = "448MiB",
+    memory: int | str = EXCHANGE_MEMORY,
     overwrite: bool = False,
     on_progress: Progress | None = None,
 ) -> Imported:
@@ -99,7 +100,7 @@ def import_file(
         Of the run; the writer's default without it.
     block_rows : int, optional
         Rows of a block; planned from `memory` without it.
-    memory : int or str, default 448 MiB
+    memory : int or str, default 320 MiB
         For the buffers of the writer.
     overwrite : bool
         Replace a run that is there.
@@ -161,6 +162,7 @@ def import_file(
             variables={held.variable: held.wanted.name for held in content.held},
             attributes=content.attributes | {"imported": imported},
             memory=memory,
+            buffers=1,
             block_rows=block_rows,
             **content.coordinates,
             **chosen,  # type: ignore[arg-type]
@@ -196,13 +198,6 @@ def _open(file: str | os.PathLike[str], layout: str | None) -> Iterator[Content]
             yield safetensors_content(safetensors, layout)
 
 
-def _batches(content: Content) -> Iterator[tuple[int, int]]:
-    row = sum(held.row_bytes for held in content.held)
-    rows = max(1, _BATCH // max(row, 1))
-    for start in range(0, len(content.steps), rows):
-        yield start, min(start + rows, len(content.steps))
-
-
 def _narrowed(content: Content) -> Content:
     """Content with bfloat16 wanted where every float32 value is one."""
     return replace(
@@ -229,20 +224,17 @@ def _fill(run: RunWriter, content: Content, on_progress: Progress | None) -> Non
     row = sum(array.row_bytes for name, array in arrays.items() if name != STEP.name)
     total = row * len(content.steps)
     held = {one.variable: one for one in content.held}
-    for start, stop in _batches(content):
-        if stop - start == 1:
-            # A large row: one variable of it at a time.
-            for name, place in run.next_row().items():
-                place[...] = _rows(held[name], content, start, stop)[0]
-            run.commit_row(int(content.steps[start]))
-        else:
-            values = {name: _rows(one, content, start, stop) for name, one in held.items()}
-            for at in range(start, stop):
-                for name, place in run.next_row().items():
-                    place[...] = values[name][at - start]
-                run.commit_row(int(content.steps[at]))
+    batch = max(1, _BATCH // max(sum(one.row_bytes for one in content.held), 1))
+    start = 0
+    while start < len(content.steps):
+        places = run.next_rows(min(batch, len(content.steps) - start))
+        stop = start + len(next(iter(places.values())))
+        for name, place in places.items():
+            place[...] = _rows(held[name], content, start, stop)
+        run.commit_rows(content.steps[start:stop].tolist())
         if on_progress is not None:
             on_progress(row * stop, total)
+        start = stop
 
 
 def _rows(held: Held, content: Content, start: int, stop: int) -> Array:

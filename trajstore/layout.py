@@ -21,6 +21,7 @@ __all__ = [
     "BLOCKS",
     "CHUNKS_AHEAD",
     "DEFAULT_MEMORY",
+    "EXCHANGE_MEMORY",
     "ArrayLayout",
     "Layout",
     "check_memory",
@@ -33,8 +34,11 @@ __all__ = [
 DEFAULT_MEMORY = 1 << 30
 """Bytes for all buffers of a writer together."""
 
+EXCHANGE_MEMORY = "320MiB"
+"""For the one block that an import or an export to Zarr holds: 8 rows of Wordybird."""
+
 BLOCKS = 2
-"""Block buffers of a writer: one is filled while the other is encoded."""
+"""Block buffers of a writer that works behind its caller: one is filled, the other encoded."""
 
 CHUNKS_AHEAD = 2
 """Encoded chunks, for each encoding thread, that may wait to be written."""
@@ -111,11 +115,14 @@ class Layout:
         That encode.
     arrays : dict of str to ArrayLayout
         The step coordinate first, then the variables.
+    buffers : int
+        Blocks that are held in memory at once.
     """
 
     block_rows: int
     threads: int
     arrays: dict[str, ArrayLayout]
+    buffers: int = BLOCKS
 
     @property
     def memory(self) -> int:
@@ -123,7 +130,7 @@ class Layout:
         block = self.block_rows * sum(array.row_bytes for array in self.arrays.values())
         chunk = max(array.chunk_bytes for array in self.arrays.values())
         encoding = self.threads * _COPIES_OF_A_CHUNK + self.threads * CHUNKS_AHEAD + 1
-        return BLOCKS * block + encoding * chunk
+        return self.buffers * block + encoding * chunk
 
 
 def plan(
@@ -135,6 +142,7 @@ def plan(
     block_rows: int | None = None,
     encoding: str = "delta",
     threads: int | None = None,
+    buffers: int = BLOCKS,
 ) -> Layout:
     """Plan the blocks, shards and chunks of a run.
 
@@ -153,6 +161,8 @@ def plan(
     encoding : {'delta', 'portable'}
     threads : int, optional
         That encode; without it as many as there are processors, at most 8.
+    buffers : int
+        Blocks that are held in memory at once.
 
     Raises
     ------
@@ -181,7 +191,7 @@ def plan(
         arrays = {
             name: _array(entry, lengths, rows, chains[name]) for name, (entry, _) in kinds.items()
         }
-        return Layout(block_rows=rows, threads=threads, arrays=arrays)
+        return Layout(block_rows=rows, threads=threads, arrays=arrays, buffers=buffers)
 
     rows = block_rows or _MOST_ROWS
     if block_rows is None:
@@ -209,8 +219,9 @@ def check_memory(layout: Layout, memory: int) -> None:
     """Raise `InvalidArgument` if a writer of that layout takes more than so many bytes."""
     if layout.memory > memory:
         raise InvalidArgument(
-            f"the memory budget of {format_bytes(memory)} does not hold {BLOCKS} blocks of "
-            f"{layout.block_rows} rows; at least {format_bytes(layout.memory)} is needed"
+            f"the memory budget of {format_bytes(memory)} does not hold {layout.buffers} "
+            f"block{'s' * (layout.buffers > 1)} of {layout.block_rows} rows; at least "
+            f"{format_bytes(layout.memory)} is needed"
         )
 
 

@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
-from trajstore.layout import parse_bytes
 from trajstore.parts import Progress, in_parallel, series_tensor
 from trajstore.selection import Selection
 from trajstore.source import Series, Source, Tile
@@ -35,9 +33,9 @@ def write_zarr(
 ) -> None:
     """Write a selection as a new run.
 
-    A run is written row by row, and read block by block: rows of all variables are held between the
-    two, a block of the source or what fits into half of `memory`. Where that is less than a block,
-    its chunks are decoded more than once, and memory stays flat.
+    What is read goes straight into the buffer of the writer, a block of it at a time. Where that is
+    less than a block of the source, chunks of the source are decoded more than once, and memory
+    stays flat.
 
     Parameters
     ----------
@@ -56,7 +54,6 @@ def write_zarr(
     InvalidArgument
         If `memory` does not hold a block, or W is not selected.
     """
-    budget = parse_bytes(memory)
     token = selection.along_token(source.coordinates["token"])
     coordinates: dict[str, Any] = {
         name: selection.along_token(values)
@@ -76,45 +73,32 @@ def write_zarr(
     }
     steps = source.steps[selection.rows]
     row = sum(tensor.nbytes for tensor in tensors.values()) // len(steps)
-    block = max(series.tile[0] for series in source.series.values())
-    held = min(_rows_held(block, budget // 2 // row), len(steps))
     with RunWriter.create(
         path,
         token=token,
         hidden=hidden[0] if hidden else 1,
         variables={name: tensor.dtype for name, tensor in tensors.items()},
-        memory=max(budget - held * row, 1),
+        memory=memory,
         block_rows=block_rows,
         encoding=encoding,
+        buffers=1,
         attributes=kept,
         **coordinates,
     ) as run:
-        total, done = row * len(steps), 0
-        values = {
-            name: np.empty((held, *tensor.shape[1:]), source.series[name].native.bits)
-            for name, tensor in tensors.items()
-        }
-        for start in range(0, len(steps), held):
-            stop = min(start + held, len(steps))
-            _read(source, selection, selection.rows[start:stop], values)
-            for at in range(start, stop):
-                for name, place in run.next_row().items():
-                    place[...] = values[name][at - start]
-                run.commit_row(int(steps[at]))
-            done += row * (stop - start)
+        start = 0
+        while start < len(steps):
+            places = run.next_rows(len(steps) - start)
+            stop = start + len(next(iter(places.values())))
+            _read(source, selection, selection.rows[start:stop], places)
+            run.commit_rows(steps[start:stop].tolist())
+            start = stop
             if on_progress is not None:
-                on_progress(done, total)
+                on_progress(row * start, row * len(steps))
 
 
-def _rows_held(block: int, most: int) -> int:
-    """Rows that are read at once: as few passes over each block as fit."""
-    passes = max(1, -(-block // max(most, 1)))
-    return -(-block // passes)
-
-
-def _read(source: Source, selection: Selection, rows: Array, held: dict[str, Array]) -> None:
-    """Fill the first of the rows that are held."""
-    for name, bits in held.items():
+def _read(source: Source, selection: Selection, rows: Array, places: dict[str, Array]) -> None:
+    """Fill the places of rows."""
+    for name, bits in places.items():
         series = source.series[name]
         tokens = selection.tokens if "token" in series.dims else None
 

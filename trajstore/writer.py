@@ -17,7 +17,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -92,7 +92,7 @@ class RunWriter:
         self._status: Status = "recording"
         self._pipeline = Pipeline(path, layout, self._commit, fsync=fsync)
         self._pending: deque[Future[None]] = deque()
-        self._blocks = [_allocate(layout) for _ in range(BLOCKS)]
+        self._blocks = [_allocate(layout) for _ in range(layout.buffers)]
         self._row_bytes = sum(
             array.row_bytes for name, array in layout.arrays.items() if name != STEP.name
         )
@@ -119,6 +119,7 @@ class RunWriter:
         block_rows: int | None = None,
         encoding: str = "delta",
         threads: int | None = None,
+        buffers: int = BLOCKS,
         overwrite: bool = False,
         fsync: bool = False,
     ) -> Self:
@@ -151,6 +152,9 @@ class RunWriter:
             is read by any reader of Zarr v3.
         threads : int, optional
             That encode; without it as many as there are processors, at most 8.
+        buffers : int, default 2
+            Blocks held in memory. With 1, which takes half of it, a full block is written before
+            the next one is begun.
         overwrite : bool
             Replace a run that is there.
         fsync : bool
@@ -195,6 +199,7 @@ class RunWriter:
             block_rows=block_rows,
             encoding=encoding,
             threads=threads,
+            buffers=buffers,
         )
         now = utc_now()
         fixed = {
@@ -294,12 +299,22 @@ class RunWriter:
             Writable views of native bits, one per variable; they hold garbage until filled, and
             are the writer's own after `commit_row`.
         """
+        return {name: rows[0, ...] for name, rows in self.next_rows(1).items()}
+
+    def next_rows(self, most: int) -> dict[str, npt.NDArray[Any]]:
+        """Places of the next rows' values: so many, or as many as are left of the block.
+
+        Returns
+        -------
+        dict of str to ndarray, (row, …)
+            As `next_row`, for `commit_rows`.
+        """
         self._check_open()
         at = self.rows % self.layout.block_rows
         if at == 0:
             self._make_room()
         block = self._block()
-        return {name: block[name][at, ...] for name in block if name != STEP.name}
+        return {name: block[name][at : at + most] for name in block if name != STEP.name}
 
     def commit_row(self, step: int) -> None:
         """Take the row that `next_row` gave out, every variable filled, as the state after `step`.
@@ -309,16 +324,32 @@ class RunWriter:
         InvalidArgument
             If `step` does not come after the last one.
         """
+        self.commit_rows([step])
+
+    def commit_rows(self, steps: Sequence[int]) -> None:
+        """Take rows that `next_rows` gave out, the first of them or all, as those after `steps`.
+
+        Raises
+        ------
+        InvalidArgument
+            If a step does not come after the one before, or there are more than were given out.
+        """
         self._check_open()
-        if step <= self._last_step:
+        last = self._last_step
+        for step in steps:
+            if step <= last:
+                raise InvalidArgument(f"got step {step} after step {last}; steps must increase")
+            last = step
+        at = self.rows % self.layout.block_rows
+        if at + len(steps) > self.layout.block_rows:
             raise InvalidArgument(
-                f"got step {step} after step {self._last_step}; steps must increase"
+                f"got {len(steps)} rows where {self.layout.block_rows - at} are left of the block"
             )
-        self._block()[STEP.name][self.rows % self.layout.block_rows] = step
-        self._last_step = step
-        self.rows += 1
-        self.bytes_recorded += self._row_bytes
-        if self.rows % self.layout.block_rows == 0:
+        self._block()[STEP.name][at : at + len(steps)] = steps
+        self._last_step = last
+        self.rows += len(steps)
+        self.bytes_recorded += self._row_bytes * len(steps)
+        if steps and self.rows % self.layout.block_rows == 0:
             self._hand_over(self.layout.block_rows)
 
     def append(self, step: int, **values: Any) -> None:
@@ -413,14 +444,14 @@ class RunWriter:
 
     def _block(self) -> dict[str, npt.NDArray[Any]]:
         """Buffer of the block that is being filled."""
-        return self._blocks[self.rows // self.layout.block_rows % BLOCKS]
+        return self._blocks[self.rows // self.layout.block_rows % self.layout.buffers]
 
     def _make_room(self) -> None:
         """Wait until the buffer of the next block has been written."""
-        if len(self._pending) < BLOCKS:
+        if len(self._pending) < self.layout.buffers:
             return
         started = time.perf_counter()
-        self._settle(BLOCKS - 1)
+        self._settle(self.layout.buffers - 1)
         self.seconds_waited += time.perf_counter() - started
 
     def _settle(self, most: int) -> None:
@@ -431,7 +462,7 @@ class RunWriter:
     def _hand_over(self, filled: int, status: Status = "recording") -> None:
         """Have the block that ends with the last row written and committed."""
         number = (self.rows - 1) // self.layout.block_rows
-        buffer = self._blocks[number % BLOCKS]
+        buffer = self._blocks[number % self.layout.buffers]
         block = {name: array[:filled] for name, array in buffer.items()}
         self._pending.append(self._pipeline.submit(number, block, (self.rows, status)))
 

@@ -27,12 +27,16 @@ def test_gatsby_and_wordybird_get_the_blocks_that_the_format_names() -> None:
     hidden=st.integers(1, 1024),
     memory=st.integers(1 << 10, 1 << 31),
     rows=st.none() | st.integers(1, 64),
+    buffers=st.integers(1, 2),
 )
-def test_a_plan_keeps_its_promises(tokens: int, hidden: int, memory: int, rows: int | None) -> None:
+def test_a_plan_keeps_its_promises(
+    tokens: int, hidden: int, memory: int, rows: int | None, buffers: int
+) -> None:
+    sizes = {"tokens": tokens, "hidden": hidden, "buffers": buffers}
     try:
-        layout = plan(EVERYTHING, tokens=tokens, hidden=hidden, memory=memory, block_rows=rows)
+        layout = plan(EVERYTHING, memory=memory, block_rows=rows, **sizes)
     except InvalidArgument:
-        least = plan(EVERYTHING, tokens=tokens, hidden=hidden, memory=1 << 60, block_rows=rows or 8)
+        least = plan(EVERYTHING, memory=1 << 60, block_rows=rows or 8, **sizes)
         assert least.memory > memory
         return
     assert layout.memory <= memory

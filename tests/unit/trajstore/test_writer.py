@@ -203,6 +203,45 @@ def test_next_row_needs_no_copy(tmp_path: Path) -> None:
     assert (ds.W.values[4].view("u4") == row(4)["W"].astype("u4") << 16).all()
 
 
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_next_rows_end_with_the_block(tmp_path: Path, buffers: int) -> None:
+    with create(tmp_path / "run.zarr", buffers=buffers) as run:  # 4 rows a block
+        assert run.layout.buffers == buffers
+        got = []
+        while run.rows < 11:
+            places = run.next_rows(min(3, 11 - run.rows))
+            count = len(places["W"])
+            steps = range(run.rows, run.rows + count)
+            for at, step in enumerate(steps):
+                places["W"][at] = row(step)["W"]
+                places["loss"][at] = np.float32(step).view("u4")
+            run.commit_rows(steps)
+            got.append(count)
+        assert got == [3, 1, 3, 1, 3]
+    ds = xr.open_zarr(run.path)
+    assert ds.step.values.tolist() == ds.loss.values.tolist() == list(range(11))
+    for step in range(11):
+        assert (ds.W.values[step].view("u4") == row(step)["W"].astype("u4") << 16).all()
+
+
+def test_rows_that_cannot_be_committed_are_refused(tmp_path: Path) -> None:
+    with create(tmp_path / "run.zarr") as run:
+        run.next_rows(4)
+        with pytest.raises(InvalidArgument, match="got step 3 after step 5"):
+            run.commit_rows([1, 5, 3])
+        with pytest.raises(InvalidArgument, match="got 5 rows where 4 are left of the block"):
+            run.commit_rows(range(5))
+        assert run.rows == 0
+
+
+def test_one_buffer_is_written_before_it_is_filled_again(tmp_path: Path) -> None:
+    with create(tmp_path / "run.zarr", buffers=1) as run:
+        for step in range(12):
+            run.append(**row(step))
+            assert run.committed_rows >= (step // 4) * 4
+    assert xr.open_zarr(run.path).sizes["step"] == 12
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
