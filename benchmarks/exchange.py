@@ -1,11 +1,11 @@
 """Export against mere decoding, and import against mere recording, at Wordybird's size.
 
-    python benchmarks/exchange.py [--store RUN.zarr] [--rows 201] [--tokens 50257] [--folder DIR]
+    python benchmarks/exchange.py [--store RUN.zarr] [--rounds 3] [--rows 201] [--folder DIR]
 
 Takes a recorded run, or makes one of that size (5 GB of values for 201 rows, about 12 GB of disk in
 all) whose values imitate a training: weights that move less and less, gradients of which half are
 tiny, moments that follow from them. Prints for each way the ratio of speeds and the peak memory of
-its process. Every measurement is a process of its own, and the median of three.
+its process. Every measurement is a process of its own; in each round there is one of each.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import machine, resident, save, table
+from measure import back_memory, machine, resident, save, table
 
 VARIABLES = {
     "W": "bfloat16",
@@ -33,6 +34,13 @@ VARIABLES = {
     "loss": "float32",
 }
 HIDDEN = 64
+EXPORTS: dict[str, dict[str, Any]] = {
+    "native": {},
+    "15.1a": {"layout": "15.1a"},
+    "hdf5": {"format": "hdf5"},
+    "zarr": {"format": "zarr"},
+}
+MEMORY = 8 << 30  # of a result in the page cache, and of whoever writes it
 
 
 def rows_of_training(rows: int, tokens: int) -> Iterator[dict[str, np.ndarray]]:
@@ -156,17 +164,6 @@ def measured(call: str) -> dict[str, float]:
     return facts
 
 
-def median(call: str, before: str | None = None) -> dict[str, float]:
-    """The middle one of three measurements; what they make is removed before the next."""
-    several = []
-    for _ in range(3):
-        if before is not None:
-            subprocess.run(["rm", "-rf", before], check=True)
-        several.append(measured(call))
-    several.sort(key=lambda facts: facts["seconds"])
-    return several[1] | {"peak": max(facts["peak"] for facts in several)}
-
-
 def report(call: str) -> None:
     """Evaluate a call and print what it took."""
     seconds = eval(call)
@@ -180,6 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=201)
     parser.add_argument("--tokens", type=int, default=50_257)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--store", type=Path, help="a recorded run instead of an imitation")
     arguments = parser.parse_args()
@@ -193,27 +191,39 @@ def main() -> None:
 
         if not arguments.store:
             measured(f"record({path(run)}, {rows}, {tokens})")
-        results: dict[str, dict[str, float]] = {"decode": median(f"decode({path(run)})")}
-        for name, options in {
-            "export native": {},
-            "export 15.1a": {"layout": "15.1a"},
-            "export hdf5": {"format": "hdf5"},
-            "export zarr": {"format": "zarr"},
-        }.items():
-            file, back = folder / "file", folder / "back.zarr"
-            out = f"go_out({path(run)}, {path(file)}, {options!r})"
-            results[name] = median(out, str(file))
-            if "zarr" not in name:
-                into = f"come_in({path(file)}, {path(back)})"
-                results[name.replace("export", "import")] = median(into, str(back))
-            subprocess.run(["rm", "-rf", file, back], check=True)
-        results["ingest"] = median(f"ingest({path(other)}, {rows}, {tokens})", str(other))
+        file, back = folder / "file", folder / "back.zarr"
+        several: dict[str, list[dict[str, float]]] = {}
+
+        def measure(name: str, call: str, *made: Path) -> None:
+            subprocess.run(["rm", "-rf", *made], check=True)
+            back_memory(MEMORY)
+            several.setdefault(name, []).append(measured(call))
+
+        for _ in range(arguments.rounds):
+            measure("decode", f"decode({path(run)})")
+            for name, options in EXPORTS.items():
+                measure(f"export {name}", f"go_out({path(run)}, {path(file)}, {options!r})", file)
+                if name != "zarr":
+                    measure(f"import {name}", f"come_in({path(file)}, {path(back)})", back)
+                subprocess.run(["rm", "-rf", file, back], check=True)
+            measure("ingest", f"ingest({path(other)}, {rows}, {tokens})", other)
+    results = {
+        name: {
+            "seconds": statistics.median(facts["seconds"] for facts in rounds),
+            "cpu": statistics.median(facts["cpu"] for facts in rounds),
+            "peak": max(facts["peak"] for facts in rounds),
+        }
+        for name, rounds in several.items()
+    }
     native = rows * tokens * (4 * HIDDEN + 1) * 2 / 1e6
     lines = []
     for name, facts in results.items():
         base = "decode" if name.startswith(("decode", "export")) else "ingest"
         facts["MB/s"] = native / facts["seconds"]
-        facts["ratio"] = results[base]["seconds"] / facts["seconds"]
+        facts["ratio"] = statistics.median(
+            beside["seconds"] / one["seconds"]
+            for beside, one in zip(several[base], several[name], strict=True)
+        )
         lines.append(
             [
                 name,

@@ -160,7 +160,7 @@ def list_then_save(rows: Rows) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=48, help="of the fast contenders")
+    parser.add_argument("--rows", type=int, default=160, help="of the fast contenders")
     parser.add_argument("--first", type=int, default=40, help="row of the history to begin with")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="without the slow contenders")
@@ -197,7 +197,10 @@ def main() -> None:
         return run
 
     facts = machine()
-    results = alternate({name: contender(f, many) for name, f in fast.items()}, options.rounds)
+    size = sum(array.nbytes for array in many.values())
+    results = alternate(
+        {name: contender(f, many) for name, f in fast.items()}, options.rounds, memory=size
+    )
     if not options.quick:
         results |= alternate({name: contender(f, few) for name, f in slow.items()}, 2)
     base = results["h5py uint16, uncompressed"].rate
