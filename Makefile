@@ -25,6 +25,11 @@ test: .venv  ## Run the tests
 flips: .venv  ## Flip 300 random bits in the files of runs; each must be found, or harmless
 	TRAJSTORE_FLIPS=300 $(BIN)/python -m pytest -q tests/unit/trajstore/test_flips.py
 
+.PHONY: fuzz
+fuzz: .venv  ## Import 100,000 damaged files; each is an error or a run, within the memory of its size
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
+	TRAJSTORE_FUZZ=100000 $(BIN)/python -m pytest -q -n auto tests/property/test_exchange_fuzz.py
+
 .PHONY: check
 check: .venv  ## Lint, check types and imports; change nothing
 	$(BIN)/ruff check .
@@ -44,4 +49,6 @@ crash: .venv  ## Kill writers and trainings 200 times and more, with readers loo
 .PHONY: bench
 bench: .venv  ## Measure against what people use today; the first time it records for minutes
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
-	for name in ingest read memory verify overhead stress; do $(BIN)/python benchmarks/$$name.py || exit 1; done
+	for name in ingest size read memory verify overhead stress analysis exchange; do \
+		$(BIN)/python benchmarks/$$name.py || exit 1; \
+	done

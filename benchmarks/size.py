@@ -1,6 +1,6 @@
 """Bytes on disk of whole runs, against the notebooks' files of the same steps.
 
-python benchmarks/size.py RUN.zarr …
+python benchmarks/size.py [RUN.zarr …], by default the 200 steps of Wordybird that others read
 
 The notebooks write every tensor of every step in its native type into one safetensors file; its
 size follows from the shapes, and was 1,316 MB for 10,000 steps of Lil Gatsby and 5.19 GB for 200 of
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 
-from measure import machine, save, table
+from measure import cache, machine, save, table
 
 from trajstore.information import information
 
@@ -19,7 +19,7 @@ from trajstore.information import information
 def main() -> None:
     """Print a table of arrays, for each run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("run", nargs="+")
+    parser.add_argument("run", nargs="*", default=[str(cache() / "wordybird-200" / "run.zarr")])
     rows: list[list[str]] = []
     results = {"machine": machine()}
     for path in parser.parse_args().run:
