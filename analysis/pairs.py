@@ -1,7 +1,8 @@
 """One pass over a block of rows for everything that is asked about the way between rows.
 
-The block is walked in tiles that stay in the processor's cache; the bits of each tile are compared
-once, and only the vectors that moved are measured. NumPy only, no dask.
+The block is walked in tiles that stay in the processor's cache. Regimes of 16-bit types are told of
+all vectors at once; everything else is measured of the vectors whose bits changed. NumPy only, no
+dask.
 """
 
 from __future__ import annotations
@@ -120,14 +121,15 @@ def _measure_tile(
 ) -> None:
     if "regime" in measures:
         out["regime"] = _regime(earlier, later, native)
-    if "moved" in measures:
-        if "regime" in measures:  # which knows already
+        if "moved" in measures:
             out["moved"] = out["regime"] != REGIMES.index("frozen")
-        else:
-            out["moved"] = _moved(earlier, later)
-    if all(measure in ("moved", "regime") for measure in measures):
-        return
+        if all(measure in ("moved", "regime") for measure in measures):
+            return
     changed = _changed(earlier, later)
+    if "moved" in measures and "regime" not in measures:
+        out["moved"] = _moved(earlier, later, changed)
+        if len(measures) == 1:
+            return
     if "step_norm" in measures and not (np.isfinite(earlier).all() and np.isfinite(later).all()):
         # Where an infinity or NaN stays, no bit changes, and yet the length of its way is NaN.
         changed = np.ones_like(changed)
@@ -172,13 +174,13 @@ def _changed(earlier: Array, later: Array) -> npt.NDArray[np.bool_]:
     return _any(before != after)
 
 
-def _moved(earlier: Array, later: Array) -> npt.NDArray[np.bool_]:
-    """Whether each vector differs; −0.0 and +0.0 are the same point."""
-    changed = _changed(earlier, later)
+def _moved(earlier: Array, later: Array, changed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Which of the vectors that changed differ in more than the sign of a zero."""
     if _holds_negative_zero(earlier) or _holds_negative_zero(later):
         at = np.nonzero(changed)
         before, after = unsigned_view(earlier)[at], unsigned_view(later)[at]
         magnitude = ~before.dtype.type(1 << (8 * before.itemsize - 1))
+        changed = changed.copy()
         changed[at] = ((before != after) & (((before | after) & magnitude) != 0)).any(-1)
     return changed
 
@@ -218,7 +220,8 @@ def _regime_of_short_hops(
 
     A hop of at most √hidden spacings, at most 64, ends no lower than a binade below its start: it
     is a multiple of half a spacing, and float32 holds it, its square and the sums of both exactly.
-    A longer hop makes a jump, however its square is rounded.
+    A longer hop makes a jump, however its square is rounded. That holds of values of the native
+    type, and not of others that merely claim it.
 
     Returns
     -------

@@ -127,11 +127,16 @@ def _with_every_step(array: xr.DataArray, history: History) -> xr.DataArray:
     if "step" not in array.dims or array.sizes["step"] == history.rows:
         return array
     absent = {"f": np.nan, "i": -1, "b": False}[array.dtype.kind]
-    missing = history.rows - array.sizes["step"]
-    padded: xr.DataArray = array.pad(
-        step=(missing, 0), mode="constant", constant_values=absent
-    ).astype(array.dtype)
     attrs: dict[str, Any] = dict(array.attrs)
+    if not array.sizes["step"]:  # which cannot be padded
+        shape = [history.rows if dim == "step" else array.sizes[dim] for dim in array.dims]
+        kept = {name: values for name, values in array.coords.items() if "step" not in values.dims}
+        padded = xr.DataArray(np.full(shape, absent, array.dtype), dims=array.dims, coords=kept)
+    else:
+        missing = history.rows - array.sizes["step"]
+        padded = array.pad(step=(missing, 0), mode="constant", constant_values=absent).astype(
+            array.dtype
+        )
     return padded.assign_coords(step=history.ds["step"]).assign_attrs(attrs)
 
 

@@ -99,15 +99,18 @@ def build_seams(history: History, window: int = 10, threshold: float = 8.0) -> x
         output_dtypes=[np.float64],
         keep_attrs=False,
     ).chunk({"step": -1})
-    score = xr.apply_ufunc(
-        _scores,
-        mean,
-        kwargs={"window": window},
-        input_core_dims=[["step"]],
-        output_core_dims=[["step"]],
-        dask="parallelized",
-        output_dtypes=[np.float64],
-    )
+    if not mean.sizes["step"]:  # of a single row: dask has no functions of nothing
+        score = mean
+    else:
+        score = xr.apply_ufunc(
+            _scores,
+            mean,
+            kwargs={"window": window},
+            input_core_dims=[["step"]],
+            output_core_dims=[["step"]],
+            dask="parallelized",
+            output_dtypes=[np.float64],
+        )
     return xr.Dataset(
         {
             "mean_speed": mean.assign_attrs(

@@ -40,7 +40,6 @@ EXPORTS: dict[str, dict[str, Any]] = {
     "hdf5": {"format": "hdf5"},
     "zarr": {"format": "zarr"},
 }
-MEMORY = 8 << 30  # of a result in the page cache, and of whoever writes it
 
 
 def rows_of_training(rows: int, tokens: int) -> Iterator[dict[str, np.ndarray]]:
@@ -196,7 +195,8 @@ def main() -> None:
 
         def measure(name: str, call: str, *made: Path) -> None:
             subprocess.run(["rm", "-rf", *made], check=True)
-            back_memory(MEMORY)
+            # Of a result in the page cache, and of whoever writes it.
+            back_memory(rows * tokens * HIDDEN * 4 * 2 + (1 << 30))
             several.setdefault(name, []).append(measured(call))
 
         for _ in range(arguments.rounds):

@@ -79,6 +79,8 @@ def record(
         If there is no run to go on with.
     NothingToResume
         If the run cannot go on.
+    InvalidArgument
+        If the text or the tokenizer cannot be read.
     CorpusError
         If the text cannot be trained on, or is not that of the run that goes on; nothing has been
         made.

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trajstore.errors import CorpusError
+from trajstore.errors import CorpusError, InvalidArgument
 
 __all__ = ["ASCII_SIZE", "AsciiTokenizer", "FileTokenizer", "Tokenizer"]
 
@@ -60,14 +60,16 @@ class FileTokenizer:
 
     Raises
     ------
+    InvalidArgument
+        If there is nothing at `path`.
     CorpusError
-        If there is no tokenizer at `path`.
+        If it is no tokenizer.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         path = Path(path)
         if not path.exists():
-            raise CorpusError(
+            raise InvalidArgument(
                 f"there is no tokenizer at {path}; give a folder or a tokenizer.json, or run: "
                 "trajstore fetch gpt2"
             )

@@ -231,7 +231,7 @@ def _fill(run: RunWriter, content: Content, on_progress: Progress | None) -> Non
         stop = start + len(next(iter(places.values())))
         for name, place in places.items():
             place[...] = _rows(held[name], content, start, stop)
-        run.commit_rows(content.steps[start:stop].tolist())
+        run.commit_rows(content.steps[start:stop])
         if on_progress is not None:
             on_progress(row * stop, total)
         start = stop

@@ -172,6 +172,8 @@ def plan(
     for name, length in (("token", tokens), ("hidden", hidden)):
         if length < 1:
             raise InvalidArgument(f"{name} has length {length}, expected at least 1")
+    if buffers < 1:
+        raise InvalidArgument(f"a writer holds {buffers} blocks, expected at least 1")
     if block_rows is not None and block_rows < 1:
         raise InvalidArgument(f"a block has {block_rows} rows, expected at least 1")
     threads = threads or default_threads()

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
+from trajstore.layout import parse_bytes
 from trajstore.parts import Progress, in_parallel, series_tensor
 from trajstore.selection import Selection
 from trajstore.source import Series, Source, Tile
@@ -33,9 +35,9 @@ def write_zarr(
 ) -> None:
     """Write a selection as a new run.
 
-    What is read goes straight into the buffer of the writer, a block of it at a time. Where that is
-    less than a block of the source, chunks of the source are decoded more than once, and memory
-    stays flat.
+    What is read goes straight into the buffer of the writer, a block of it at a time; where the new
+    blocks are smaller, a block of the source is held between. Where `memory` does not hold a block
+    of the source, its chunks are decoded more than once, and memory stays flat.
 
     Parameters
     ----------
@@ -85,15 +87,40 @@ def write_zarr(
         attributes=kept,
         **coordinates,
     ) as run:
+        # Where the new blocks are smaller, rows of a whole old block are held between the two, as
+        # many as what is left of the memory holds.
+        block = max(series.tile[0] for series in source.series.values())
+        held = min(block, (parse_bytes(memory) - run.layout.memory) // row, len(steps))
+        values = {
+            name: np.empty((held, *tensor.shape[1:]), source.series[name].native.bits)
+            for name, tensor in tensors.items()
+            if held > run.layout.block_rows
+        }
         start = 0
         while start < len(steps):
-            places = run.next_rows(len(steps) - start)
-            stop = start + len(next(iter(places.values())))
-            _read(source, selection, selection.rows[start:stop], places)
-            run.commit_rows(steps[start:stop].tolist())
+            if values:
+                stop = min(start + held, len(steps))
+                _read(source, selection, selection.rows[start:stop], values)
+                _append(run, steps[start:stop], values)
+            else:
+                places = run.next_rows(len(steps) - start)
+                stop = start + len(next(iter(places.values())))
+                _read(source, selection, selection.rows[start:stop], places)
+                run.commit_rows(steps[start:stop])
             start = stop
             if on_progress is not None:
                 on_progress(row * start, row * len(steps))
+
+
+def _append(run: RunWriter, steps: Array, values: dict[str, Array]) -> None:
+    at = 0
+    while at < len(steps):
+        places = run.next_rows(len(steps) - at)
+        stop = at + len(next(iter(places.values())))
+        for name, place in places.items():
+            place[...] = values[name][at:stop]
+        run.commit_rows(steps[at:stop])
+        at = stop
 
 
 def _read(source: Source, selection: Selection, rows: Array, places: dict[str, Array]) -> None:

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,12 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
     -------
     dict
         Per variable: ``sizes``, ``units``, ``nan`` (how many), and ``min``, ``mean`` and ``max``
-        of the others.
+        of the others; NaN if there is none.
     """
     lazy = {
         (name, fact): value
         for name, array in result.data_vars.items()
+        if array.size
         for fact, value in (
             ("min", array.min()),
             ("mean", array.astype(np.float64).mean()),
@@ -76,7 +78,10 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
         str(name): {
             "sizes": {str(dim): size for dim, size in array.sizes.items()},
             "units": str(array.attrs.get("units", "")),
-            **{fact: values[name, fact].item() for fact in ("min", "mean", "max", "nan")},
+            **{
+                fact: values[name, fact].item() if array.size else absent
+                for fact, absent in (("min", nan), ("mean", nan), ("max", nan), ("nan", 0))
+            },
         }
         for name, array in result.data_vars.items()
     }

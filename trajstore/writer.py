@@ -89,6 +89,7 @@ class RunWriter:
         self._lock = lock
         self._fsync = fsync
         self._last_step = -1
+        self._given = 0  # rows whose places are with the caller
         self._status: Status = "recording"
         self._pipeline = Pipeline(path, layout, self._commit, fsync=fsync)
         self._pending: deque[Future[None]] = deque()
@@ -248,7 +249,7 @@ class RunWriter:
         attributes : mapping, optional
             Attributes of the root that take the place of those it has, such as ``config``.
         memory, threads, fsync
-            As for `create`. The blocks stay as large as they are.
+            As for `create`. The blocks stay as large as they are, and `memory` holds two of them.
 
         Raises
         ------
@@ -304,6 +305,11 @@ class RunWriter:
     def next_rows(self, most: int) -> dict[str, npt.NDArray[Any]]:
         """Places of the next rows' values: so many, or as many as are left of the block.
 
+        Parameters
+        ----------
+        most : int
+            At least 1.
+
         Returns
         -------
         dict of str to ndarray, (row, …)
@@ -313,8 +319,9 @@ class RunWriter:
         at = self.rows % self.layout.block_rows
         if at == 0:
             self._make_room()
+        self._given = min(most, self.layout.block_rows - at)
         block = self._block()
-        return {name: block[name][at : at + most] for name in block if name != STEP.name}
+        return {name: block[name][at : at + self._given] for name in block if name != STEP.name}
 
     def commit_row(self, step: int) -> None:
         """Take the row that `next_row` gave out, every variable filled, as the state after `step`.
@@ -326,7 +333,7 @@ class RunWriter:
         """
         self.commit_rows([step])
 
-    def commit_rows(self, steps: Sequence[int]) -> None:
+    def commit_rows(self, steps: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
         """Take rows that `next_rows` gave out, the first of them or all, as those after `steps`.
 
         Raises
@@ -335,21 +342,20 @@ class RunWriter:
             If a step does not come after the one before, or there are more than were given out.
         """
         self._check_open()
+        if len(steps) > self._given:
+            raise InvalidArgument(f"got {len(steps)} rows where {self._given} were given out")
         last = self._last_step
         for step in steps:
             if step <= last:
                 raise InvalidArgument(f"got step {step} after step {last}; steps must increase")
-            last = step
+            last = int(step)
         at = self.rows % self.layout.block_rows
-        if at + len(steps) > self.layout.block_rows:
-            raise InvalidArgument(
-                f"got {len(steps)} rows where {self.layout.block_rows - at} are left of the block"
-            )
         self._block()[STEP.name][at : at + len(steps)] = steps
         self._last_step = last
+        self._given = 0
         self.rows += len(steps)
         self.bytes_recorded += self._row_bytes * len(steps)
-        if steps and self.rows % self.layout.block_rows == 0:
+        if len(steps) and self.rows % self.layout.block_rows == 0:
             self._hand_over(self.layout.block_rows)
 
     def append(self, step: int, **values: Any) -> None:

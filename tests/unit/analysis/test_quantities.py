@@ -13,6 +13,7 @@ import xarray as xr
 import analysis
 from analysis.quantities import QUANTITIES
 from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.results import describe
 
 ADAM = {
     "class": "torch.optim.adamw.AdamW",
@@ -163,3 +164,16 @@ def test_every_quantity_is_a_function_and_a_method(run):
         assert name in analysis.__all__
         method = getattr(run.traj, name)()
         assert method.identical(getattr(analysis, name)(run))
+
+
+@pytest.mark.parametrize("name", QUANTITIES)
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_single_row_has_no_motion_and_is_no_accident(name, lazy, run):
+    one = run.isel(step=[0])
+    one = one.chunk() if lazy else one
+    result = analysis.compute(one, [name]).compute()
+    for array in result.data_vars.values():
+        if "step" in array.dims:
+            assert array.sizes["step"] == 1
+    described = describe(analysis.answer(one, [name]))
+    assert described.keys() == set(map(str, analysis.answer(one, [name])))

@@ -109,7 +109,7 @@ def test_what_was_fetched_is_used(tmp_path: Path, empty_cache: Path) -> None:
 def test_bad_texts_are_said(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     gatsby = preset("gatsby")
-    with pytest.raises(CorpusError, match="cannot read the corpus"):
+    with pytest.raises(InvalidArgument, match="cannot read the corpus"):
         load_corpus(gatsby, corpus=text)
     text.write_bytes(b"")
     with pytest.raises(CorpusError, match="is empty"):
@@ -124,7 +124,7 @@ def test_bad_texts_are_said(tmp_path: Path) -> None:
     tokenizer = words(tmp_path / "tokenizer.json", ["?", "the"])
     with pytest.raises(CorpusError, match="not UTF-8"):
         load_corpus(bird(vocab_size=2), corpus=text, tokenizer=tokenizer)
-    with pytest.raises(CorpusError, match="there is no tokenizer at"):
+    with pytest.raises(InvalidArgument, match="there is no tokenizer at"):
         load_corpus(gatsby, tokenizer=tmp_path / "nowhere")
     broken = tmp_path / "broken.json"
     broken.write_text("{}")

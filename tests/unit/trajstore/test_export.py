@@ -17,6 +17,7 @@ from safetensors import safe_open
 import trajstore
 from trajstore import safetensors
 from trajstore.errors import InvalidArgument, RunExists, RunNotFound, VariableNotRecorded
+from trajstore.layout import plan
 
 SmallRun = tuple[Path, dict[str, np.ndarray]]
 
@@ -85,6 +86,29 @@ def test_another_chunking_is_read_without_trajstore(small_run: SmallRun, tmp_pat
     )
     assert read.returncode == 0, read.stderr
     assert read.stdout.strip() == "{'step': 11, 'token': 10, 'hidden': 6}"
+
+
+@pytest.mark.parametrize("block_rows", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("spare_rows", [0, 2, 100])
+def test_blocks_of_any_size_within_any_memory(
+    small_run: SmallRun, tmp_path: Path, block_rows: int, spare_rows: int
+) -> None:
+    path, _ = small_run
+    variables = {"W": "bfloat16", "grad": "float16", "logits": "bfloat16", "loss": "float32"}
+    sizes = {"tokens": 10, "hidden": 6, "block_rows": block_rows, "buffers": 1}
+    layout = plan(variables, encoding="portable", **sizes)  # type: ignore[arg-type]
+    row = sum(array.row_bytes for array in layout.arrays.values())
+    out = tmp_path / "out.zarr"
+    trajstore.export(
+        path,
+        out,
+        format="zarr",
+        block_rows=block_rows,
+        memory=layout.memory + spare_rows * row,
+        overwrite=False,
+    )
+    assert_same_run(path, out)
+    assert trajstore.open_run(out).attrs["block_rows"] == block_rows
 
 
 def test_a_run_is_rechunked_in_place(small_run: SmallRun, tmp_path: Path) -> None:

@@ -229,9 +229,31 @@ def test_rows_that_cannot_be_committed_are_refused(tmp_path: Path) -> None:
         run.next_rows(4)
         with pytest.raises(InvalidArgument, match="got step 3 after step 5"):
             run.commit_rows([1, 5, 3])
-        with pytest.raises(InvalidArgument, match="got 5 rows where 4 are left of the block"):
+        with pytest.raises(InvalidArgument, match="got 5 rows where 4 were given out"):
             run.commit_rows(range(5))
+        run.next_rows(1)
+        with pytest.raises(InvalidArgument, match="got 2 rows where 1 were given out"):
+            run.commit_rows(range(2))
         assert run.rows == 0
+
+
+@pytest.mark.parametrize("block_rows", [1, 4])
+def test_steps_may_be_an_array(tmp_path: Path, block_rows: int) -> None:
+    with create(tmp_path / "run.zarr", block_rows=block_rows) as run:
+        for first in range(0, 8, block_rows):
+            places = run.next_rows(block_rows)
+            steps = np.arange(first, first + block_rows)
+            places["W"][...] = 0
+            places["loss"][...] = steps.astype("f4").view("u4")
+            run.commit_rows(steps)
+    ds = xr.open_zarr(run.path)
+    assert ds.step.values.tolist() == ds.loss.values.tolist() == list(range(8))
+
+
+def test_a_writer_needs_a_buffer(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="holds 0 blocks, expected at least 1"):
+        create(tmp_path / "run.zarr", buffers=0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_buffer_is_written_before_it_is_filled_again(tmp_path: Path) -> None:
