@@ -9,11 +9,16 @@ safetensors file at the end. Timed are the steps after the first one, which buil
 use; the wait for the last block, or the save, is in. The table shows the ratio of the wall times to
 the training alone, that of the processor times (which counts the encoding too, and feels less of
 whatever else the machine does), and how much more memory the process held at its peak.
+
+On a machine that varies by more than recording costs, rounds tell little. So before them, each
+preset is trained once with a row at every other step, and the steps with a row are compared with
+the ones between. Encoding goes on beside both.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -27,6 +32,7 @@ from measure import machine, resident, save, table
 
 STEPS = {"gatsby": 1_000, "wordybird-1": 40}
 KINDS = ("without", "trajstore", "list")
+ALTERNATING = "every other step"
 
 
 def list_recorder(file: Path) -> Any:
@@ -82,6 +88,8 @@ def train_once(arguments: argparse.Namespace) -> dict[str, float]:
     )
     text = load_corpus(config, corpus=arguments.corpus, tokenizer=arguments.tokenizer)
     training = build_training(config, text)
+    if arguments.kind == ALTERNATING:
+        return alternating(training, arguments.memory)
     if training.config.training.loop != "trainer":
         raise SystemExit("this benchmark is of the Trainer's presets")
     started = processor = 0.0
@@ -110,6 +118,30 @@ def train_once(arguments: argparse.Namespace) -> dict[str, float]:
     }
 
 
+def alternating(training: Any, memory: str) -> dict[str, float]:
+    """Train with a row at every other step: seconds of the steps with a row and of the others."""
+    from transformers import TrainerCallback
+
+    from trainers.callback import TrajectoryCallback
+
+    begun: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            begun.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = TrajectoryCallback(Path(folder) / "run.zarr", memory=memory, every=2)
+        training.run([Clock(), run])
+    seconds = [after - before for before, after in itertools.pairwise(begun)]
+    warm = len(seconds) // 10
+    between, rows = (  # seconds[0] is step 1, which has no row
+        [seconds[step] for step in range(start, len(seconds), 2) if step >= warm]
+        for start in (0, 1)
+    )
+    return {"rows": statistics.median(rows), "between": statistics.median(between)}
+
+
 def measure(arguments: argparse.Namespace, preset: str, kind: str) -> dict[str, float]:
     """Train in a process of its own."""
     command = [sys.executable, __file__, "--kind", kind, "--preset", preset]
@@ -134,13 +166,20 @@ def main() -> None:
     parser.add_argument("--corpus", help="for Wordybird")
     parser.add_argument("--tokenizer")
     parser.add_argument("--memory", default="1GiB")
-    parser.add_argument("--kind", choices=KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--kind", choices=(*KINDS, ALTERNATING), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.kind:
         print(json.dumps(train_once(arguments)))
         return
     rows: list[list[str]] = []
     results: dict[str, Any] = {"machine": machine()}
+    steps = []
+    for preset in arguments.preset:
+        timed = measure(arguments, preset, ALTERNATING)
+        results[f"{preset}, {ALTERNATING}"] = timed
+        ratio = timed["rows"] / timed["between"]
+        steps.append([preset, *(f"{timed[kind] * 1e3:.1f}" for kind in timed), f"{ratio:.3f}"])
+        print(*steps[-1], sep="  ", flush=True)
     for preset in arguments.preset:
         rounds = []
         for number in range(arguments.rounds):
@@ -150,6 +189,8 @@ def main() -> None:
             rounds.append(timed)
             rows.append(_row(preset, str(number + 1), timed))
             print(*rows[-1], sep="  ", flush=True)
+        if not rounds:
+            continue
         middle = {
             kind: {
                 key: statistics.median(timed[kind][key] for timed in rounds)
@@ -161,7 +202,10 @@ def main() -> None:
         results[preset] = {"rounds": rounds, "median": middle}
     columns = ["preset", "round", "without", "trajstore", "ratio", "processor", "more memory"]
     columns += ["list", "ratio", "processor", "more memory"]
-    save("overhead", table("Training with and without recording", columns, rows), results)
+    text = table("Steps of one training", ["preset", "ms with a row", "without", "ratio"], steps)
+    if rows:
+        text += table("Training with and without recording", columns, rows)
+    save("overhead", text, results)
 
 
 def _row(preset: str, number: str, timed: dict[str, dict[str, float]]) -> list[str]:
