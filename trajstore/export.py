@@ -98,7 +98,7 @@ def export(
     encoding : str, default 'portable'
         Of ``zarr``.
     memory : int or str, default 320 MiB
-        For all buffers of ``zarr``. The other formats need a few tiles of 16 MiB.
+        For the buffer of ``zarr``. The other formats need a few tiles of 16 MiB.
     overwrite : bool
         Replace a file, or a run, that is there.
     on_progress : callable, optional

@@ -1,6 +1,6 @@
 """Files that people already have, as runs: safetensors in the notebooks' layouts, and HDF5.
 
-A few rows at a time go from the file into the buffers of a writer; no tensor is ever in memory as
+A few rows at a time go from the file into the buffer of a writer; no tensor is ever in memory as
 a whole. Nothing is invented: what a file does not tell is absent, and what was understood
 differently from what is written there is said.
 """
@@ -101,7 +101,7 @@ def import_file(
     block_rows : int, optional
         Rows of a block; planned from `memory` without it.
     memory : int or str, default 320 MiB
-        For the buffers of the writer.
+        For the buffer of the writer.
     overwrite : bool
         Replace a run that is there.
     on_progress : callable, optional
@@ -225,16 +225,11 @@ def _fill(run: RunWriter, content: Content, on_progress: Progress | None) -> Non
     total = row * len(content.steps)
     held = {one.variable: one for one in content.held}
     batch = max(1, _BATCH // max(sum(one.row_bytes for one in content.held), 1))
-    start = 0
-    while start < len(content.steps):
-        places = run.next_rows(min(batch, len(content.steps) - start))
-        stop = start + len(next(iter(places.values())))
+    for at, places in run.stretches(content.steps, batch):
         for name, place in places.items():
-            place[...] = _rows(held[name], content, start, stop)
-        run.commit_rows(content.steps[start:stop])
+            place[...] = _rows(held[name], content, at.start, at.stop)
         if on_progress is not None:
-            on_progress(row * stop, total)
-        start = stop
+            on_progress(row * at.stop, total)
 
 
 def _rows(held: Held, content: Content, start: int, stop: int) -> Array:

@@ -48,7 +48,7 @@ def write_zarr(
     block_rows : int, optional
     encoding : str
     memory : int or str
-        For all buffers.
+        For the buffer of the writer, and what is held between.
     on_progress : callable, optional
 
     Raises
@@ -96,31 +96,21 @@ def write_zarr(
             for name, tensor in tensors.items()
             if held > run.layout.block_rows
         }
-        start = 0
-        while start < len(steps):
-            if values:
-                stop = min(start + held, len(steps))
-                _read(source, selection, selection.rows[start:stop], values)
-                _append(run, steps[start:stop], values)
-            else:
-                places = run.next_rows(len(steps) - start)
-                stop = start + len(next(iter(places.values())))
-                _read(source, selection, selection.rows[start:stop], places)
-                run.commit_rows(steps[start:stop])
-            start = stop
+        total = row * len(steps)
+        if not values:
+            for at, places in run.stretches(steps):
+                _read(source, selection, selection.rows[at], places)
+                if on_progress is not None:
+                    on_progress(row * at.stop, total)
+            return
+        for start in range(0, len(steps), held):
+            here = slice(start, start + held)
+            _read(source, selection, selection.rows[here], values)
+            for at, places in run.stretches(steps[here]):
+                for name, place in places.items():
+                    place[...] = values[name][at]
             if on_progress is not None:
-                on_progress(row * start, row * len(steps))
-
-
-def _append(run: RunWriter, steps: Array, values: dict[str, Array]) -> None:
-    at = 0
-    while at < len(steps):
-        places = run.next_rows(len(steps) - at)
-        stop = at + len(next(iter(places.values())))
-        for name, place in places.items():
-            place[...] = values[name][at:stop]
-        run.commit_rows(steps[at:stop])
-        at = stop
+                on_progress(min(row * here.stop, total), total)
 
 
 def _read(source: Source, selection: Selection, rows: Array, places: dict[str, Array]) -> None:

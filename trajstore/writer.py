@@ -1,10 +1,10 @@
 """`RunWriter`: rows in, whole blocks out, one atomic commit a block.
 
 The flow of one row: its arrays are copied once, into their place in the block buffer (by `append`,
-or by a caller that fills `next_row` itself). A full block goes to the `Pipeline`, which encodes and
-writes every array's shard behind the caller's back, while the next block is filled; then each
-array's metadata grows; then the root is replaced, which is the commit. Whatever happens in between,
-a reader sees the rows of the last commit and nothing else.
+or by a caller that fills the places itself). A full block goes to the `Pipeline`, which encodes and
+writes every array's shard behind the caller's back, while the next block is filled, if there is a
+buffer for it; then each array's metadata grows; then the root is replaced, which is the commit.
+Whatever happens in between, a reader sees the rows of the last commit and nothing else.
 
 A run that is there is opened for more rows with `resume`. What it holds past its last commit, or
 past the row it is cut to, is not read by anyone; it is written over, and removed at the end.
@@ -17,7 +17,7 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -357,6 +357,32 @@ class RunWriter:
         self.bytes_recorded += self._row_bytes * len(steps)
         if len(steps) and self.rows % self.layout.block_rows == 0:
             self._hand_over(self.layout.block_rows)
+
+    def stretches(
+        self, steps: npt.NDArray[np.integer[Any]], most: int | None = None
+    ) -> Iterator[tuple[slice, dict[str, npt.NDArray[Any]]]]:
+        """Places for the rows of many steps, as many at a time as lie in one block.
+
+        Parameters
+        ----------
+        steps : ndarray of int
+        most : int, optional
+            Rows at a time.
+
+        Yields
+        ------
+        at : slice
+            Of `steps`.
+        places : dict of str to ndarray, (row, …)
+            As from `next_rows`; they are committed when the next ones are asked for.
+        """
+        start = 0
+        while start < len(steps):
+            places = self.next_rows(min(most or len(steps), len(steps) - start))
+            at = slice(start, start + self._given)
+            yield at, places
+            self.commit_rows(steps[at])
+            start = at.stop
 
     def append(self, step: int, **values: Any) -> None:
         """Append one row.
