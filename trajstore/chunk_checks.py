@@ -280,7 +280,7 @@ def _row0(stored: StoredArray, number: int, values: Array) -> Array | None:
         unfold(values[:1], chain.native, row)
         row = row[0, ...]
     else:
-        row = values[..., 0] if chain.kind == "step-last" else values[0, ...]
+        row = values[0, ...]
     window = tuple(
         slice(max(0, length - position * part))
         for position, part, length in zip(at, stored.chunk[1:], stored.shape[1:], strict=True)

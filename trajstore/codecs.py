@@ -27,6 +27,7 @@ from zarr.core.buffer import NDBuffer
 from zarr.dtype import UInt16, UInt32, UInt64
 
 from trajstore.bits import NativeType, narrow, native_type, widen
+from trajstore.scratch import scratch
 
 __all__ = ["DELTA", "DeltaCodec", "fold", "unfold"]
 
@@ -36,8 +37,10 @@ _UNSIGNED: dict[int, Any] = {2: UInt16(), 4: UInt32(), 8: UInt64()}
 
 Bits = npt.NDArray[Any]
 
+_GROUP = 1 << 20  # bytes that one call of NumPy goes over: more calls, more waiting of threads
 
-def fold(bits: Bits, out: Bits, sign: Bits) -> None:
+
+def fold(bits: Bits, out: Bits) -> None:
     """Differences along the first axis, with folded signs.
 
     Row by row, so that what the passes share stays in the processor's cache.
@@ -47,12 +50,10 @@ def fold(bits: Bits, out: Bits, sign: Bits) -> None:
     bits : ndarray of unsigned integers, (step, …)
     out : ndarray, same shape and type
         Receives the result.
-    sign : ndarray, shape of one row, same type
-        Scratch; holds anything, before and after.
     """
     signed = np.dtype(f"i{bits.itemsize}")
     highest = 8 * bits.itemsize - 1
-    sign = sign.view(signed)
+    sign = scratch.array("fold", bits.shape[1:], signed)
     for row in range(len(bits)):
         here = slice(row, row + 1)  # a view also where a row is a single number
         if row:
@@ -66,7 +67,7 @@ def fold(bits: Bits, out: Bits, sign: Bits) -> None:
 
 
 def unfold(folded: Bits, native: NativeType, out: Bits, start: int = 0) -> None:
-    """Inverse of `fold`, and stored form of the bits.
+    """Inverse of `fold`, and stored form of the bits; a few rows at a time.
 
     Parameters
     ----------
@@ -78,22 +79,35 @@ def unfold(folded: Bits, native: NativeType, out: Bits, start: int = 0) -> None:
         Rows that are only added up.
     """
     one = native.bits.type(1)
-    bits = np.zeros((1, *folded.shape[1:]), native.bits)
-    sign, difference = np.empty_like(bits), np.empty_like(bits)
-    for row in range(len(folded)):
-        here = slice(row, row + 1)
-        np.bitwise_and(folded[here], one, out=sign)
+    row = folded.shape[1:]
+    length = min(len(folded), max(1, _GROUP // max(1, folded[:1].nbytes)))
+    last = scratch.array("last", (1, *row), native.bits)
+    last[...] = 0
+    signs = scratch.array("signs", (length, *row), native.bits)
+    sums = scratch.array("sums", (length, *row), native.bits)
+    for first in range(0, len(folded), length):
+        group = folded[first : first + length]
+        sign, bits = signs[: len(group)], sums[: len(group)]
+        np.bitwise_and(group, one, out=sign)
         np.negative(sign, out=sign)  # modulo 2^width: 0 or all ones
-        np.right_shift(folded[here], one, out=difference)
-        np.bitwise_xor(difference, sign, out=difference)
-        np.add(bits, difference, out=bits)
-        if row < start:
-            continue
-        place = out[row - start : row - start + 1]
+        np.right_shift(group, one, out=bits)
+        np.bitwise_xor(bits, sign, out=bits)
+        passed = min(max(start - first, 0), len(group))
+        if passed:
+            last += np.add.reduce(bits[:passed], axis=0, dtype=native.bits)
+            bits = bits[passed:]
+        before = last
+        for at in range(len(bits)):
+            here = bits[at : at + 1]  # a view also where a row is a single number
+            np.add(here, before, out=here)
+            before = here
+        place = out[first + passed - start :][: len(bits)]
         if out.itemsize == native.itemsize:
             np.copyto(place, bits)
         else:
             widen(bits, native, out=place)
+        if before is not last:
+            np.copyto(last, before)
 
 
 @dataclass(frozen=True)
@@ -162,7 +176,7 @@ class DeltaCodec(ArrayArrayCodec):
     def _encode_sync(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> NDBuffer:
         bits = narrow(chunk_array.as_numpy_array(), self.native)
         out = np.empty_like(bits)
-        fold(bits, out, np.empty_like(bits[0, ...]))
+        fold(bits, out)
         return chunk_spec.prototype.nd_buffer.from_numpy_array(out)
 
     def _decode_sync(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> NDBuffer:

@@ -43,15 +43,16 @@ BLOCKS = 2
 CHUNKS_AHEAD = 2
 """Encoded chunks, for each encoding thread, that may wait to be written."""
 
-_COPIES_OF_A_CHUNK = 4  # while it is encoded: two of scratch, two of what it is compressed to
+_COPIES_OF_A_CHUNK = 5  # while it is encoded: three of scratch, two of what it is compressed to
 _MOST_THREADS = 8
 _SMALL_ROW = 1 << 20
 _LARGEST_CHUNK = 8 << 20
 _LARGEST_SHARD = 256 << 20
-_CHUNK = 4 << 20
+_CHUNK = 2 << 20
 _FEWEST_TOKENS = 128
 _MOST_ROWS = 256
 _FEWEST_ROWS = 8
+_ROWS_OF_A_SNAPSHOT = (8, 7, 6, 5, 4)  # that are decoded for one of them, whichever divides a block
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -185,7 +186,13 @@ def plan(
         for entry, native in kinds.values()
     )
     chains = {
-        name: chain(encoding, native, len(entry.dims), small=row_bytes < _SMALL_ROW)
+        name: chain(
+            encoding,
+            native,
+            len(entry.dims),
+            small=row_bytes < _SMALL_ROW,
+            history=name == "W",
+        )
         for name, (entry, native) in kinds.items()
     }
 
@@ -232,11 +239,14 @@ def _array(entry: Variable, lengths: Mapping[str, int], rows: int, coding: Chain
     chunk = shard = (rows, *row)
     if "token" in entry.dims:
         tokens, *rest = row
-        token_bytes = rows * math.prod(rest) * coding.native.stored.itemsize
+        part = rows
+        if coding.token_first:
+            part = next((part for part in _ROWS_OF_A_SNAPSHOT if rows % part == 0), rows)
+        token_bytes = part * math.prod(rest) * coding.native.stored.itemsize
         most = min(tokens, max(_CHUNK // token_bytes, _FEWEST_TOKENS))
         # Even chunks: the last one is short by fewer tokens than there are chunks.
         size = math.ceil(tokens / math.ceil(tokens / most))
-        chunk = (rows, size, *rest)
+        chunk = (part, size, *rest)
         shard = (rows, size * math.ceil(tokens / size), *rest)
     return ArrayLayout(variable=entry, row=row, chunk=chunk, shard=shard, chain=coding)
 

@@ -1,62 +1,96 @@
-"""Opening a run: the Dataset that plain `xr.open_zarr` gives, with chunks that suit whole scans."""
+"""Opening a run: the Dataset that plain `xr.open_zarr` gives, read faster."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import dask.array as da
 import xarray as xr
+from xarray.backends import BackendArray
+from xarray.core import indexing
 
+from trajstore.errors import InvalidArgument
 from trajstore.group import open_group
+from trajstore.layout import default_threads
 from trajstore.schema import VARIABLES
-from trajstore.stored import stored_array
+from trajstore.stored import StoredArray, stored_array
 
 __all__ = ["open_run"]
 
 _LARGEST_TASK = 64 << 20
 
 
-def open_run(path: str | os.PathLike[str]) -> xr.Dataset:
+class _Selections(BackendArray):
+    """A stored array as xarray reads arrays without dask: what a selection needs, when needed."""
+
+    def __init__(self, stored: StoredArray) -> None:
+        self._stored = replace(stored, threads=default_threads())
+        self.shape = stored.shape
+        self.dtype = stored.dtype
+
+    def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
+        return indexing.explicit_indexing_adapter(
+            key, self.shape, indexing.IndexingSupport.OUTER, self._stored.__getitem__
+        )
+
+
+def open_run(
+    path: str | os.PathLike[str], *, chunks: Literal["blocks"] | None = "blocks"
+) -> xr.Dataset:
     """Open a run lazily, also while it is being recorded.
 
     Parameters
     ----------
     path : path-like or str
         A local folder, or an address that fsspec knows (``s3://…``, with the extra ``s3``).
+    chunks : 'blocks' or None
+        With ``'blocks'``, the default, variables are dask arrays, for whatever goes over many
+        steps and tokens. A dask chunk is a block along ``step`` and, where a block is larger than
+        64 MiB, a whole number of inner chunks along ``token``. With None there is no dask: each
+        selection is read when its values are asked for, in all processors, which for one token or
+        one step is several times faster, and for a whole variable takes the memory of it.
 
     Returns
     -------
     Dataset
         Dimensions ``step``, ``token``, ``hidden``; float32 that holds each native value exactly.
-        A dask chunk is a block along ``step`` and, where a block is larger than 64 MiB, a whole
-        number of inner chunks along ``token``.
 
     Raises
     ------
     RunNotFound, FormatError
         See `trajstore.group.open_group`.
+    InvalidArgument
+        If `chunks` is anything else.
 
     Examples
     --------
     >>> ds = open_run("gatsby.zarr")              # doctest: +SKIP
     >>> ds.W.sel(step=100).mean("token")          # doctest: +SKIP
+    >>> history = open_run("gatsby.zarr", chunks=None).W.sel(token=126)  # doctest: +SKIP
     """
+    if chunks not in ("blocks", None):
+        raise InvalidArgument(f"chunks is {chunks!r}, expected 'blocks' or None")
     group = open_group(path)
     ds: xr.Dataset = xr.open_zarr(os.fspath(path), chunks=None)
     local = os.path.isdir(path)
     for name, array in group.arrays():
         if name not in VARIABLES or name not in ds:
             continue
-        chunks = _dask_chunks(array, ds[name].dims)
         fast = stored_array(path, name, array) if local else None
-        if fast is None or fast.shape != ds[name].shape:
-            ds[name] = ds[name].chunk(chunks)
+        if fast is not None and fast.shape != ds[name].shape:
+            fast = None
+        sizes = _dask_chunks(array, ds[name].dims)
+        if chunks is None:
+            if fast is not None:
+                ds[name] = ds[name].copy(data=indexing.LazilyIndexedArray(_Selections(fast)))
+        elif fast is None:
+            ds[name] = ds[name].chunk(sizes)
         else:
             # With dask's default getter a selection reaches the array, and only what it needs is
             # read; with fancy=False it would read whole chunks.
-            data = da.from_array(fast, tuple(chunks.values()))
-            ds[name] = ds[name].copy(data=data)
+            ds[name] = ds[name].copy(data=da.from_array(fast, tuple(sizes.values())))
     return ds
 
 

@@ -2,7 +2,7 @@
 
 zarr's own pipeline reads every run. For a run on a local file system this is faster: it reads the
 inner chunks that a selection needs straight from the shards, checks them, and decodes the rows and
-tokens that are wanted into their place in the result.
+tokens that are wanted into their place in the result, in as many threads as it is given.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,61 @@ from trajstore.schema import STEP, VARIABLES, variable
 __all__ = ["StoredArray", "stored_array", "stored_layout"]
 
 _ENTRY = 16  # bytes of the index for one chunk: offset and length
+_SHARES = 4  # of the work, for each thread: the last one to finish is not long alone
+_LEAST_WORK = 8 << 20  # bytes to decompress: for fewer, threads wait for each other too long
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pick:
+    """What a selection takes of one chunk, along one axis.
+
+    Attributes
+    ----------
+    window : slice
+        Of the chunk: from the first position that is taken to the last.
+    taken : ndarray of int or None
+        Positions within the window; None for all of them, in order.
+    place : slice or ndarray of int
+        Where they go in the result.
+    """
+
+    window: slice
+    taken: Array | None
+    place: slice | Array
+
+
+@cache
+def _readers(threads: int) -> ThreadPoolExecutor:
+    """Threads that stay, and keep their scratch."""
+    return ThreadPoolExecutor(threads, "trajstore-reader")
+
+
+os.register_at_fork(after_in_child=_readers.cache_clear)  # a child has none of the threads
+
+
+def _picks(positions: Array, part: int) -> dict[int, _Pick]:
+    """What positions along an axis take of its chunks of that length, by the chunk's number."""
+    first, stop = int(positions[0]), int(positions[0]) + len(positions)
+    picks = {}
+    if np.array_equal(positions, np.arange(first, stop)):
+        for number in range(first // part, (stop - 1) // part + 1):
+            at = number * part
+            low, high = max(first, at), min(stop, at + part)
+            picks[number] = _Pick(
+                window=slice(low - at, high - at),
+                taken=None,
+                place=slice(low - first, high - first),
+            )
+        return picks
+    numbers = positions // part
+    for number in np.unique(numbers).tolist():
+        place = np.flatnonzero(numbers == number)
+        within = positions[place] - number * part
+        low, high = int(within.min()), int(within.max()) + 1
+        picks[number] = _Pick(window=slice(low, high), taken=within - low, place=place)
+    return picks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +103,8 @@ class StoredArray:
     shape, chunk, shard : tuple of int
         Of the array, of an inner chunk, of a shard.
     chain : Chain
+    threads : int
+        That read one selection. One is right where the caller has threads of its own, as dask has.
     """
 
     path: Path
@@ -54,6 +113,7 @@ class StoredArray:
     chunk: tuple[int, ...]
     shard: tuple[int, ...]
     chain: Chain
+    threads: int = 1
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -67,6 +127,8 @@ class StoredArray:
 
     def __getitem__(self, key: Any) -> npt.NDArray[Any]:
         """Values of a selection by integers, slices and lists, each along its own axis.
+
+        Only chunks that hold a part of it are read.
 
         Raises
         ------
@@ -83,18 +145,10 @@ class StoredArray:
             np.arange(length)[np.asarray(item, int) if isinstance(item, list) else item]
             for item, length in zip(key, self.shape, strict=True)
         ]
-        if not all(positions.size for positions in picked):
-            return np.empty([n for p in picked for n in p.shape], self.dtype)
-        spans = [(int(positions.min()), int(positions.max()) + 1) for positions in picked]
-        values = self._read(spans)
-        # From the last axis on, so that an axis that an integer removes moves no other.
-        for axis in reversed(range(self.ndim)):
-            within = picked[axis] - spans[axis][0]
-            if within.ndim == 0 or not np.array_equal(within, np.arange(values.shape[axis])):
-                values = values.take(within, axis)
-        return values
+        values = self._read([np.atleast_1d(positions) for positions in picked], self.dtype)
+        return values.reshape([length for positions in picked for length in positions.shape])
 
-    def bits(self, key: tuple[slice, ...]) -> npt.NDArray[Any]:
+    def bits(self, key: tuple[slice, ...]) -> Array:
         """Bits of a selection by slices, in the type of the chain, without a detour over float32.
 
         Only `delta` knows a 16-bit type; the chains of `portable` hold what is stored.
@@ -105,8 +159,8 @@ class StoredArray:
             If a shard is missing or broken.
         """
         slices = (*key, *[slice(None)] * (self.ndim - len(key)))
-        spans = [item.indices(length)[:2] for item, length in zip(slices, self.shape, strict=True)]
-        return self._read(spans, self.chain.native.bits)
+        picked = [np.arange(length)[item] for item, length in zip(slices, self.shape, strict=True)]
+        return self._read(picked, self.chain.native.bits)
 
     @property
     def index_length(self) -> int:
@@ -136,68 +190,102 @@ class StoredArray:
             )
         return np.frombuffer(data[:-4], "<u8").reshape(-1, 2)
 
-    def _read(
-        self, spans: list[tuple[int, int]], dtype: np.dtype[Any] | None = None
-    ) -> npt.NDArray[Any]:
-        out = np.empty(
-            [stop - start for start, stop in spans], self.dtype if dtype is None else dtype
-        )
+    def _read(self, picked: Sequence[Array], dtype: np.dtype[Any]) -> Array:
+        out = np.empty([len(positions) for positions in picked], dtype)
         if out.size == 0:
             return out
-        rows = self.shard[0]
-        first, last = spans[0][0] // rows, (spans[0][1] - 1) // rows
-        for block in range(first, last + 1):
-            path = self.path / chunk_key(self.name, block, self.ndim)
-            try:
-                file = path.open("rb", buffering=0)
-            except FileNotFoundError:
-                raise FormatError(
-                    f"{self.name}, block {block}: the shard {path} is missing; the run is damaged"
-                ) from None
-            with file:
-                self._read_shard(file.fileno(), block, spans, out)
+        axes = [_picks(*axis) for axis in zip(picked, self.chunk, strict=True)]
+        threads = self.threads if self._takes_long(axes) else 1
+        shares = self._shares(axes, threads)
+        if threads == 1:
+            for share in shares:
+                self._read_share(*share, axes, out)
+            return out
+        pool = _readers(threads)
+        reading = [pool.submit(self._read_share, *share, axes, out) for share in shares]
+        try:
+            for done in reading:
+                done.result()
+        finally:
+            for done in reading:
+                done.cancel()
         return out
 
-    def _read_shard(
-        self, file: int, block: int, spans: list[tuple[int, int]], out: npt.NDArray[Any]
-    ) -> None:
-        index = self.index(file, block)
-        origin = (block * self.shard[0], *[0] * (self.ndim - 1))
-        for number, corner in self._chunks(origin, spans):
-            window, place = [], []
-            for at, length, (start, stop) in zip(corner, self.chunk, spans, strict=True):
-                low, high = max(start, at), min(stop, at + length)
-                window.append(slice(low - at, high - at))
-                place.append(slice(low - start, high - start))
-            offset, length = (int(value) for value in index[number])
-            try:
-                data = os.pread(file, length, offset)
-                if len(data) != length:
-                    raise ValueError("the file ends before it")
-                self.chain.decode(data, self.chunk, tuple(window), out[tuple(place)])
-            except (ValueError, RuntimeError, OverflowError) as error:
-                raise FormatError(
-                    f"{self.name}, block {block}, bytes {offset} to {offset + length}: "
-                    f"a broken chunk ({error}); the run is damaged"
-                ) from error
+    def _takes_long(self, axes: Sequence[Mapping[int, _Pick]]) -> bool:
+        """Whether there is so much to decompress that threads are done earlier than one alone."""
+        work = 0
+        for picks in itertools.product(*(axis.values() for axis in axes)):
+            work += self.chain.work(self.chunk, tuple(pick.window for pick in picks))
+            if work > _LEAST_WORK:
+                return True
+        return False
 
-    def _chunks(
-        self, origin: tuple[int, ...], spans: list[tuple[int, int]]
-    ) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Number within the shard, and first element, of each chunk that a selection touches."""
+    def _shares(
+        self, axes: Sequence[Mapping[int, _Pick]], threads: int
+    ) -> list[tuple[int, list[tuple[int, ...]]]]:
+        """Blocks, and places in the grid of chunks of all blocks; enough shares for all threads."""
+        rows = self.shard[0] // self.chunk[0]
+        blocks: dict[int, list[tuple[int, ...]]] = {}
+        for position in itertools.product(*axes):
+            blocks.setdefault(position[0] // rows, []).append(position)
+        pieces = math.ceil(_SHARES * threads / len(blocks)) if threads > 1 else 1
+        shares = []
+        for block, positions in blocks.items():
+            size = math.ceil(len(positions) / pieces)
+            shares += [(block, positions[at : at + size]) for at in range(0, len(positions), size)]
+        return shares
+
+    def _read_share(
+        self,
+        block: int,
+        positions: Sequence[tuple[int, ...]],
+        axes: Sequence[Mapping[int, _Pick]],
+        out: Array,
+    ) -> None:
+        """Read some chunks of a block into their places."""
+        path = self.path / chunk_key(self.name, block, self.ndim)
+        try:
+            file = path.open("rb", buffering=0)
+        except FileNotFoundError:
+            raise FormatError(
+                f"{self.name}, block {block}: the shard {path} is missing; the run is damaged"
+            ) from None
         grid = [whole // part for whole, part in zip(self.shard, self.chunk, strict=True)]
-        ranges = []
-        for at, part, count, (start, stop) in zip(origin, self.chunk, grid, spans, strict=True):
-            low = max(0, (start - at) // part)
-            high = min(count, (stop - 1 - at) // part + 1)
-            ranges.append(range(low, high))
-        for position in itertools.product(*ranges):
-            number = int(np.ravel_multi_index(position, grid))
-            corner = tuple(
-                at + step * part
-                for at, step, part in zip(origin, position, self.chunk, strict=True)
-            )
-            yield number, corner
+        with file:
+            index = self.index(file.fileno(), block)
+            for position in positions:
+                entry = position[0] % grid[0]
+                for at, count in zip(position[1:], grid[1:], strict=True):
+                    entry = entry * count + at
+                offset, length = index[entry].tolist()
+                picks = [axis[number] for axis, number in zip(axes, position, strict=True)]
+                try:
+                    data = os.pread(file.fileno(), length, offset)
+                    if len(data) != length:
+                        raise ValueError("the file ends before it")
+                    self._decode(data, picks, out)
+                except (ValueError, RuntimeError, OverflowError) as error:
+                    raise FormatError(
+                        f"{self.name}, block {block}, bytes {offset} to {offset + length}: "
+                        f"a broken chunk ({error}); the run is damaged"
+                    ) from error
+
+    def _decode(self, data: bytes, picks: Sequence[_Pick], out: Array) -> None:
+        window = tuple(pick.window for pick in picks)
+        if all(pick.taken is None for pick in picks):
+            place = tuple(pick.place for pick in picks)
+            self.chain.decode(data, self.chunk, window, out[place])
+            return
+        values = np.empty([item.stop - item.start for item in window], out.dtype)
+        self.chain.decode(data, self.chunk, window, values)
+        taken = [
+            np.arange(length) if pick.taken is None else pick.taken
+            for length, pick in zip(values.shape, picks, strict=True)
+        ]
+        places = [
+            np.arange(length)[pick.place] for length, pick in zip(out.shape, picks, strict=True)
+        ]
+        out[np.ix_(*places)] = values[np.ix_(*taken)]
 
 
 def stored_array(

@@ -1,4 +1,4 @@
-"""Writes the golden stores of the current format. Run once per format; then they are read forever.
+"""Writes golden stores of the current format: those that are not there. They are read forever.
 
 python tests/data/make_golden.py
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trajstore import RunWriter
+from trajstore import RunWriter, layout
 from trajstore.encoding import ENCODINGS
 from trajstore.schema import FORMAT
 
@@ -30,26 +30,35 @@ def golden_bits(name: str) -> np.ndarray:
     return (mixed >> np.uint64(64 - width)).astype(f"u{width // 8}")
 
 
+def write(path: Path, encoding: str, block_rows: int) -> None:
+    """One golden store."""
+    if path.exists():
+        return
+    with RunWriter.create(
+        path,
+        token=[2, 3, 5, 7],
+        hidden=HIDDEN,
+        variables=TYPES,
+        is_dead=[True, False, False, True],
+        token_count=[0, 10, 20, 0],
+        token_text=["a", "b", "é", "\\n"],
+        config={"golden": True},
+        block_rows=block_rows,
+        encoding=encoding,
+    ) as run:
+        bits = {name: golden_bits(name) for name in TYPES}
+        for row in range(ROWS):
+            for name, place in run.next_row().items():
+                place[...] = bits[name][row]
+            run.commit_row(10 * row)
+
+
 def main() -> None:
+    folder = Path(__file__).parent
     for encoding in ENCODINGS:
-        path = Path(__file__).parent / f"format{FORMAT}-{encoding}.zarr"
-        with RunWriter.create(
-            path,
-            token=[2, 3, 5, 7],
-            hidden=HIDDEN,
-            variables=TYPES,
-            is_dead=[True, False, False, True],
-            token_count=[0, 10, 20, 0],
-            token_text=["a", "b", "é", "\\n"],
-            config={"golden": True},
-            block_rows=3,
-            encoding=encoding,
-        ) as run:
-            bits = {name: golden_bits(name) for name in TYPES}
-            for row in range(ROWS):
-                for name, place in run.next_row().items():
-                    place[...] = bits[name][row]
-                run.commit_row(10 * row)
+        write(folder / f"format{FORMAT}-{encoding}.zarr", encoding, 3)
+    layout._SMALL_ROW = 0  # so that these rows are stored as large ones are
+    write(folder / f"format{FORMAT}-delta-large.zarr", "delta", 10)
 
 
 if __name__ == "__main__":

@@ -38,4 +38,4 @@ def test_a_golden_store_reads_as_it_was_written(name: str, opener: object) -> No
 
 
 def test_there_are_golden_stores() -> None:
-    assert len(list(DATA.glob("format1-*.zarr"))) == 2
+    assert len(list(DATA.glob("format1-*.zarr"))) == 3

@@ -25,7 +25,7 @@ GOLDEN = "00 7f ff 80 02 00 00 00 03 00 ff ff"
 
 def folded(bits: np.ndarray) -> np.ndarray:
     out = np.empty_like(bits)
-    fold(bits, out, np.empty_like(bits[0, ...]))
+    fold(bits, out)
     return out
 
 

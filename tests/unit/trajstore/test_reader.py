@@ -12,7 +12,14 @@ import zarr
 
 import analysis
 import trajstore
-from trajstore import FormatError, RunNotFound, RunWriter, VariableNotRecorded, open_run
+from trajstore import (
+    FormatError,
+    InvalidArgument,
+    RunNotFound,
+    RunWriter,
+    VariableNotRecorded,
+    open_run,
+)
 
 
 def test_open_run_is_what_plain_xarray_opens(small_run: tuple[Path, Any]) -> None:
@@ -23,6 +30,32 @@ def test_open_run_is_what_plain_xarray_opens(small_run: tuple[Path, Any]) -> Non
     for name in ("W", "grad", "logits", "loss"):
         assert plain[name].chunks is not None  # lazy
         assert ours[name].chunksizes["step"] == (4, 4, 3)
+
+
+def test_without_dask_a_selection_is_read_when_it_is_asked_for(small_run: tuple[Path, Any]) -> None:
+    path, _ = small_run
+    plain, ours = xr.open_zarr(path).load(), open_run(path, chunks=None)
+    assert ours.W.chunks is None
+    xr.testing.assert_identical(plain, ours.copy().load())
+    for where in (
+        {"token": 3},
+        {"step": [9, 2, 2], "token": slice(None, None, -2)},
+        {"step": xr.DataArray([1, 5], dims="at"), "token": xr.DataArray([2, 7], dims="at")},
+        {"step": slice(4, 4)},
+    ):
+        xr.testing.assert_identical(plain.isel(where), ours.isel(where))
+    steps = {"step": [0, 20], "token": [63, 7]}
+    xr.testing.assert_identical(plain.sel(steps), ours.sel(steps))
+    # What is missing is noticed by who needs it, and only then.
+    (path / "W" / "c.1.0.0").unlink()
+    ours.W[3].load()
+    with pytest.raises(FormatError, match=r"^W, block 1: .* is missing"):
+        ours.W[:, 3].load()
+
+
+def test_other_chunks_are_an_error(small_run: tuple[Path, Any]) -> None:
+    with pytest.raises(InvalidArgument, match="chunks is 'auto', expected 'blocks' or None"):
+        open_run(small_run[0], chunks="auto")  # type: ignore[arg-type]
 
 
 def test_dask_chunks_are_whole_inner_chunks(tmp_path: Path) -> None:
@@ -36,7 +69,7 @@ def test_dask_chunks_are_whole_inner_chunks(tmp_path: Path) -> None:
     ds = open_run(run.path)
     tokens = ds.W.chunksizes["token"]
     assert all(length % inner[1] == 0 for length in tokens[:-1])
-    assert tokens[0] * inner[0] * 64 * 4 <= 64 << 20
+    assert tokens[0] * ds.W.chunksizes["step"][0] * 64 * 4 <= 64 << 20
 
 
 @pytest.mark.parametrize("small_run", ["portable"], indirect=True)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import os
 import pickle
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +22,39 @@ from trajstore.stored import StoredArray, stored_array
 ROWS, TOKENS, HIDDEN = 11, 300, 3
 
 
-@pytest.fixture(scope="module", params=ENCODINGS)
+@pytest.fixture(scope="module", params=[*ENCODINGS, "large", "large, in threads"])
 def stored(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> tuple[StoredArray, np.ndarray]:
+) -> Iterator[tuple[StoredArray, np.ndarray]]:
     """An array of several chunks a shard and several shards, and its values."""
     bits = random_bits((ROWS, TOKENS, HIDDEN), 21)
     path = tmp_path_factory.mktemp("stored") / "run.zarr"
-    with RunWriter.create(
-        path,
-        token=np.arange(TOKENS),
-        hidden=HIDDEN,
-        variables={"W": "bfloat16"},
-        block_rows=4,
-        encoding=request.param,
-    ) as run:
-        for row in range(ROWS):
-            run.append(step=row, W=bits[row])
-    array = stored_array(path, "W", zarr.open_group(path, mode="r")["W"])
-    assert array is not None
-    return array, widen(bits, native_type("bfloat16"))
+    large, threads = request.param.startswith("large"), 3 if "threads" in request.param else 1
+    with pytest.MonkeyPatch.context() as patch:
+        if large:  # stored as large rows are, in two chunks along step
+            patch.setattr("trajstore.layout._SMALL_ROW", 0)
+            patch.setattr("trajstore.stored._LEAST_WORK", 0)
+        with RunWriter.create(
+            path,
+            token=np.arange(TOKENS),
+            hidden=HIDDEN,
+            variables={"W": "bfloat16"},
+            block_rows=10 if large else 4,
+            encoding="delta" if large else request.param,
+        ) as run:
+            for row in range(ROWS):
+                run.append(step=row, W=bits[row])
+        array = stored_array(path, "W", zarr.open_group(path, mode="r")["W"])
+        assert array is not None
+        assert array.chain.token_first == large
+        assert array.shard[0] == array.chunk[0] * (1 + large)
+        yield replace(array, threads=threads), widen(bits, native_type("bfloat16"))
+
+
+def test_plain_zarr_reads_the_same(stored: tuple[StoredArray, np.ndarray]) -> None:
+    array, values = stored
+    theirs = zarr.open_group(array.path, mode="r")["W"][...]
+    assert theirs.tobytes() == values.tobytes()
 
 
 def index(length: int) -> st.SearchStrategy[Any]:
@@ -74,6 +90,33 @@ def test_an_index_out_of_range_is_an_error(stored: tuple[StoredArray, np.ndarray
 def test_it_travels_to_other_processes(stored: tuple[StoredArray, np.ndarray]) -> None:
     array, values = stored
     assert pickle.loads(pickle.dumps(array))[3].tobytes() == values[3].tobytes()
+
+
+def test_a_child_process_has_threads_of_its_own(stored: tuple[StoredArray, np.ndarray]) -> None:
+    array, values = stored
+    assert array[...].tobytes() == values.tobytes()
+    child = os.fork()
+    if not child:
+        os._exit(array[3:].tobytes() != values[3:].tobytes())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_only_chunks_that_hold_a_part_are_read(
+    stored: tuple[StoredArray, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    array, values = stored
+    read: list[int] = []
+    real = os.pread
+
+    def pread(file: int, length: int, offset: int) -> bytes:
+        read.append(length)
+        return real(file, length, offset)
+
+    monkeypatch.setattr("trajstore.stored.os.pread", pread)
+    tokens = [TOKENS - 1, 0]
+    assert array[9, tokens].tobytes() == values[9, tokens].tobytes()
+    chunks = {0, (TOKENS - 1) // array.chunk[1]}
+    assert len([length for length in read if length != array.index_length]) == len(chunks)
 
 
 def test_dask_reads_only_what_a_selection_needs(
