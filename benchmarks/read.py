@@ -19,7 +19,11 @@ from safetensors.numpy import save_file
 
 from trajstore import RunWriter, open_run
 
-TOKEN, STEP, ROWS = 1234, 77, 16
+ROWS = 16
+# Of every kind: frequent and rare, and in all places of a block.
+TOKENS = (262, 1_234, 11_111, 27_001, 50_256)
+STEPS = (5, 34, 77, 99, 120, 158, 187)
+MEMORY = 1 << 30  # that a scan takes at a time, with all copies
 
 
 def write(folder: Path, bits: np.ndarray, block_rows: int | None) -> dict[str, Path]:
@@ -60,34 +64,47 @@ def main() -> None:
     paths = write(folder, bits, options.block_rows)
     file = h5py.File(paths["run.h5"])["W"]
     safe = safe_open(paths["run.safetensors"], "np").get_slice("W")
-    ours, plain = open_run(paths["run.zarr"]).W, xr.open_zarr(paths["run.zarr"]).W
+    ours = open_run(paths["run.zarr"], chunks=None).W
+    dask, plain = open_run(paths["run.zarr"]).W, xr.open_zarr(paths["run.zarr"]).W
 
     def blocks(read: Callable[[slice], Any]) -> Any:
         for start in range(0, len(bits), ROWS):
             read(slice(start, min(start + ROWS, len(bits))))
 
     readers: dict[str, Callable[[Any], np.ndarray]] = {
-        "trajstore.open_run": lambda key: ours[key].values,
+        "open_run, chunks=None": lambda key: ours[key].values,
+        "open_run": lambda key: dask[key].values,
         "xr.open_zarr": lambda key: plain[key].values,
         "h5py uint16, widened": lambda key: widened(file[key]),
         "safetensors, widened": lambda key: safe[key].astype(np.float32),
     }
     everything = slice(None)
-    questions: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
-        "one token, all steps": lambda read: read((everything, TOKEN)),
-        "one step": lambda read: read(STEP),
-        "everything, to float32": blocks,
+    def each(keys: list[Any]) -> Callable[[Callable[[Any], Any]], None]:
+        def ask(read: Callable[[Any], Any]) -> None:
+            for key in keys:
+                read(key)
+
+        return ask
+
+    # How often a question is asked in a round, and how.
+    questions: dict[str, tuple[int, Callable[[Callable[[Any], Any]], Any]]] = {
+        "one token, all steps": (len(TOKENS), each([(everything, token) for token in TOKENS])),
+        "one step": (len(STEPS), each(list(STEPS))),
+        "everything, to float32": (1, blocks),
     }
     results: dict[str, dict[str, float]] = {}
     rows = []
-    for question, ask in questions.items():
+    for question, (count, ask) in questions.items():
 
         def contender(read: Callable[[Any], Any], ask: Any = ask) -> Callable[[], Any]:
             return lambda: (ask(read), (1.0, {}))[1]
 
-        # Safetensors reads a token of every row by copying all rows; once is enough to see.
-        measured = alternate({n: contender(read) for n, read in readers.items()}, options.rounds)
-        seconds = {name: 1 / item.rate for name, item in measured.items()}
+        measured = alternate(
+            {name: contender(read) for name, read in readers.items()},
+            options.rounds,
+            memory=MEMORY if question.startswith("everything") else 0,
+        )
+        seconds = {name: 1 / item.rate / count for name, item in measured.items()}
         results[question] = seconds
         base = seconds["h5py uint16, widened"]
         rows += [

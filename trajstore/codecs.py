@@ -39,6 +39,8 @@ Bits = npt.NDArray[Any]
 
 _GROUP = 1 << 20  # bytes that one call of NumPy goes over: more calls, more waiting of threads
 
+_SHORT = 256  # values of a row
+
 
 def fold(bits: Bits, out: Bits) -> None:
     """Differences along the first axis, with folded signs.
@@ -80,7 +82,7 @@ def unfold(folded: Bits, native: NativeType, out: Bits, start: int = 0) -> None:
     """
     one = native.bits.type(1)
     row = folded.shape[1:]
-    length = min(len(folded), max(1, _GROUP // max(1, folded[:1].nbytes)))
+    length = max(1, min(len(folded), _GROUP // max(1, folded[:1].nbytes)))
     last = scratch.array("last", (1, *row), native.bits)
     last[...] = 0
     signs = scratch.array("signs", (length, *row), native.bits)
@@ -96,18 +98,27 @@ def unfold(folded: Bits, native: NativeType, out: Bits, start: int = 0) -> None:
         if passed:
             last += np.add.reduce(bits[:passed], axis=0, dtype=native.bits)
             bits = bits[passed:]
-        before = last
-        for at in range(len(bits)):
-            here = bits[at : at + 1]  # a view also where a row is a single number
-            np.add(here, before, out=here)
-            before = here
+        _add_up(bits, last)
         place = out[first + passed - start :][: len(bits)]
         if out.itemsize == native.itemsize:
             np.copyto(place, bits)
         else:
             widen(bits, native, out=place)
-        if before is not last:
-            np.copyto(last, before)
+        if len(bits):
+            np.copyto(last, bits[-1:])
+
+
+def _add_up(bits: Bits, last: Bits) -> None:
+    """Add to each row all that are before it, and `last`."""
+    if last.size < _SHORT:  # NumPy's own way is slow for rows, but one call
+        bits[:1] += last
+        np.add.accumulate(bits, axis=0, out=bits)
+        return
+    before = last
+    for at in range(len(bits)):
+        here = bits[at : at + 1]  # a view also where a row is a single number
+        np.add(here, before, out=here)
+        before = here
 
 
 @dataclass(frozen=True)

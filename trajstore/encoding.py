@@ -246,7 +246,8 @@ class Chain:
         values = scratch.array("values", (size,), "u1")
         blosc.decompress(frame, values)
         wanted = values[skip : skip + (stop - start) * row].view(f"<u{self.itemsize}")
-        return wanted.reshape(stop - start, *whole[1:]).transpose(np.argsort(order))
+        natural = [order.index(axis) for axis in range(len(shape))]
+        return wanted.reshape(stop - start, *whole[1:]).transpose(natural)
 
 
 def _step_last(ndim: int) -> tuple[int, ...]:

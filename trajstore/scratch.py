@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 __all__ = ["scratch"]
 
+_SMALL = 16 << 10  # bytes that the allocator has at hand
+
 
 class _Scratch(threading.local):
     def __init__(self) -> None:
@@ -28,6 +30,8 @@ class _Scratch(threading.local):
         """
         dtype = np.dtype(dtype)
         size = math.prod(shape) * dtype.itemsize
+        if size <= _SMALL:
+            return np.empty(shape, dtype)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < size:
             buffer = self._buffers[name] = np.empty(size, np.uint8)
