@@ -43,9 +43,7 @@ _SHORT = 256  # values of a row
 
 
 def fold(bits: Bits, out: Bits) -> None:
-    """Differences along the first axis, with folded signs.
-
-    Row by row, so that what the passes share stays in the processor's cache.
+    """Differences along the first axis, with folded signs; some rows at a time.
 
     Parameters
     ----------
@@ -55,21 +53,22 @@ def fold(bits: Bits, out: Bits) -> None:
     """
     signed = np.dtype(f"i{bits.itemsize}")
     highest = 8 * bits.itemsize - 1
-    sign = scratch.array("fold", bits.shape[1:], signed)
-    for row in range(len(bits)):
-        here = slice(row, row + 1)  # a view also where a row is a single number
-        if row:
-            np.subtract(bits[here], bits[row - 1 : row], out=out[here])
-        else:
-            np.copyto(out[here], bits[here])
-        difference = out[here].view(signed)
-        np.right_shift(difference[0, ...], highest, out=sign)  # arithmetic: 0 or −1
+    length = _rows_of_a_group(bits)
+    signs = scratch.array("signs", (length, *bits.shape[1:]), signed)
+    np.copyto(out[:1], bits[:1])
+    for first in range(0, len(bits), length):
+        group = out[first : first + length]
+        begin = max(first, 1)
+        stop = first + len(group)
+        np.subtract(bits[begin:stop], bits[begin - 1 : stop - 1], out=out[begin:stop])
+        difference, sign = group.view(signed), signs[: len(group)]
+        np.right_shift(difference, highest, out=sign)  # arithmetic: 0 or −1
         np.add(difference, difference, out=difference)
         np.bitwise_xor(difference, sign, out=difference)
 
 
 def unfold(folded: Bits, native: NativeType, out: Bits, start: int = 0) -> None:
-    """Inverse of `fold`, and stored form of the bits; a few rows at a time.
+    """Inverse of `fold`, and stored form of the bits; some rows at a time.
 
     Parameters
     ----------
@@ -82,7 +81,7 @@ def unfold(folded: Bits, native: NativeType, out: Bits, start: int = 0) -> None:
     """
     one = native.bits.type(1)
     row = folded.shape[1:]
-    length = max(1, min(len(folded), _GROUP // max(1, folded[:1].nbytes)))
+    length = _rows_of_a_group(folded)
     last = scratch.array("last", (1, *row), native.bits)
     last[...] = 0
     signs = scratch.array("signs", (length, *row), native.bits)
@@ -106,6 +105,10 @@ def unfold(folded: Bits, native: NativeType, out: Bits, start: int = 0) -> None:
             widen(bits, native, out=place)
         if len(bits):
             np.copyto(last, bits[-1:])
+
+
+def _rows_of_a_group(bits: Bits) -> int:
+    return max(1, min(len(bits), _GROUP // max(1, bits[:1].nbytes)))
 
 
 def _add_up(bits: Bits, last: Bits) -> None:
