@@ -79,6 +79,7 @@ def main() -> None:
         "safetensors, widened": lambda key: safe[key].astype(np.float32),
     }
     everything = slice(None)
+
     def each(keys: list[Any]) -> Callable[[Callable[[Any], Any]], None]:
         def ask(read: Callable[[Any], Any]) -> None:
             for key in keys:
