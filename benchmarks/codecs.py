@@ -24,12 +24,46 @@ from trajstore.group import open_group
 from trajstore.stored import stored_array
 
 NATIVE = native_type("bfloat16")
-CANDIDATES = [
-    ("delta", "lz4", level) for level in (1, 5, 9)
-] + [("delta", "zstd", level) for level in (1, 3)] + [
-    ("step-last", "lz4", 9), ("step-last", "zstd", 1), ("step-last", "zstd", 3),
-    ("plain", "zstd", 1),
-]  # fmt: skip
+
+
+def lz4(level: int, blocksize: int = 1 << 17, **options: Any) -> Chain:
+    """Differences, compressed by lz4."""
+    return Chain(
+        native=NATIVE, kind="delta", compressor="lz4", level=level, blocksize=blocksize, **options
+    )
+
+
+def zstd(kind: Any, level: int) -> Chain:
+    """Zstd, as the encodings use it."""
+    return Chain(native=NATIVE, kind=kind, compressor="zstd", level=level)
+
+
+def by_token(level: int) -> Chain:
+    """Differences token by token, with a shuffle of bytes."""
+    return lz4(level, 1 << 16, token_first=True, shuffle="shuffle")
+
+
+WORDYBIRD = [
+    ("delta, bits, lz4-1", (16, 508), lz4(1)),
+    ("delta, bits, lz4-5", (16, 508), lz4(5)),
+    ("delta, bits, lz4-9 (chosen)", (16, 508), lz4(9)),
+    ("delta, bits, lz4-9, blocks left to Blosc", (16, 1_006), lz4(9, 0)),
+    ("delta, bits, lz4-9", (8, 1_006), lz4(9)),
+    ("delta, bits, lz4-9", (32, 254), lz4(9)),
+    ("delta, bytes, lz4-5", (16, 508), lz4(5, shuffle="shuffle")),
+    ("delta, bytes, token first, lz4-5", (8, 1_006), by_token(5)),
+    ("delta, bytes, token first, lz4-9 (chosen for W)", (8, 1_006), by_token(9)),
+    ("delta, bytes, token first, lz4-9", (16, 508), by_token(9)),
+    ("delta, bits, zstd-1", (16, 508), zstd("delta", 1)),
+    ("step last, zstd-1 (`portable`)", (16, 508), zstd("step-last", 1)),
+]
+GATSBY = [
+    ("delta, bits, zstd-1", (256, 128), zstd("delta", 1)),
+    ("delta, bits, zstd-3 (chosen)", (256, 128), zstd("delta", 3)),
+    ("delta, bits, zstd-3", (64, 128), zstd("delta", 3)),
+    ("delta, bits, lz4-9", (256, 128), lz4(9)),
+    ("step last, zstd-3 (`portable`)", (256, 128), zstd("step-last", 3)),
+]
 
 
 def main() -> None:
@@ -40,32 +74,25 @@ def main() -> None:
     options = parser.parse_args()
     text = ""
     results: dict[str, Any] = {"machine": machine()}
-    for title, shapes, source in (
-        ("Wordybird", [(16, 1_006), (16, 503), (32, 503), (8, 2_012)], _wordybird),
-        ("Gatsby", [(256, 128), (64, 128)], lambda: _gatsby(options.gatsby)),
+    for title, candidates, source in (
+        ("Wordybird", WORDYBIRD, _wordybird),
+        ("Gatsby", GATSBY, lambda: _gatsby(options.gatsby)),
     ):
         history = source()
         rows = []
-        for shape in shapes:
-            # All candidates on the chosen shape, and the chosen one on all shapes.
-            chosen = ("delta", "lz4", 9) if title == "Wordybird" else ("delta", "zstd", 3)
-            for candidate in CANDIDATES if shape == shapes[0] else [chosen]:
-                facts = _measure(history, shape, candidate, options.rounds)
-                results[f"{title} {shape} {candidate}"] = facts
-                rows.append(
-                    [
-                        f"{shape[0]} × {shape[1]:,}",
-                        " ".join(map(str, candidate)).replace("lz4 ", "lz4-").replace(
-                            "zstd ", "zstd-"
-                        ),
-                        f"{facts['encode'] / 1e6:,.0f}",
-                        f"{facts['decode'] / 1e6:,.0f}",
-                        f"{facts['ratio']:.2f}",
-                        *(f"{facts[name]:.1f}" for name in MATRICES),
-                    ]
-                )  # fmt: skip
-                print(*rows[-1], sep="  ", flush=True)
-        columns = ["chunk (step × token)", "candidate", "encode MB/s", "decode MB/s", "ratio"]
+        for name, shape, chain in candidates:
+            facts = _measure(history, shape, chain, options.rounds)
+            results[f"{title}: {name}, {shape[0]} × {shape[1]}"] = facts
+            rows.append(
+                [
+                    name,
+                    f"{shape[0]} × {shape[1]:,}",
+                    *(f"{facts[what] / 1e6:,.0f}" for what in ("encode", "decode")),
+                    *(f"{facts[what]:.2f}" for what in ("ratio", *MATRICES)),
+                ]
+            )
+            print(*rows[-1], sep="  ", flush=True)
+        columns = ["candidate", "chunk (step × token)", "encode MB/s", "decode MB/s", "ratio"]
         text += table(f"One encoding thread, rows of {title}", [*columns, *MATRICES], rows) + "\n"
     save("codecs", text, results)
 
@@ -98,11 +125,9 @@ def _gatsby(run: Path | None) -> dict[str, np.ndarray]:
 def _measure(
     history: dict[str, np.ndarray],
     shape: tuple[int, int],
-    candidate: tuple[Any, str, int],
+    chain: Chain,
     rounds: int,
 ) -> dict[str, float]:
-    kind, compressor, level = candidate
-    chain = Chain(native=NATIVE, kind=kind, compressor=compressor, level=level)
     facts: dict[str, float] = {}
     packed_bytes = native_bytes = 0
     best = {"encode": 0.0, "decode": 0.0}

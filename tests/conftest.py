@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,11 @@ from bits_and_calls import Cli, random_bits
 
 from trajstore import RunWriter
 from trajstore.encoding import ENCODINGS
+
+# As many tests run side by side as there are processors. If torch took all of them for each test,
+# its threads would wait for each other most of the time.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # In the background of a script SIGINT is ignored, here and in all that is started from here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

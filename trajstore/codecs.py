@@ -39,7 +39,7 @@ Bits = npt.NDArray[Any]
 
 _GROUP = 1 << 20  # bytes that one call of NumPy goes over: more calls, more waiting of threads
 
-_SHORT = 256  # values of a row
+_SHORT = 256  # values of a row, so few that calling NumPy for each takes longer than adding them
 
 
 def fold(bits: Bits, out: Bits) -> None:

@@ -17,7 +17,6 @@ scalars and types without a delta are stored as they are, under either.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -67,7 +66,7 @@ class Chain:
         Whether the bits or the bytes of the values are put together, by their rank.
     blocksize : int
         Bytes that Blosc is asked to compress together, and hence to decompress for any of them; for
-        lz4 it takes twice as many. 0 leaves it to Blosc.
+        lz4 it takes as many of each byte of a value. 0 leaves it to Blosc.
     """
 
     native: NativeType
@@ -237,6 +236,8 @@ class Chain:
         row = math.prod(whole[1:]) * self.itemsize
         if int.from_bytes(data[4:8], "little") != whole[0] * row:  # of what Blosc compressed
             raise ValueError("it has another size than the metadata says")
+        if int.from_bytes(data[12:16], "little") != len(data) - _CHECKSUM:  # which Blosc trusts
+            raise ValueError("it is not a whole Blosc frame")
         frame, size = memoryview(data)[:-_CHECKSUM], whole[0] * row
         start, stop, _ = lead.indices(whole[0])
         skip = start * row
@@ -317,13 +318,15 @@ def chain_of(codecs: Sequence[Codec], stored: np.dtype[Any], ndim: int) -> Chain
     types = NATIVE_TYPES | {STEP_TYPE.name: STEP_TYPE}
     if "cname" not in parameters or name not in types:
         return None
-    kinds: tuple[Kind, ...] = ("delta", "step-last", "plain")
+    kinds: tuple[tuple[Kind, bool], ...] = (
+        ("delta", False), ("delta", True), ("step-last", False), ("plain", False)
+    )  # fmt: skip
     compressor, shuffle = (
         getattr(parameters[option], "value", parameters[option]) for option in ("cname", "shuffle")
     )
     if shuffle not in _SHUFFLES:
         return None
-    for kind, token_first in itertools.product(kinds, (False, True)):
+    for kind, token_first in kinds:
         candidate = Chain(
             native=types[name],
             kind=kind,

@@ -2,7 +2,7 @@
 
 A *block* is ``block_rows`` consecutive rows. Each array stores one shard per block, whole and once;
 a shard is divided along ``token`` into inner chunks, so that one token's history reads one inner
-chunk a block, and one step's snapshot one shard.
+chunk a block, and one step's snapshot one shard. Chunks of large W hold a part of a block's rows.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BLOCKS = 2
 CHUNKS_AHEAD = 2
 """Encoded chunks, for each encoding thread, that may wait to be written."""
 
-_COPIES_OF_A_CHUNK = 5  # while it is encoded: three of scratch, two of what it is compressed to
+_COPIES_OF_A_CHUNK = 6  # while it is encoded: four of scratch, two of what it is compressed to
 _MOST_THREADS = 8
 _SMALL_ROW = 1 << 20
 _LARGEST_CHUNK = 8 << 20
@@ -52,7 +52,10 @@ _CHUNK = 2 << 20
 _FEWEST_TOKENS = 128
 _MOST_ROWS = 256
 _FEWEST_ROWS = 8
-_ROWS_OF_A_SNAPSHOT = (8, 7, 6, 5, 4)  # that are decoded for one of them, whichever divides a block
+# Where single tokens are quick to read, a row costs all rows of its chunk: few, but not so few
+# that the first of each, which is stored whole, outweighs the differences. The one that divides.
+_ROWS_OF_A_SNAPSHOT = (8, 7, 6, 5, 4)
+_MOST_ROWS_OF_HISTORIES = 32  # of a block; in more, a token would be in too many chunks
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
@@ -185,20 +188,22 @@ def plan(
         math.prod(lengths[dim] for dim in entry.dims[1:]) * native.itemsize
         for entry, native in kinds.values()
     )
-    chains = {
-        name: chain(
-            encoding,
-            native,
-            len(entry.dims),
-            small=row_bytes < _SMALL_ROW,
-            history=name == "W",
-        )
-        for name, (entry, native) in kinds.items()
-    }
 
     def arrange(rows: int) -> Layout:
         arrays = {
-            name: _array(entry, lengths, rows, chains[name]) for name, (entry, _) in kinds.items()
+            name: _array(
+                entry,
+                lengths,
+                rows,
+                chain(
+                    encoding,
+                    native,
+                    len(entry.dims),
+                    small=row_bytes < _SMALL_ROW,
+                    history=name == "W" and rows <= _MOST_ROWS_OF_HISTORIES,
+                ),
+            )
+            for name, (entry, native) in kinds.items()
         }
         return Layout(block_rows=rows, threads=threads, arrays=arrays, buffers=buffers)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy.typing as npt
 
@@ -21,10 +21,10 @@ from trajstore.layout import CHUNKS_AHEAD, Layout
 from trajstore.metadata import chunk_key
 from trajstore.objects import put
 from trajstore.shard import chunk_windows, shard_parts
+from trajstore.threads import submit
 
 __all__ = ["Pipeline"]
 
-T = TypeVar("T")
 Block = Mapping[str, npt.NDArray[Any]]
 
 
@@ -80,7 +80,7 @@ class Pipeline:
         Future
             Its exception is the failure.
         """
-        return _submit(self._writer, self._run, number, block, change)
+        return submit(self._writer, self._run, number, block, change)
 
     def close(self) -> None:
         """Wait for everything submitted, and end the threads."""
@@ -113,7 +113,7 @@ class Pipeline:
         ahead: deque[Future[bytes]] = deque()
         try:
             for encode, bits, shape in self._tasks(block):
-                ahead.append(_submit(self._encoders, encode, bits, shape))
+                ahead.append(submit(self._encoders, encode, bits, shape))
                 if len(ahead) > CHUNKS_AHEAD * self._layout.threads:
                     yield ahead.popleft().result()
             while ahead:
@@ -126,16 +126,3 @@ class Pipeline:
         for name, array in self._layout.arrays.items():
             for window in chunk_windows(array):
                 yield array.chain.encode, block[name][window], array.chunk
-
-
-def _submit(pool: ThreadPoolExecutor, work: Callable[..., T], *arguments: Any) -> Future[T]:
-    """Have a pool do something; do it here, if the interpreter is ending and pools take no more."""
-    try:
-        return pool.submit(work, *arguments)
-    except RuntimeError:
-        done: Future[T] = Future()
-        try:
-            done.set_result(work(*arguments))
-        except BaseException as error:
-            done.set_exception(error)
-        return done

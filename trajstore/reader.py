@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import replace
 from typing import Any, Literal
@@ -31,9 +32,14 @@ class _Selections(BackendArray):
         self.dtype = stored.dtype
 
     def __getitem__(self, key: indexing.ExplicitIndexer) -> Any:
+        if not isinstance(key, indexing.VectorizedIndexer):
+            return self._stored[key.tuple]
         return indexing.explicit_indexing_adapter(
             key, self.shape, indexing.IndexingSupport.OUTER, self._stored.__getitem__
         )
+
+    async def async_getitem(self, key: indexing.ExplicitIndexer) -> Any:
+        return await asyncio.to_thread(self.__getitem__, key)
 
 
 def open_run(
@@ -49,8 +55,10 @@ def open_run(
         With ``'blocks'``, the default, variables are dask arrays, for whatever goes over many
         steps and tokens. A dask chunk is a block along ``step`` and, where a block is larger than
         64 MiB, a whole number of inner chunks along ``token``. With None there is no dask: each
-        selection is read when its values are asked for, in all processors, which for one token or
-        one step is several times faster, and for a whole variable takes the memory of it.
+        selection is read when its values are asked for, in several threads if it is large. Of a
+        large run, a token's history comes several times faster so. A selection point by point
+        reads all tokens that occur in it at all its steps, and a whole variable takes its whole
+        memory.
 
     Returns
     -------
@@ -79,13 +87,15 @@ def open_run(
         if name not in VARIABLES or name not in ds:
             continue
         fast = stored_array(path, name, array) if local else None
-        if fast is not None and fast.shape != ds[name].shape:
+        if fast is not None and fast.shape != ds[name].shape:  # it has just grown
             fast = None
-        sizes = _dask_chunks(array, ds[name].dims)
         if chunks is None:
             if fast is not None:
-                ds[name] = ds[name].copy(data=indexing.LazilyIndexedArray(_Selections(fast)))
-        elif fast is None:
+                lazy: Any = indexing.LazilyIndexedArray(_Selections(fast))
+                ds[name] = ds[name].copy(data=indexing.CopyOnWriteArray(lazy))
+            continue
+        sizes = _dask_chunks(array, ds[name].dims)
+        if fast is None:
             ds[name] = ds[name].chunk(sizes)
         else:
             # With dask's default getter a selection reaches the array, and only what it needs is

@@ -28,6 +28,7 @@ from trajstore.errors import FormatError
 from trajstore.layout import ArrayLayout, Layout, default_threads
 from trajstore.metadata import chunk_key
 from trajstore.schema import STEP, VARIABLES, variable
+from trajstore.threads import submit
 
 __all__ = ["StoredArray", "stored_array", "stored_layout"]
 
@@ -57,6 +58,10 @@ class _Pick:
     place: slice | Array
 
 
+def _positions(place: slice | Array) -> Array:
+    return np.arange(place.start, place.stop) if isinstance(place, slice) else place
+
+
 @cache
 def _readers(threads: int) -> ThreadPoolExecutor:
     """Threads that stay, and keep their scratch."""
@@ -81,8 +86,9 @@ def _picks(positions: Array, part: int) -> dict[int, _Pick]:
             )
         return picks
     numbers = positions // part
-    for number in np.unique(numbers).tolist():
-        place = np.flatnonzero(numbers == number)
+    order = np.argsort(numbers, kind="stable")
+    found, starts = np.unique(numbers[order], return_index=True)
+    for number, place in zip(found.tolist(), np.split(order, starts[1:]), strict=True):
         within = positions[place] - number * part
         low, high = int(within.min()), int(within.max()) + 1
         picks[number] = _Pick(window=slice(low, high), taken=within - low, place=place)
@@ -93,7 +99,8 @@ def _picks(positions: Array, part: int) -> dict[int, _Pick]:
 class StoredArray:
     """One array of a run, with the shape it had when it was opened.
 
-    Indexed with integers and slices it returns NumPy arrays; dask and xarray take it as an array.
+    Indexed with integers, slices and lists or arrays of integers, each along its own axis, it
+    returns NumPy arrays; dask and xarray take it as an array.
 
     Attributes
     ----------
@@ -126,7 +133,7 @@ class StoredArray:
         return len(self.shape)
 
     def __getitem__(self, key: Any) -> npt.NDArray[Any]:
-        """Values of a selection by integers, slices and lists, each along its own axis.
+        """Values of a selection by integers, slices, lists and arrays, each along its own axis.
 
         Only chunks that hold a part of it are read.
 
@@ -202,7 +209,7 @@ class StoredArray:
                 self._read_share(*share, axes, out)
             return out
         pool = _readers(threads)
-        reading = [pool.submit(self._read_share, *share, axes, out) for share in shares]
+        reading = [submit(pool, self._read_share, *share, axes, out) for share in shares]
         try:
             for done in reading:
                 done.result()
@@ -278,14 +285,10 @@ class StoredArray:
             return
         values = np.empty([item.stop - item.start for item in window], out.dtype)
         self.chain.decode(data, self.chunk, window, values)
-        taken = [
-            np.arange(length) if pick.taken is None else pick.taken
-            for length, pick in zip(values.shape, picks, strict=True)
-        ]
-        places = [
-            np.arange(length)[pick.place] for length, pick in zip(out.shape, picks, strict=True)
-        ]
-        out[np.ix_(*places)] = values[np.ix_(*taken)]
+        for axis, pick in enumerate(picks):
+            if pick.taken is not None:
+                values = values.take(pick.taken, axis)
+        out[np.ix_(*[_positions(pick.place) for pick in picks])] = values
 
 
 def stored_array(

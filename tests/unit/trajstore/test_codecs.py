@@ -53,11 +53,25 @@ def reference(bits: np.ndarray) -> np.ndarray:
     npst.arrays(
         st.sampled_from([np.uint16, np.uint32, np.uint64]),
         npst.array_shapes(min_dims=1, max_dims=3, max_side=6),
-    )
+    ),
+    st.sampled_from([1, 24, 100, 1 << 20]),
+    st.sampled_from([0, 3, 256]),
+    st.integers(0, 5),
 )
-def test_folding_is_what_the_format_says_and_can_be_undone(bits: np.ndarray) -> None:
-    np.testing.assert_array_equal(folded(bits), reference(bits))
-    np.testing.assert_array_equal(unfolded(folded(bits)), bits)
+def test_folding_is_what_the_format_says_and_can_be_undone(
+    bits: np.ndarray, group: int, short: int, start: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        # Groups of one row, of some, and of all; rows added up one by one, and at once.
+        patch.setattr("trajstore.codecs._GROUP", group)
+        patch.setattr("trajstore.codecs._SHORT", short)
+        np.testing.assert_array_equal(folded(bits), reference(bits))
+        np.testing.assert_array_equal(unfolded(folded(bits)), bits)
+        start = min(start, len(bits) - 1)
+        native = native_type({2: "bfloat16", 4: "float32", 8: "float64"}[bits.itemsize])
+        later = np.empty_like(bits[start:])
+        unfold(folded(bits), native, later, start)
+        np.testing.assert_array_equal(later, bits[start:])
 
 
 def test_every_step_from_every_16_bit_pattern_survives() -> None:

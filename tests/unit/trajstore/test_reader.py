@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -42,10 +43,17 @@ def test_without_dask_a_selection_is_read_when_it_is_asked_for(small_run: tuple[
         {"step": [9, 2, 2], "token": slice(None, None, -2)},
         {"step": xr.DataArray([1, 5], dims="at"), "token": xr.DataArray([2, 7], dims="at")},
         {"step": slice(4, 4)},
+        {"step": slice(5, 7, -1)},
+        {"token": np.array([3, 0, 3])},
     ):
         xr.testing.assert_identical(plain.isel(where), ours.isel(where))
     steps = {"step": [0, 20], "token": [63, 7]}
     xr.testing.assert_identical(plain.sel(steps), ours.sel(steps))
+    asyncio.run(ours.copy().load_async())
+    changed = open_run(path, chunks=None)
+    changed.W[0] = 1.0  # in memory
+    assert (changed.W[0] == 1.0).all()
+    xr.testing.assert_identical(plain.W, open_run(path, chunks=None).W)
     # What is missing is noticed by who needs it, and only then.
     (path / "W" / "c.1.0.0").unlink()
     ours.W[3].load()

@@ -2,6 +2,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
+import struct
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +18,11 @@ import zarr
 from bits_and_calls import random_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numcodecs import blosc
 
 from trajstore import FormatError, RunWriter, open_run
 from trajstore.bits import native_type, widen
-from trajstore.encoding import ENCODINGS
+from trajstore.encoding import ENCODINGS, chain, checksum
 from trajstore.stored import StoredArray, stored_array
 
 ROWS, TOKENS, HIDDEN = 11, 300, 3
@@ -97,7 +103,12 @@ def test_a_child_process_has_threads_of_its_own(stored: tuple[StoredArray, np.nd
     assert array[...].tobytes() == values.tobytes()
     child = os.fork()
     if not child:
-        os._exit(array[3:].tobytes() != values[3:].tobytes())
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)  # not to wait for threads that are not there
+        try:
+            os._exit(array[3:].tobytes() != values[3:].tobytes())
+        finally:
+            os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
@@ -117,6 +128,107 @@ def test_only_chunks_that_hold_a_part_are_read(
     assert array[9, tokens].tobytes() == values[9, tokens].tobytes()
     chunks = {0, (TOKENS - 1) // array.chunk[1]}
     assert len([length for length in read if length != array.index_length]) == len(chunks)
+
+
+@pytest.fixture
+def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, np.ndarray]:
+    """A run whose chunks hold several blocks of Blosc, with values that change little."""
+    monkeypatch.setattr("trajstore.layout._SMALL_ROW", 0)
+    steps = np.random.default_rng(3).integers(-2, 3, (8, 2_000, 64))
+    bits = (0x3F80 + steps.cumsum(axis=0)).astype(np.uint16)
+    path = tmp_path / "large.zarr"
+    with RunWriter.create(
+        path,
+        token=np.arange(2_000),
+        hidden=64,
+        variables={"W": "bfloat16", "grad": "bfloat16"},
+        block_rows=8,
+    ) as run:
+        for row in range(len(bits)):
+            run.append(step=row, W=bits[row], grad=bits[row])
+    return path, bits
+
+
+@pytest.mark.parametrize("name", ["W", "grad"])
+def test_only_what_is_needed_is_decompressed(
+    large: tuple[Path, np.ndarray], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, bits = large
+    array = stored_array(path, name, zarr.open_group(path, mode="r")[name])
+    assert array is not None
+    decompressed: list[int] = []
+    real = blosc.decompress
+
+    def decompress(frame: memoryview, out: np.ndarray) -> Any:
+        decompressed.append(out.nbytes)
+        return real(frame, out)
+
+    monkeypatch.setattr("trajstore.encoding.blosc.decompress", decompress)
+    keys: dict[str, tuple[Any, ...]] = {
+        "token": (slice(None), slice(700, 703)),
+        "step": (slice(2, 3), slice(700, 703)),
+    }
+    for what, key in keys.items():
+        decompressed.clear()
+        assert (array.bits(key) == bits[key]).all()
+        chunk = int(np.prod(array.chunk)) * 2
+        # Of W the tokens' own blocks, of the others the rows so far; the other way it is all.
+        if name == "W" or what == "step":
+            assert sum(decompressed) <= 0.6 * chunk
+        else:
+            assert sum(decompressed) == chunk
+
+
+def test_large_selections_are_read_in_threads(
+    large: tuple[Path, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, bits = large
+    array = stored_array(path, "grad", zarr.open_group(path, mode="r")["grad"])
+    assert array is not None
+    names: set[str] = set()
+    real = StoredArray._read_share
+
+    def spy(self: StoredArray, *arguments: Any) -> None:
+        names.add(threading.current_thread().name)
+        real(self, *arguments)
+
+    monkeypatch.setattr(StoredArray, "_read_share", spy)
+    expected = widen(bits, native_type("bfloat16")).tobytes()
+    assert replace(array, threads=2)[...].tobytes() == expected
+    assert names == {"MainThread"}  # 2 MiB
+    names.clear()
+    monkeypatch.setattr("trajstore.stored._LEAST_WORK", 1 << 20)
+    assert replace(array, threads=2)[...].tobytes() == expected
+    assert names
+    assert all(name.startswith("trajstore-reader") for name in names)
+
+
+def test_a_run_can_be_read_while_the_interpreter_ends(large: tuple[Path, np.ndarray]) -> None:
+    script = """
+import atexit, sys
+import trajstore, trajstore.stored
+trajstore.stored._LEAST_WORK = 0
+ds = trajstore.open_run(sys.argv[1], chunks=None)
+atexit.register(lambda: print(float(ds.W.values[0].max())))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(large[0])], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    values = widen(large[1], native_type("bfloat16"))
+    assert float(done.stdout) == values[0].max()
+
+
+@pytest.mark.parametrize("kind", ["bytes copied", "bytes packed"])
+def test_a_forged_chunk_is_an_error(kind: str) -> None:
+    """Its checksum fits, but its header promises more than there is."""
+    coding = chain("delta", native_type("bfloat16"), 3, small=False)
+    shape = (8, 20_120, 64)
+    size = int(np.prod(shape)) * 2
+    flags = 0x06 if kind == "bytes copied" else 0x24
+    data = struct.pack("<BBBBIII", 2, 1, flags, 2, size, size, size + 16) + b"x" * 100
+    with pytest.raises(ValueError, match="not a whole Blosc frame"):
+        coding.unpack(data + checksum(data), shape)
 
 
 def test_dask_reads_only_what_a_selection_needs(
