@@ -39,7 +39,6 @@ def stored(
     with pytest.MonkeyPatch.context() as patch:
         if large:  # stored as large rows are, in two chunks along step
             patch.setattr("trajstore.layout._SMALL_ROW", 0)
-            patch.setattr("trajstore.stored._LEAST_WORK", 0)
         with RunWriter.create(
             path,
             token=np.arange(TOKENS),
@@ -54,6 +53,8 @@ def stored(
         assert array is not None
         assert array.chain.token_first == large
         assert array.shard[0] == array.chunk[0] * (1 + large)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trajstore.stored._LEAST_WORK", 0 if threads > 1 else 8 << 20)
         yield replace(array, threads=threads), widen(bits, native_type("bfloat16"))
 
 
@@ -194,6 +195,7 @@ def test_large_selections_are_read_in_threads(
 
     monkeypatch.setattr(StoredArray, "_read_share", spy)
     expected = widen(bits, native_type("bfloat16")).tobytes()
+    monkeypatch.setattr("trajstore.stored._LEAST_WORK", 8 << 20)
     assert replace(array, threads=2)[...].tobytes() == expected
     assert names == {threading.current_thread().name}  # 2 MiB
     names.clear()
