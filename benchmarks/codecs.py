@@ -45,14 +45,14 @@ def by_token(level: int) -> Chain:
 
 WORDYBIRD = [
     ("delta, bits, lz4-1", (16, 508), lz4(1)),
-    ("delta, bits, lz4-5", (16, 508), lz4(5)),
-    ("delta, bits, lz4-9 (chosen)", (16, 508), lz4(9)),
+    ("delta, bits, lz4-5 (chosen)", (16, 508), lz4(5)),
+    ("delta, bits, lz4-9", (16, 508), lz4(9)),
     ("delta, bits, lz4-9, blocks left to Blosc", (16, 1_006), lz4(9, 0)),
     ("delta, bits, lz4-9", (8, 1_006), lz4(9)),
     ("delta, bits, lz4-9", (32, 254), lz4(9)),
     ("delta, bytes, lz4-5", (16, 508), lz4(5, shuffle="shuffle")),
-    ("delta, bytes, token first, lz4-5", (8, 1_006), by_token(5)),
-    ("delta, bytes, token first, lz4-9 (chosen for W)", (8, 1_006), by_token(9)),
+    ("delta, bytes, token first, lz4-5 (chosen for W)", (8, 1_006), by_token(5)),
+    ("delta, bytes, token first, lz4-9", (8, 1_006), by_token(9)),
     ("delta, bytes, token first, lz4-9", (16, 508), by_token(9)),
     ("delta, bits, zstd-1", (16, 508), zstd("delta", 1)),
     ("step last, zstd-1 (`portable`)", (16, 508), zstd("step-last", 1)),
