@@ -202,7 +202,7 @@ class StoredArray:
         if out.size == 0:
             return out
         axes = [_picks(*axis) for axis in zip(picked, self.chunk, strict=True)]
-        threads = self.threads if self._takes_long(axes) else 1
+        threads = self.threads if self.threads > 1 and self._takes_long(axes) else 1
         shares = self._shares(axes, threads)
         if threads == 1:
             for share in shares:
