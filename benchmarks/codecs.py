@@ -19,6 +19,7 @@ from history import MATRICES, wordybird
 from measure import cache, machine, save, table
 
 from trajstore.bits import native_type
+from trajstore.decoding import Decoder
 from trajstore.encoding import Chain
 from trajstore.group import open_group
 from trajstore.stored import stored_array
@@ -144,10 +145,11 @@ def _measure(
             packed = [chain.encode(chunk, chunk.shape) for chunk in chunks]
             seconds["encode"].append(time.thread_time() - start)
             window = tuple(slice(0, length) for length in chunks[0].shape)
+            decoder = Decoder(chain, chunks[0].shape)
             out = np.empty(chunks[0].shape, np.float32)
             start = time.thread_time()
-            for data, chunk in zip(packed, chunks, strict=True):
-                chain.decode(data, chunk.shape, window, out)
+            for data in packed:
+                decoder.decode(data, window, out)
             seconds["decode"].append(time.thread_time() - start)
         facts[name] = size / sum(map(len, packed))
         packed_bytes += sum(map(len, packed))

@@ -10,7 +10,6 @@ Source: the chunk format of C-Blosc 1, which its documentation describes.
 from __future__ import annotations
 
 import struct
-from itertools import pairwise
 
 __all__ = ["HEADER", "cut"]
 
@@ -63,7 +62,7 @@ def cut(frame: memoryview, start: int, stop: int) -> tuple[memoryview, int]:
         # A block that is shorter than the header says is taken for the last of several.
         first = min(first, count - 2)
     starts = [*struct.unpack_from(f"<{count}i", frame, HEADER), packed]
-    if starts[0] < starts_end or any(here >= after for here, after in pairwise(starts)):
+    if starts[0] < starts_end or starts != sorted(set(starts)):
         return frame, start
     begin, end = starts[first], starts[last]
     moved = HEADER + (last - first) * _OFFSET

@@ -216,7 +216,7 @@ def _job(
                 data = os.pread(shard.number, length, offset)
                 if len(data) != length:
                     raise ValueError("the file ends before it")
-                values = stored.chain.unpack(data, stored.chunk)
+                values = stored.decoder.unpack(data)
                 fault = _fault(stored, native, values)
             except OSError as error:
                 fault = f"cannot be read: {error}"

@@ -83,7 +83,7 @@ def unfold(folded: Bits, native: NativeType, out: Bits, start: int = 0) -> None:
     row = folded.shape[1:]
     length = _rows_of_a_group(folded)
     last = scratch.array("last", (1, *row), native.bits)
-    last[...] = 0
+    before: Bits | None = None  # what the rows so far add up to
     signs = scratch.array("signs", (length, *row), native.bits)
     sums = scratch.array("sums", (length, *row), native.bits)
     for first in range(0, len(folded), length):
@@ -93,35 +93,40 @@ def unfold(folded: Bits, native: NativeType, out: Bits, start: int = 0) -> None:
         np.negative(sign, out=sign)  # modulo 2^width: 0 or all ones
         np.right_shift(group, one, out=bits)
         np.bitwise_xor(bits, sign, out=bits)
+        if before is not None:
+            bits[:1] += before
         passed = min(max(start - first, 0), len(group))
         if passed:
-            last += np.add.reduce(bits[:passed], axis=0, dtype=native.bits)
+            before = np.add.reduce(
+                bits[:passed], axis=0, keepdims=True, dtype=native.bits, out=last
+            )
             bits = bits[passed:]
-        _add_up(bits, last)
+            if not len(bits):
+                continue
+            bits[:1] += before
+        _add_up(bits)
         place = out[first + passed - start :][: len(bits)]
         if out.itemsize == native.itemsize:
             np.copyto(place, bits)
         else:
             widen(bits, native, out=place)
-        if len(bits):
+        if first + length < len(folded):
             np.copyto(last, bits[-1:])
+            before = last
 
 
 def _rows_of_a_group(bits: Bits) -> int:
     return max(1, min(len(bits), _GROUP // max(1, bits[:1].nbytes)))
 
 
-def _add_up(bits: Bits, last: Bits) -> None:
-    """Add to each row all that are before it, and `last`."""
-    if last.size < _SHORT:  # NumPy's own way is slow for rows, but one call
-        bits[:1] += last
+def _add_up(bits: Bits) -> None:
+    """Add to each row all that are before it."""
+    if bits[:1].size < _SHORT:  # NumPy's own way is slow for rows, but one call
         np.add.accumulate(bits, axis=0, out=bits)
         return
-    before = last
-    for at in range(len(bits)):
+    for at in range(1, len(bits)):
         here = bits[at : at + 1]  # a view also where a row is a single number
-        np.add(here, before, out=here)
-        before = here
+        np.add(here, bits[at - 1 : at], out=here)
 
 
 @dataclass(frozen=True)

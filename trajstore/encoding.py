@@ -2,7 +2,7 @@
 
 An encoding is a chain of Zarr v3 codecs for each array. `Chain.codecs` is what the array's metadata
 says; `Chain.encode` does the same to the native bits of a chunk, without the generic pipeline and
-its copies between.
+its copies between, and `trajstore.decoding` the reverse.
 
 ``delta``
     Differences of the native bits along step (`trajstore.codecs`), then Blosc with bitshuffle. Of
@@ -17,7 +17,6 @@ scalars and types without a delta are stored as they are, under either.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -30,12 +29,11 @@ from zarr.abc.codec import Codec
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, TransposeCodec
 
 from trajstore.bits import NATIVE_TYPES, STEP_TYPE, NativeType, widen
-from trajstore.blosc_frame import HEADER, cut
-from trajstore.codecs import DELTA, DeltaCodec, fold, unfold
+from trajstore.codecs import DELTA, DeltaCodec, fold
 from trajstore.errors import InvalidArgument
 from trajstore.scratch import scratch
 
-__all__ = ["ENCODINGS", "Chain", "chain", "chain_of", "checksum", "is_intact"]
+__all__ = ["CHECKSUM", "ENCODINGS", "Chain", "chain", "chain_of", "checksum", "is_intact"]
 
 ENCODINGS = ("delta", "portable")
 
@@ -43,8 +41,9 @@ Compressor = Literal["lz4", "zstd"]
 Kind = Literal["delta", "step-last", "plain"]
 Shuffle = Literal["bitshuffle", "shuffle"]
 
+CHECKSUM = 4
+"""Bytes of it, behind a chunk."""
 
-_CHECKSUM = 4
 _SHUFFLES = {"shuffle": blosc.Blosc.SHUFFLE, "bitshuffle": blosc.Blosc.BITSHUFFLE}
 _RESIDUE = 0x48674BC7
 
@@ -87,7 +86,7 @@ class Chain:
         filters: list[Any] = []
         if self.kind == "delta":
             filters.append(DeltaCodec(native_dtype=self.native.name))
-        order = self._order(ndim)
+        order = self.order(ndim)
         if order != tuple(range(ndim)):
             filters.append(TransposeCodec(order=order))
         return {
@@ -127,12 +126,12 @@ class Chain:
             values = scratch.array("values", shape, bits.dtype)
             fold(bits, values)
             if self.token_first:
-                ordered = values.transpose(self._order(values.ndim))
+                ordered = values.transpose(self.order(values.ndim))
                 values = scratch.array("ordered", ordered.shape, bits.dtype)
                 np.copyto(values, ordered)
         else:
             unsigned = np.dtype(f"u{self.native.stored.itemsize}")
-            bits = bits.transpose(self._order(bits.ndim))
+            bits = bits.transpose(self.order(bits.ndim))
             values = scratch.array("values", bits.shape, unsigned)
             widen(bits, self.native, out=values)
         packed: bytes = blosc.Blosc(
@@ -144,111 +143,11 @@ class Chain:
         ).encode(values)
         return packed + checksum(packed)
 
-    def decode(
-        self,
-        data: bytes,
-        shape: tuple[int, ...],
-        window: tuple[slice, ...],
-        out: npt.NDArray[Any],
-    ) -> None:
-        """Decode part of a chunk.
-
-        Parameters
-        ----------
-        data : bytes
-            As `encode` made it.
-        shape : tuple of int
-            Of the whole chunk.
-        window : tuple of slice
-            What is wanted, with start and stop.
-        out : ndarray of ``native.stored`` or ``native.bits``, shape of the window
-            Receives the values, or their native bits.
-
-        Raises
-        ------
-        ValueError
-            If the checksum does not fit, or what is inside is not a chunk of that shape.
-        """
-        axis, lead = self._lead(window)
-        values = self._unpack(data, shape, lead)
-        rest = list(window)
-        rest[axis] = slice(None)
-        if self.kind != "delta":
-            out[...] = values.view(out.dtype)[tuple(rest)]
-            return
-        values = values[(slice(window[0].stop), *rest[1:])]
-        if self.token_first:
-            ordered = values
-            values = scratch.array("ordered", ordered.shape, ordered.dtype)
-            np.copyto(values, ordered)
-        unfold(values, self.native, out.view(f"u{out.itemsize}"), window[0].start)
-
-    def work(self, shape: tuple[int, ...], window: tuple[slice, ...]) -> int:
-        """Bytes that are decompressed for part of a chunk, or somewhat fewer."""
-        axis, lead = self._lead(window)
-        start, stop, _ = lead.indices(shape[axis])
-        return (stop - start) * math.prod(shape) // shape[axis] * self.itemsize
-
-    def unpack(self, data: bytes, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """Check and decompress a chunk: all of decoding that can fail.
-
-        What is left, adding up differences, is defined for every bit pattern.
-
-        Parameters
-        ----------
-        data : bytes
-            As `encode` made it.
-        shape : tuple of int
-            Of the whole chunk.
-
-        Returns
-        -------
-        ndarray of unsigned integers
-            Of the chunk's shape: folded differences of the native bits, or bits of the stored
-            values. It is scratch of this thread, until the next call.
-
-        Raises
-        ------
-        ValueError
-            If the checksum does not fit, or what is inside is not a chunk of that shape.
-        """
-        return self._unpack(data, shape, slice(None))
-
-    def _order(self, ndim: int) -> tuple[int, ...]:
+    def order(self, ndim: int) -> tuple[int, ...]:
         """Axes of a chunk in the order in which they are compressed."""
         if self.kind == "step-last":
             return _step_last(ndim)
         return (1, 0, *range(2, ndim)) if self.token_first else tuple(range(ndim))
-
-    def _lead(self, window: tuple[slice, ...]) -> tuple[int, slice]:
-        """The axis that comes first in the bytes, and what must be decompressed of it."""
-        axis = self._order(len(window))[0]
-        if self.kind == "delta" and axis == 0:
-            return axis, slice(window[0].stop)  # a row is the sum of all before it
-        return axis, window[axis]
-
-    def _unpack(self, data: bytes, shape: tuple[int, ...], lead: slice) -> npt.NDArray[Any]:
-        """As `unpack`, but only so much of the axis that comes first in the bytes."""
-        if len(data) < HEADER + _CHECKSUM or not is_intact(data):
-            raise ValueError("the checksum does not fit")
-        order = self._order(len(shape))
-        whole = tuple(shape[axis] for axis in order)
-        row = math.prod(whole[1:]) * self.itemsize
-        if int.from_bytes(data[4:8], "little") != whole[0] * row:  # of what Blosc compressed
-            raise ValueError("it has another size than the metadata says")
-        if int.from_bytes(data[12:16], "little") != len(data) - _CHECKSUM:  # which Blosc trusts
-            raise ValueError("it is not a whole Blosc frame")
-        frame, size = memoryview(data)[:-_CHECKSUM], whole[0] * row
-        start, stop, _ = lead.indices(whole[0])
-        skip = start * row
-        if stop - start < whole[0]:
-            frame, skip = cut(frame, start * row, stop * row)
-            size = int.from_bytes(frame[4:8], "little")
-        values = scratch.array("values", (size,), "u1")
-        blosc.decompress(frame, values)
-        wanted = values[skip : skip + (stop - start) * row].view(f"<u{self.itemsize}")
-        natural = [order.index(axis) for axis in range(len(shape))]
-        return wanted.reshape(stop - start, *whole[1:]).transpose(natural)
 
 
 def _step_last(ndim: int) -> tuple[int, ...]:
@@ -346,7 +245,7 @@ def chain_of(codecs: Sequence[Codec], stored: np.dtype[Any], ndim: int) -> Chain
 def checksum(data: bytes) -> bytes:
     """The four bytes that the crc32c codec puts behind the data."""
     value: int = google_crc32c.value(data)
-    return value.to_bytes(4, "little")
+    return value.to_bytes(CHECKSUM, "little")
 
 
 def is_intact(data: bytes) -> bool:

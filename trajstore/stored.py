@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import zarr
 from zarr.codecs import ShardingCodec
 
 from trajstore.bits import STEP_TYPE, native_type
+from trajstore.decoding import Decoder
 from trajstore.encoding import Chain, chain_of, is_intact
 from trajstore.errors import FormatError
 from trajstore.layout import ArrayLayout, Layout, default_threads
@@ -122,6 +123,11 @@ class StoredArray:
     chain: Chain
     threads: int = 1
 
+    @cached_property
+    def decoder(self) -> Decoder:
+        """Of its chunks."""
+        return Decoder(self.chain, self.chunk)
+
     @property
     def dtype(self) -> np.dtype[Any]:
         """Type of the values."""
@@ -220,12 +226,8 @@ class StoredArray:
 
     def _takes_long(self, axes: Sequence[Mapping[int, _Pick]]) -> bool:
         """Whether there is so much to decompress that threads are done earlier than one alone."""
-        work = 0
-        for picks in itertools.product(*(axis.values() for axis in axes)):
-            work += self.chain.work(self.chunk, tuple(pick.window for pick in picks))
-            if work > _LEAST_WORK:
-                return True
-        return False
+        windows = [[pick.window for pick in axis.values()] for axis in axes]
+        return self.decoder.work(windows) > _LEAST_WORK
 
     def _shares(
         self, axes: Sequence[Mapping[int, _Pick]], threads: int
@@ -250,16 +252,16 @@ class StoredArray:
         out: Array,
     ) -> None:
         """Read some chunks of a block into their places."""
-        path = self.path / chunk_key(self.name, block, self.ndim)
+        path = os.path.join(self.path, chunk_key(self.name, block, self.ndim))
         try:
-            file = path.open("rb", buffering=0)
+            file = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             raise FormatError(
                 f"{self.name}, block {block}: the shard {path} is missing; the run is damaged"
             ) from None
         grid = [whole // part for whole, part in zip(self.shard, self.chunk, strict=True)]
-        with file:
-            index = self.index(file.fileno(), block)
+        try:
+            index = self.index(file, block)
             for position in positions:
                 entry = position[0] % grid[0]
                 for at, count in zip(position[1:], grid[1:], strict=True):
@@ -267,7 +269,7 @@ class StoredArray:
                 offset, length = index[entry].tolist()
                 picks = [axis[number] for axis, number in zip(axes, position, strict=True)]
                 try:
-                    data = os.pread(file.fileno(), length, offset)
+                    data = os.pread(file, length, offset)
                     if len(data) != length:
                         raise ValueError("the file ends before it")
                     self._decode(data, picks, out)
@@ -276,15 +278,17 @@ class StoredArray:
                         f"{self.name}, block {block}, bytes {offset} to {offset + length}: "
                         f"a broken chunk ({error}); the run is damaged"
                     ) from error
+        finally:
+            os.close(file)
 
     def _decode(self, data: bytes, picks: Sequence[_Pick], out: Array) -> None:
         window = tuple(pick.window for pick in picks)
         if all(pick.taken is None for pick in picks):
             place = tuple(pick.place for pick in picks)
-            self.chain.decode(data, self.chunk, window, out[place])
+            self.decoder.decode(data, window, out[place])
             return
         values = np.empty([item.stop - item.start for item in window], out.dtype)
-        self.chain.decode(data, self.chunk, window, values)
+        self.decoder.decode(data, window, values)
         for axis, pick in enumerate(picks):
             if pick.taken is not None:
                 values = values.take(pick.taken, axis)
