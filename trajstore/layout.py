@@ -40,7 +40,7 @@ EXCHANGE_MEMORY = "320MiB"
 BLOCKS = 2
 """Block buffers of a writer that works behind its caller: one is filled, the other encoded."""
 
-CHUNKS_AHEAD = 2
+CHUNKS_AHEAD = 4
 """Encoded chunks, for each encoding thread, that may wait to be written."""
 
 _COPIES_OF_A_CHUNK = 6  # while it is encoded: four of scratch, two of what it is compressed to

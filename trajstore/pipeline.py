@@ -1,17 +1,16 @@
 """From full blocks to files, behind the training.
 
 A block is encoded chunk by chunk in a pool of threads; one more thread writes the shards in order
-and commits them. numpy's loops, Blosc and the file system let go of the interpreter's lock, so the
-training runs on meanwhile. What is in flight is bounded: a few encoded chunks, and the blocks that
-the writer has buffers for.
+and commits them, while the pool goes on with the next block. numpy's loops, Blosc and the file
+system let go of the interpreter's lock, so the training runs on meanwhile. What is in flight is
+bounded: a few encoded chunks, and the blocks that the writer has buffers for.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from trajstore.threads import submit
 __all__ = ["Pipeline"]
 
 Block = Mapping[str, npt.NDArray[Any]]
+Task = tuple[Callable[..., bytes], npt.NDArray[Any], tuple[int, ...]]
 
 
 class Pipeline:
@@ -59,6 +59,8 @@ class Pipeline:
         self._layout = layout
         self._commit = commit
         self._fsync = fsync
+        self._blocks: deque[Iterator[Task]] = deque()  # what is left to encode, in order
+        self._ahead: deque[Future[bytes]] = deque()
         self._encoders = ThreadPoolExecutor(layout.threads, "trajstore-encoder")
         self._writer = ThreadPoolExecutor(1, "trajstore-writer")
 
@@ -80,49 +82,52 @@ class Pipeline:
         Future
             Its exception is the failure.
         """
-        return submit(self._writer, self._run, number, block, change)
+        if block is not None:
+            self._blocks.append(self._tasks(block))
+        return submit(self._writer, self._run, number, block is not None, change)
 
     def close(self) -> None:
         """Wait for everything submitted, and end the threads."""
         self._writer.shutdown()
         self._encoders.shutdown()
 
-    def _run(self, number: int, block: Block | None, change: Any) -> None:
+    def _run(self, number: int, has_block: bool, change: Any) -> None:
         if self.failure is not None:
             raise self.failure
         try:
-            if block is not None:
-                self._write(number, block)
+            if has_block:
+                self._write(number)
             self._commit(change)
         except BaseException as error:
             self.failure = error
+            self._blocks.clear()
+            for future in self._ahead:
+                future.cancel()
             raise
 
-    def _write(self, number: int, block: Block) -> None:
-        encoded = self._encoded(block)
-        try:
-            for name, array in self._layout.arrays.items():
-                parts = shard_parts(islice(encoded, array.chunks))
-                key = chunk_key(name, number, len(array.shard))
-                self.bytes_written += put(self._path / key, parts, fsync=self._fsync)
-        finally:
-            encoded.close()
+    def _write(self, number: int) -> None:
+        for name, array in self._layout.arrays.items():
+            parts = shard_parts(self._encoded() for _ in range(array.chunks))
+            key = chunk_key(name, number, len(array.shard))
+            self.bytes_written += put(self._path / key, parts, fsync=self._fsync)
 
-    def _encoded(self, block: Block) -> Generator[bytes, None, None]:
-        """Encoded chunks of all arrays in order, a few of them ahead of whoever takes them."""
-        ahead: deque[Future[bytes]] = deque()
-        try:
-            for encode, bits, shape in self._tasks(block):
-                ahead.append(submit(self._encoders, encode, bits, shape))
-                if len(ahead) > CHUNKS_AHEAD * self._layout.threads:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-        finally:
-            for future in ahead:
-                future.cancel()
+    def _encoded(self) -> bytes:
+        """Next chunk; a few that come after it, also of the next block, are then being encoded."""
+        while len(self._ahead) <= CHUNKS_AHEAD * self._layout.threads:
+            task = self._next_task()
+            if task is None:
+                break
+            self._ahead.append(submit(self._encoders, *task))
+        return self._ahead.popleft().result()
 
-    def _tasks(self, block: Block) -> Iterable[tuple[Any, npt.NDArray[Any], tuple[int, ...]]]:
+    def _next_task(self) -> Task | None:
+        while self._blocks:
+            for task in self._blocks[0]:
+                return task
+            self._blocks.popleft()
+        return None
+
+    def _tasks(self, block: Block) -> Iterator[Task]:
         for name, array in self._layout.arrays.items():
             for window in chunk_windows(array):
                 yield array.chain.encode, block[name][window], array.chunk
