@@ -41,7 +41,7 @@ def zstd(kind: Any, level: int) -> Chain:
 
 def by_token(level: int) -> Chain:
     """Differences token by token, with a shuffle of bytes."""
-    return lz4(level, 1 << 16, token_first=True, shuffle="shuffle")
+    return lz4(level, 1 << 15, token_first=True, shuffle="shuffle")
 
 
 WORDYBIRD = [
@@ -52,8 +52,9 @@ WORDYBIRD = [
     ("delta, bits, lz4-9", (8, 1_006), lz4(9)),
     ("delta, bits, lz4-9", (32, 254), lz4(9)),
     ("delta, bytes, lz4-5", (16, 508), lz4(5, shuffle="shuffle")),
-    ("delta, bytes, token first, lz4-5 (chosen for W)", (8, 1_006), by_token(5)),
-    ("delta, bytes, token first, lz4-9", (8, 1_006), by_token(9)),
+    ("delta, bytes, token first, lz4-5", (8, 1_006), by_token(5)),
+    ("delta, bytes, token first, lz4-5 (chosen for W)", (8, 762), by_token(5)),
+    ("delta, bytes, token first, lz4-9", (8, 762), by_token(9)),
     ("delta, bytes, token first, lz4-9", (16, 508), by_token(9)),
     ("delta, bits, zstd-1", (16, 508), zstd("delta", 1)),
     ("step last, zstd-1 (`portable`)", (16, 508), zstd("step-last", 1)),

@@ -49,6 +49,7 @@ _SMALL_ROW = 1 << 20
 _LARGEST_CHUNK = 8 << 20
 _LARGEST_SHARD = 256 << 20
 _CHUNK = 2 << 20
+_CHUNK_OF_HISTORIES = 3 << 19  # it is read and checked whole for each token
 _FEWEST_TOKENS = 128
 _MOST_ROWS = 256
 _FEWEST_ROWS = 8
@@ -244,11 +245,12 @@ def _array(entry: Variable, lengths: Mapping[str, int], rows: int, coding: Chain
     chunk = shard = (rows, *row)
     if "token" in entry.dims:
         tokens, *rest = row
-        part = rows
+        part, chunk_bytes = rows, _CHUNK
         if coding.token_first:
+            chunk_bytes = _CHUNK_OF_HISTORIES
             part = next((part for part in _ROWS_OF_A_SNAPSHOT if rows % part == 0), rows)
         token_bytes = part * math.prod(rest) * coding.native.stored.itemsize
-        most = min(tokens, max(_CHUNK // token_bytes, _FEWEST_TOKENS))
+        most = min(tokens, max(chunk_bytes // token_bytes, _FEWEST_TOKENS))
         # Even chunks: the last one is short by fewer tokens than there are chunks.
         size = math.ceil(tokens / math.ceil(tokens / most))
         chunk = (part, size, *rest)
