@@ -57,6 +57,7 @@ def alternate(
     rounds: int,
     *,
     memory: int = 0,
+    after: Callable[[str], None] | None = None,
 ) -> dict[str, Measured]:
     """Run every contender once a round, in turn.
 
@@ -67,6 +68,8 @@ def alternate(
     rounds : int
     memory : int
         Bytes that one takes, page cache included; see `back_memory`.
+    after : callable, optional
+        Called with the name of each when its time has been taken.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     last: dict[str, tuple[float, dict[str, Any]]] = {}
@@ -76,6 +79,8 @@ def alternate(
             start = time.perf_counter()
             last[name] = contender()
             seconds[name].append(time.perf_counter() - start)
+            if after is not None:
+                after(name)
     return {
         name: Measured(seconds=seconds[name], work=last[name][0], facts=last[name][1])
         for name in contenders

@@ -188,7 +188,7 @@ def chain(
         return Chain(native=native, kind="delta", compressor="zstd", level=3)
     coding = Chain(native=native, kind="delta", compressor="lz4", level=5, blocksize=1 << 17)
     if history:
-        return replace(coding, token_first=True, shuffle="shuffle", blocksize=1 << 15)
+        return replace(coding, token_first=True, shuffle="shuffle", blocksize=1 << 16)
     return coding
 
 

@@ -44,6 +44,7 @@ CHUNKS_AHEAD = 4
 """Encoded chunks, for each encoding thread, that may wait to be written."""
 
 _COPIES_OF_A_CHUNK = 6  # while it is encoded: four of scratch, two of what it is compressed to
+_BESIDE = 3 << 20  # what the interpreter, the allocator and the stacks of threads take beside
 _MOST_THREADS = 8
 _SMALL_ROW = 1 << 20
 _LARGEST_CHUNK = 8 << 20
@@ -131,11 +132,11 @@ class Layout:
 
     @property
     def memory(self) -> int:
-        """Bytes that a writer holds at most: the blocks, and the chunks that are being encoded."""
+        """Bytes that a writer adds at most: the blocks, the chunks being encoded, the threads."""
         block = self.block_rows * sum(array.row_bytes for array in self.arrays.values())
         chunk = max(array.chunk_bytes for array in self.arrays.values())
         encoding = self.threads * _COPIES_OF_A_CHUNK + self.threads * CHUNKS_AHEAD + 1
-        return self.buffers * block + encoding * chunk
+        return self.buffers * block + encoding * chunk + _BESIDE
 
 
 def plan(
