@@ -29,6 +29,8 @@ from trajstore import RunWriter
 
 Rows = dict[str, np.ndarray]
 
+BASE = "h5py uint16, uncompressed"
+
 
 def size_of(path: Path) -> int:
     """Bytes below a path."""
@@ -170,6 +172,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=40, help="row of the history to begin with")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="without the slow contenders")
+    parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of contenders")
     options = parser.parse_args()
     history = wordybird()
 
@@ -182,7 +185,7 @@ def main() -> None:
         "trajstore delta": trajstore_writer,
         "trajstore delta, 1 thread": lambda rows: trajstore_writer(rows, threads=1),
         "trajstore portable": lambda rows: trajstore_writer(rows, encoding="portable"),
-        "h5py uint16, uncompressed": hdf5,
+        BASE: hdf5,
         "np.memmap, uncompressed": memmap,
         "list, then save_file": list_then_save,
         "TensorStore zarr3, lz4": tensorstore_zarr3,
@@ -202,6 +205,13 @@ def main() -> None:
         shutil.rmtree(cache() / "scratch")
         os.sync()
 
+    def chosen(writers: dict[str, Callable[[Rows], Path]]) -> dict[str, Callable[[Rows], Path]]:
+        return {
+            name: write
+            for name, write in writers.items()
+            if name == BASE or any(part in name for part in options.only)
+        }
+
     def contender(write: Callable[[Rows], Path], rows: Rows) -> Callable[[], Any]:
         raw = sum(array.nbytes for array in rows.values())
 
@@ -216,13 +226,15 @@ def main() -> None:
     shutil.rmtree(cache() / "scratch", ignore_errors=True)
     os.sync()
     results = alternate(
-        {name: contender(f, many) for name, f in fast.items()},
+        {name: contender(f, many) for name, f in chosen(fast).items()},
         options.rounds,
         memory=size,
         after=flush,
     )
     if not options.quick:
-        results |= alternate({name: contender(f, few) for name, f in slow.items()}, 2, after=flush)
+        results |= alternate(
+            {name: contender(f, few) for name, f in chosen(slow).items()}, 2, after=flush
+        )
 
     def on_disk(name: str) -> float:
         """Bytes a second until they are on disk, of the median round."""
@@ -230,7 +242,7 @@ def main() -> None:
         pairs = zip(measured.seconds, flushing[name], strict=True)
         return measured.work / statistics.median(map(sum, pairs))
 
-    base = results["h5py uint16, uncompressed"].rate
+    base = results[BASE].rate
     gzip = results.get("h5py uint16, gzip-1")
     rows = [
         [
@@ -238,7 +250,7 @@ def main() -> None:
             f"{measured.rate / 1e6:,.0f}",
             f"{measured.rate / base:.2f}",
             f"{on_disk(name) / 1e6:,.0f}",
-            f"{on_disk(name) / on_disk('h5py uint16, uncompressed'):.2f}",
+            f"{on_disk(name) / on_disk(BASE):.2f}",
             f"{measured.rate / gzip.rate:.1f}" if gzip else "",
             f"{measured.facts['ratio']:.2f}",
         ]
