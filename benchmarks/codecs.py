@@ -41,7 +41,7 @@ def zstd(kind: Any, level: int) -> Chain:
 
 def by_token(level: int) -> Chain:
     """Differences token by token, with a shuffle of bytes."""
-    return lz4(level, 1 << 15, token_first=True, shuffle="shuffle")
+    return lz4(level, 1 << 16, token_first=True, shuffle="shuffle")
 
 
 WORDYBIRD = [
