@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trajstore.bits import STEP_TYPE, NativeType, native_type
 from trajstore.encoding import Chain, chain
@@ -29,10 +29,11 @@ __all__ = [
     "format_bytes",
     "parse_bytes",
     "plan",
+    "with_fewer_threads",
 ]
 
 DEFAULT_MEMORY = 1 << 30
-"""Bytes for all buffers of a writer together."""
+"""Bytes that a writer may take."""
 
 EXCHANGE_MEMORY = "320MiB"
 """For the one block that an import or an export to Zarr holds: 8 rows of Wordybird."""
@@ -133,10 +134,15 @@ class Layout:
     @property
     def memory(self) -> int:
         """Bytes that a writer adds at most: the blocks, the chunks being encoded, the threads."""
-        block = self.block_rows * sum(array.row_bytes for array in self.arrays.values())
         chunk = max(array.chunk_bytes for array in self.arrays.values())
         encoding = self.threads * _COPIES_OF_A_CHUNK + self.threads * CHUNKS_AHEAD + 1
-        return self.buffers * block + encoding * chunk + _BESIDE
+        return self.blocks_memory + encoding * chunk + _BESIDE
+
+    @property
+    def blocks_memory(self) -> int:
+        """Bytes of the blocks that a writer holds."""
+        row = sum(array.row_bytes for array in self.arrays.values())
+        return self.buffers * self.block_rows * row
 
 
 def plan(
@@ -159,14 +165,15 @@ def plan(
     tokens, hidden : int
         Lengths of the two dimensions.
     memory : int, default 1 GiB
-        Bytes for all buffers together.
+        Bytes that a writer may take.
     block_rows : int, optional
         Rows of a block. Without it: the largest power of two, at most 256 and at least 8, that
         fits into `memory` and keeps an inner chunk of 128 tokens within 8 MiB, and a shard within
         256 MiB, both decoded.
     encoding : {'delta', 'portable'}
     threads : int, optional
-        That encode; without it as many as there are processors, at most 8.
+        That encode; without it as many as there are processors, at most 8, and fewer if `memory`
+        does not hold what they need.
     buffers : int
         Blocks that are held in memory at once.
 
@@ -182,7 +189,7 @@ def plan(
         raise InvalidArgument(f"a writer holds {buffers} blocks, expected at least 1")
     if block_rows is not None and block_rows < 1:
         raise InvalidArgument(f"a block has {block_rows} rows, expected at least 1")
-    threads = threads or default_threads()
+    chosen, threads = threads, threads or default_threads()
     lengths = {"token": tokens, "hidden": hidden}
     kinds = {STEP.name: (STEP, STEP_TYPE)}
     kinds |= {name: (variable(name), native_type(dtype)) for name, dtype in variables.items()}
@@ -220,6 +227,8 @@ def plan(
         while rows > _FEWEST_ROWS and arrange(rows).memory > memory:
             rows //= 2
     layout = arrange(rows)
+    if chosen is None:
+        layout = with_fewer_threads(layout, memory)
     check_memory(layout, memory)
     return layout
 
@@ -231,13 +240,22 @@ def default_threads() -> int:
     return min(os.cpu_count() or 1, _MOST_THREADS)
 
 
+def with_fewer_threads(layout: Layout, memory: int) -> Layout:
+    """The layout with so many of its encoding threads as so many bytes allow, at least one."""
+    while layout.threads > 1 and layout.memory > memory:
+        layout = replace(layout, threads=layout.threads - 1)
+    return layout
+
+
 def check_memory(layout: Layout, memory: int) -> None:
     """Raise `InvalidArgument` if a writer of that layout takes more than so many bytes."""
     if layout.memory > memory:
+        least = math.ceil(layout.memory / (1 << 20))
         raise InvalidArgument(
             f"the memory budget of {format_bytes(memory)} does not hold {layout.buffers} "
-            f"block{'s' * (layout.buffers > 1)} of {layout.block_rows} rows; at least "
-            f"{format_bytes(layout.memory)} is needed"
+            f"block{'s' * (layout.buffers > 1)} of {layout.block_rows} "
+            f"row{'s' * (layout.block_rows > 1)} ({format_bytes(layout.blocks_memory)}) and what "
+            f"encoding them takes; at least {least} MiB is needed, or blocks of fewer rows"
         )
 
 
@@ -269,6 +287,10 @@ def parse_bytes(text: str | int) -> int:
     """
     if isinstance(text, int):
         size = text
+    elif not isinstance(text, str):
+        raise InvalidArgument(
+            f"cannot read {text!r} as a size; write 512MiB, 1GiB or a whole number"
+        )
     else:
         units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, **_UNITS, "": 1}
         number = text.strip().rstrip("KMGTiBkmgtb")

@@ -1,16 +1,16 @@
 """From full blocks to files, behind the training.
 
 A block is encoded chunk by chunk in a pool of threads; one more thread writes the shards in order
-and commits them, while the pool goes on with the next block. numpy's loops, Blosc and the file
-system let go of the interpreter's lock, so the training runs on meanwhile. What is in flight is
-bounded: a few encoded chunks, and the blocks that the writer has buffers for.
+and commits them, while the pool goes on with the next block, if it is full. numpy's loops, Blosc
+and the file system let go of the interpreter's lock, so the training runs on meanwhile. What is in
+flight is bounded: a few encoded chunks, and the blocks that the writer has buffers for.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ class Pipeline:
         self._fsync = fsync
         self._blocks: deque[Iterator[Task]] = deque()  # what is left to encode, in order
         self._ahead: deque[Future[bytes]] = deque()
+        self._last: Future[None] | None = None
         self._encoders = ThreadPoolExecutor(layout.threads, "trajstore-encoder")
         self._writer = ThreadPoolExecutor(1, "trajstore-writer")
 
@@ -84,14 +85,21 @@ class Pipeline:
         """
         if block is not None:
             self._blocks.append(self._tasks(block))
-        return submit(self._writer, self._run, number, block is not None, change)
+        has_block = block is not None
+        self._last = submit(self._writer, self._run, self._last, number, has_block, change)
+        return self._last
 
     def close(self) -> None:
         """Wait for everything submitted, and end the threads."""
         self._writer.shutdown()
         self._encoders.shutdown()
+        self._forget()
 
-    def _run(self, number: int, has_block: bool, change: Any) -> None:
+    def _run(self, before: Future[None] | None, number: int, has_block: bool, change: Any) -> None:
+        if before is not None:
+            # Done already, but when the interpreter is ending: then this is the caller's thread,
+            # and the writing thread may still be at the block before.
+            wait([before])
         if self.failure is not None:
             raise self.failure
         try:
@@ -100,10 +108,15 @@ class Pipeline:
             self._commit(change)
         except BaseException as error:
             self.failure = error
-            self._blocks.clear()
-            for future in self._ahead:
-                future.cancel()
+            self._forget()
             raise
+
+    def _forget(self) -> None:
+        """Let go of what nobody will write."""
+        self._blocks.clear()
+        for future in self._ahead:
+            future.cancel()
+        self._ahead.clear()
 
     def _write(self, number: int) -> None:
         for name, array in self._layout.arrays.items():

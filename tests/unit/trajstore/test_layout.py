@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trajstore.errors import InvalidArgument
-from trajstore.layout import format_bytes, parse_bytes, plan
+from trajstore.layout import EXCHANGE_MEMORY, format_bytes, parse_bytes, plan
 
 EVERYTHING = {
     "W": "bfloat16",
@@ -53,8 +55,27 @@ def test_a_plan_keeps_its_promises(
 def test_a_budget_too_small_says_the_least_that_works() -> None:
     with pytest.raises(InvalidArgument) as caught:
         plan(EVERYTHING, tokens=128, hidden=64, memory=100_000)
-    least = str(caught.value).split("at least ")[1].removesuffix(" is needed")
-    assert plan(EVERYTHING, tokens=128, hidden=64, memory=round(parse_bytes(least) * 1.001))
+    least = str(caught.value).split("at least ")[1].split(" is needed")[0]
+    assert plan(EVERYTHING, tokens=128, hidden=64, memory=parse_bytes(least))
+
+
+def test_many_processors_fit_into_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What imports and exports take by default holds a block of Wordybird, here and there."""
+    monkeypatch.setattr("trajstore.layout.default_threads", lambda: 8)
+    sizes = {"tokens": 50_257, "hidden": 64, "buffers": 1, "encoding": "portable"}
+    memory = parse_bytes(EXCHANGE_MEMORY)
+    matrices = dict.fromkeys(("W", "grad", "exp_avg", "exp_avg_sq"), "bfloat16")
+    layout = plan(matrices, memory=memory, **sizes)
+    assert 1 <= layout.threads < 8
+    assert layout.memory <= memory
+    with pytest.raises(InvalidArgument, match="1 block of 8 rows"):
+        plan(matrices, memory=memory, threads=8, **sizes)
+
+
+@pytest.mark.parametrize("size", [1.5, None])
+def test_a_size_is_text_or_a_whole_number(size: Any) -> None:
+    with pytest.raises(InvalidArgument, match="as a size"):
+        parse_bytes(size)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -22,8 +21,7 @@ from numcodecs import blosc
 
 from trajstore import FormatError, RunWriter, open_run
 from trajstore.bits import native_type, widen
-from trajstore.decoding import Decoder
-from trajstore.encoding import ENCODINGS, chain, checksum
+from trajstore.encoding import ENCODINGS
 from trajstore.stored import StoredArray, stored_array
 
 ROWS, TOKENS, HIDDEN = 11, 300, 3
@@ -165,7 +163,7 @@ def test_only_what_is_needed_is_decompressed(
         decompressed.append(out.nbytes)
         return real(frame, out)
 
-    monkeypatch.setattr("trajstore.encoding.blosc.decompress", decompress)
+    monkeypatch.setattr("trajstore.decoding.blosc.decompress", decompress)
     keys: dict[str, tuple[Any, ...]] = {
         "token": (slice(None), slice(700, 703)),
         "step": (slice(2, 3), slice(700, 703)),
@@ -176,7 +174,7 @@ def test_only_what_is_needed_is_decompressed(
         chunk = int(np.prod(array.chunk)) * 2
         # Of W the tokens' own blocks, of the others the rows so far; the other way it is all.
         if name == "W" or what == "step":
-            assert sum(decompressed) <= 0.6 * chunk
+            assert 0 < sum(decompressed) <= 0.6 * chunk
         else:
             assert sum(decompressed) == chunk
 
@@ -220,18 +218,6 @@ atexit.register(lambda: print(float(ds.W.values[0].max())))
     assert done.returncode == 0, done.stderr
     values = widen(large[1], native_type("bfloat16"))
     assert float(done.stdout) == values[0].max()
-
-
-@pytest.mark.parametrize("kind", ["bytes copied", "bytes packed"])
-def test_a_forged_chunk_is_an_error(kind: str) -> None:
-    """Its checksum fits, but its header promises more than there is."""
-    coding = chain("delta", native_type("bfloat16"), 3, small=False)
-    shape = (8, 20_120, 64)
-    size = int(np.prod(shape)) * 2
-    flags = 0x06 if kind == "bytes copied" else 0x24
-    data = struct.pack("<BBBBIII", 2, 1, flags, 2, size, size, size + 16) + b"x" * 100
-    with pytest.raises(ValueError, match="not a whole Blosc frame"):
-        Decoder(coding, shape).unpack(data + checksum(data))
 
 
 def test_dask_reads_only_what_a_selection_needs(
@@ -284,6 +270,19 @@ def test_a_truncated_shard_is_named(small_run: tuple[Path, Any], keep: int) -> N
     shard.write_bytes(shard.read_bytes()[:keep])
     with pytest.raises(FormatError, match=r"^W, block 2"):
         open_run(small_run[0]).W.load()
+
+
+def test_no_file_stays_open(small_run: tuple[Path, Any]) -> None:
+    array, shard = open_run(small_run[0], chunks=None).W, shard_of(small_run[0], 1)
+    assert array[:, 0].values.size
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        assert array[:, 0].values.size
+    shard.write_bytes(shard.read_bytes()[:-50])
+    for _ in range(5):
+        with pytest.raises(FormatError):
+            array[:, 0].values  # noqa: B018
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_missing_shard_is_an_error_and_not_nan(small_run: tuple[Path, Any]) -> None:
