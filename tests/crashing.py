@@ -5,6 +5,7 @@ Every row is made from its step alone, so whoever reads a run can tell whether a
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -74,16 +75,15 @@ class KillAt:
 
     def install(self) -> None:
         """Count the moves of this process from now on."""
-        moves = 0
+        moves = itertools.count(1)
         original = os.replace
 
         def replace(source: Any, target: Any) -> None:
-            nonlocal moves
-            moves += 1
-            if moves == self.move and not self.after:
+            move = next(moves)  # of this call: other threads move objects meanwhile
+            if move == self.move and not self.after:
                 os.kill(os.getpid(), signal.SIGKILL)
             original(source, target)
-            if moves == self.move and self.after:
+            if move == self.move and self.after:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         os.replace = replace
