@@ -28,14 +28,10 @@ class Decoder:
         That encoded them.
     shape : tuple of int
         Of a whole chunk.
-
-    Attributes
-    ----------
-    chain : Chain
     """
 
     def __init__(self, chain: Chain, shape: tuple[int, ...]) -> None:
-        self.chain = chain
+        self._chain = chain
         order = chain.order(len(shape))
         self._natural = tuple(order.index(axis) for axis in range(len(shape)))
         self._lead = order[0]  # the axis that comes first in the bytes
@@ -67,7 +63,7 @@ class Decoder:
         values = self._unpack(data, *self._stretch(window[self._lead]))
         key = list(window)
         key[self._lead] = slice(None)
-        if self.chain.kind != "delta":
+        if self._chain.kind != "delta":
             out[...] = values.view(out.dtype)[tuple(key)]
             return
         steps = window[0]
@@ -77,7 +73,7 @@ class Decoder:
             ordered = scratch.array("ordered", folded.shape, folded.dtype)
             np.copyto(ordered, folded)
             folded = ordered
-        unfold(folded, self.chain.native, out.view(f"u{out.itemsize}"), steps.start)
+        unfold(folded, self._chain.native, out.view(f"u{out.itemsize}"), steps.start)
 
     def unpack(self, data: bytes) -> Array:
         """Check and decompress a chunk: all of decoding that can fail.

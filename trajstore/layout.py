@@ -24,12 +24,11 @@ __all__ = [
     "EXCHANGE_MEMORY",
     "ArrayLayout",
     "Layout",
-    "check_memory",
     "default_threads",
     "format_bytes",
     "parse_bytes",
     "plan",
-    "with_fewer_threads",
+    "within",
 ]
 
 DEFAULT_MEMORY = 1 << 30
@@ -227,10 +226,7 @@ def plan(
         while rows > _FEWEST_ROWS and arrange(rows).memory > memory:
             rows //= 2
     layout = arrange(rows)
-    if chosen is None:
-        layout = with_fewer_threads(layout, memory)
-    check_memory(layout, memory)
-    return layout
+    return within(layout, memory, threads=chosen)
 
 
 def default_threads() -> int:
@@ -240,15 +236,16 @@ def default_threads() -> int:
     return min(os.cpu_count() or 1, _MOST_THREADS)
 
 
-def with_fewer_threads(layout: Layout, memory: int) -> Layout:
-    """The layout with so many of its encoding threads as so many bytes allow, at least one."""
-    while layout.threads > 1 and layout.memory > memory:
+def within(layout: Layout, memory: int, *, threads: int | None) -> Layout:
+    """The layout, with so many encoding threads as so many bytes allow, if none were asked for.
+
+    Raises
+    ------
+    InvalidArgument
+        If a writer takes more nevertheless; the message says the least.
+    """
+    while threads is None and layout.threads > 1 and layout.memory > memory:
         layout = replace(layout, threads=layout.threads - 1)
-    return layout
-
-
-def check_memory(layout: Layout, memory: int) -> None:
-    """Raise `InvalidArgument` if a writer of that layout takes more than so many bytes."""
     if layout.memory > memory:
         least = math.ceil(layout.memory / (1 << 20))
         raise InvalidArgument(
@@ -257,6 +254,7 @@ def check_memory(layout: Layout, memory: int) -> None:
             f"row{'s' * (layout.block_rows > 1)} ({format_bytes(layout.blocks_memory)}) and what "
             f"encoding them takes; at least {least} MiB is needed, or blocks of fewer rows"
         )
+    return layout
 
 
 def _array(entry: Variable, lengths: Mapping[str, int], rows: int, coding: Chain) -> ArrayLayout:

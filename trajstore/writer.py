@@ -30,15 +30,7 @@ import zarr
 from trajstore.bits import as_bits
 from trajstore.errors import FormatError, InvalidArgument, WriterClosed
 from trajstore.group import open_group
-from trajstore.layout import (
-    BLOCKS,
-    DEFAULT_MEMORY,
-    Layout,
-    check_memory,
-    parse_bytes,
-    plan,
-    with_fewer_threads,
-)
+from trajstore.layout import BLOCKS, DEFAULT_MEMORY, Layout, parse_bytes, plan, within
 from trajstore.lock import RunLock
 from trajstore.metadata import DOCUMENT, Documents, Status, block_of, chunk_key, new_arrays, utc_now
 from trajstore.objects import put, sweep
@@ -278,9 +270,7 @@ class RunWriter:
             sweep(path)
             group = open_group(path)
             layout = stored_layout(path, group, threads)
-            if threads is None:
-                layout = with_fewer_threads(layout, parse_bytes(memory))
-            check_memory(layout, parse_bytes(memory))
+            layout = within(layout, parse_bytes(memory), threads=threads)
             root = json.loads((path / DOCUMENT).read_bytes())
             committed = root["attributes"].get("committed_rows")
             if committed is None or not root.get("consolidated_metadata"):

@@ -27,7 +27,8 @@ def layout(tmp_path: Path) -> Layout:
 
 def block(layout: Layout) -> dict[str, np.ndarray]:
     return {
-        name: np.zeros((4, *array.row), array.native.bits) for name, array in layout.arrays.items()
+        name: np.zeros((layout.block_rows, *array.row), array.native.bits)
+        for name, array in layout.arrays.items()
     }
 
 
@@ -103,10 +104,7 @@ def test_few_chunks_are_encoded_ahead(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Chain, "encode", encode)
     monkeypatch.setattr("trajstore.pipeline.put", put)
     pipeline = Pipeline(tmp_path, layout, lambda _: None)
-    block = {
-        name: np.zeros((32, *array.row), array.native.bits) for name, array in layout.arrays.items()
-    }
-    pipeline.submit(0, block, 0).result()
+    pipeline.submit(0, block(layout), 0).result()
     pipeline.close()
     assert len(taken) == sum(array.chunks + 1 for array in layout.arrays.values())
 
