@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from analysis.history import History
-from analysis.population import populations
+from analysis.streaming_scan import Scan
+from analysis.token_populations import populations
 from trajstore.errors import InvalidArgument
 
 __all__ = ["build_freeze", "freeze"]
@@ -107,12 +107,16 @@ def freeze(ds: xr.Dataset, min_still: int = 1) -> xr.Dataset:
 
     Examples
     --------
-    >>> freeze(ds).frozen_since.groupby("is_dead").median()   # doctest: +SKIP
+    >>> rest = freeze(ds)
+    >>> rest.frozen_since.sel(token=[ord("e"), ord("z")]).values
+    array([14, 17])
+    >>> rest.frozen_fraction.sel(step=15).to_series().round(3).to_dict()
+    {'dead': 0.0, 'live': 1.0, 'all': 0.078}
     """
-    return build_freeze(History(ds), min_still)
+    return build_freeze(Scan(ds), min_still)
 
 
-def build_freeze(history: History, min_still: int = 1) -> xr.Dataset:
+def build_freeze(history: Scan, min_still: int = 1) -> xr.Dataset:
     """`freeze` of a prepared Dataset."""
     if min_still < 1:
         raise InvalidArgument(f"got min_still={min_still}, expected at least 1 step")

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from analysis.history import History
-from trajstore.summaries import result_dtype
+from analysis.streaming_scan import Scan
+from trajstore.values.token_norms import result_dtype
 
 __all__ = [
     "acceleration",
@@ -26,13 +26,13 @@ def _difference(later: npt.NDArray[Any], earlier: npt.NDArray[Any]) -> npt.NDArr
         return np.asarray(np.subtract(later, earlier, dtype=np.float64))
 
 
-def _velocity(history: History) -> xr.DataArray:
+def _velocity(history: Scan) -> xr.DataArray:
     """In float64, (step, token, hidden)."""
     spacing = history.spacing()
     return history.between_rows("W", _difference, np.float64) / spacing
 
 
-def _result(da: xr.DataArray, history: History, name: str, long_name: str) -> xr.DataArray:
+def _result(da: xr.DataArray, history: Scan, name: str, long_name: str) -> xr.DataArray:
     dtype = result_dtype(history.blocks("W").dtype)
     return (
         da.astype(dtype)
@@ -56,12 +56,13 @@ def velocity(ds: xr.Dataset) -> xr.DataArray:
 
     Examples
     --------
-    >>> velocity(ds).sel(token=ord("e"))          # doctest: +SKIP
+    >>> velocity(ds).sel(step=1, token=ord("e")).values
+    array([ 0.0078125,  0.0078125, -0.0078125,  0.0078125], dtype=float32)
     """
-    return build_velocity(History(ds))
+    return build_velocity(Scan(ds))
 
 
-def build_velocity(history: History) -> xr.DataArray:
+def build_velocity(history: Scan) -> xr.DataArray:
     """`velocity` of a prepared Dataset."""
     return _result(_velocity(history), history, "velocity", "change of W per step")
 
@@ -81,12 +82,13 @@ def speed(ds: xr.Dataset) -> xr.DataArray:
 
     Examples
     --------
-    >>> by_population(speed(ds))["median"]        # doctest: +SKIP
+    >>> speed(ds).sel(step=[1, 14], token=ord("e")).values  # it rests at last
+    array([0.015625, 0.      ], dtype=float32)
     """
-    return build_speed(History(ds))
+    return build_speed(Scan(ds))
 
 
-def build_speed(history: History) -> xr.DataArray:
+def build_speed(history: Scan) -> xr.DataArray:
     """`speed` of a prepared Dataset."""
     norm = history.step_norm()
     return (
@@ -113,12 +115,13 @@ def acceleration(ds: xr.Dataset) -> xr.DataArray:
 
     Examples
     --------
-    >>> acceleration(ds).isel(step=-1)            # doctest: +SKIP
+    >>> acceleration(ds).sel(step=14, token=ord("e")).values  # the step at which it stops
+    array([-0.0078125, -0.0078125,  0.0078125, -0.0078125], dtype=float32)
     """
-    return build_acceleration(History(ds))
+    return build_acceleration(Scan(ds))
 
 
-def build_acceleration(history: History) -> xr.DataArray:
+def build_acceleration(history: Scan) -> xr.DataArray:
     """`acceleration` of a prepared Dataset."""
     velocities = _velocity(history)
     change = velocities.isel(step=slice(1, None)) - velocities.isel(step=slice(None, -1)).drop_vars(

@@ -2,7 +2,7 @@
 
 python benchmarks/codecs.py [--gatsby RUN.zarr]
 
-The figures behind the choice in `trajstore.encoding`. Wordybird's rows are those of
+The figures behind the choice in `trajstore.codec.codec_chain`. Wordybird's rows are those of
 `history.py`; Gatsby's are of a recorded run, which this makes if none is given. Speeds are bytes of
 the native type a second of processor time, of one thread.
 """
@@ -18,11 +18,11 @@ import numpy as np
 from history import MATRICES, wordybird
 from measure import cache, machine, save, table
 
-from trajstore.bits import native_type
-from trajstore.decoding import Decoder
-from trajstore.encoding import Chain
-from trajstore.group import open_group
-from trajstore.stored import stored_array
+from trajstore.codec.chunk_decoder import Decoder
+from trajstore.codec.codec_chain import Chain
+from trajstore.store.array_reader import stored_array
+from trajstore.store.open_group import open_group
+from trajstore.values.native_types import native_type
 
 NATIVE = native_type("bfloat16")
 

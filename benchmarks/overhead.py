@@ -77,10 +77,10 @@ def train_once(arguments: argparse.Namespace) -> dict[str, float]:
     import torch
     from transformers import TrainerCallback
 
-    from trainers.callback import TrajectoryCallback
-    from trainers.corpus import load_corpus
     from trainers.presets import preset
-    from trainers.training import build_training
+    from trainers.recording.hf_callback import TrajectoryCallback
+    from trainers.runs.training_setup import build_training
+    from trainers.texts.corpus import load_corpus
 
     steps = arguments.steps or STEPS[arguments.preset[0]]
     config = preset(arguments.preset[0]).with_values(
@@ -122,7 +122,7 @@ def alternating(training: Any, memory: str) -> dict[str, float]:
     """Train with a row at every other step: seconds of the steps with a row and of the others."""
     from transformers import TrainerCallback
 
-    from trainers.callback import TrajectoryCallback
+    from trainers.recording.hf_callback import TrajectoryCallback
 
     begun: list[float] = []
 

@@ -24,8 +24,7 @@ from measure import alternate, cache, machine, resident, save, table
 from memory import SHAPES
 
 from trajstore import RunWriter, open_run, verify
-from trajstore.encoding import ENCODINGS
-from trajstore.schema import VARIABLES
+from trajstore.schema import ENCODINGS, VARIABLES
 
 MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
 

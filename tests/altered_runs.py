@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import zarr
 
-from trajstore.encoding import checksum
-from trajstore.metadata import chunk_key
-from trajstore.stored import stored_array
+from trajstore.codec.crc32c_check import checksum
+from trajstore.store.array_reader import stored_array
+from trajstore.store.object_keys import chunk_key
 
 __all__ = ["flip"]
 

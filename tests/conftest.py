@@ -14,7 +14,7 @@ import pytest
 from bits_and_calls import Cli, random_bits
 
 from trajstore import RunWriter
-from trajstore.encoding import ENCODINGS
+from trajstore.schema import ENCODINGS
 
 # As many tests run side by side as there are processors. If torch took all of them for each test,
 # its threads would wait for each other most of the time.

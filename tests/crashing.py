@@ -20,7 +20,7 @@ import xarray as xr
 from bits_and_calls import random_bits
 
 from trajstore import RunWriter
-from trajstore.bits import narrow, native_type
+from trajstore.values.native_types import narrow, native_type
 
 
 class Tally:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from trajstore import RunWriter
-from trajstore.encoding import checksum
-from trajstore.inspection import inspect
+from trajstore.codec.crc32c_check import checksum
+from trajstore.integrity.metadata_checks import check_metadata
 
 
 def flip(path: Path, bit: int) -> None:
@@ -45,7 +45,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def shard_index(run: Path, name: str, block: int) -> tuple[Path, list[tuple[int, int]]]:
     """File of a shard, and offset and length of its chunks."""
-    stored = inspect(run).stored(name)
+    stored = check_metadata(run).stored(name)
     assert stored is not None
     path = run / name / ".".join(["c", str(block), *["0"] * (stored.ndim - 1)])
     with path.open("rb") as file:
@@ -64,7 +64,9 @@ def wide_run(path: Path, encoding: str, rows: int = 11) -> Path:
     rng = np.random.default_rng(7)
     tokens = 300
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trajstore.layout._CHUNK", 1 << 10)  # to have several chunks a shard
+        patch.setattr(
+            "trajstore.store.block_plan._CHUNK", 1 << 10
+        )  # to have several chunks a shard
         writer = RunWriter.create(
             path,
             token=np.arange(tokens),

@@ -9,14 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainers.attachment import capture
-    from trainers.callback import TrajectoryCallback
     from trainers.config import RunConfig
-    from trainers.continuation import recorded_config
-    from trainers.downloads import fetch
-    from trainers.planning import plan
     from trainers.presets import PRESETS, preset
-    from trainers.recording import record
+    from trainers.recording.capture import capture
+    from trainers.recording.hf_callback import TrajectoryCallback
+    from trainers.runs.record import record
+    from trainers.runs.resume_checks import recorded_config
+    from trainers.runs.run_plan import plan
+    from trainers.texts.fetch import fetch
 
 __all__ = [
     "PRESETS",
@@ -33,13 +33,13 @@ __all__ = [
 _HOME = {
     "PRESETS": "trainers.presets",
     "RunConfig": "trainers.config",
-    "TrajectoryCallback": "trainers.callback",
-    "capture": "trainers.attachment",
-    "fetch": "trainers.downloads",
-    "plan": "trainers.planning",
+    "TrajectoryCallback": "trainers.recording.hf_callback",
+    "capture": "trainers.recording.capture",
+    "fetch": "trainers.texts.fetch",
+    "plan": "trainers.runs.run_plan",
     "preset": "trainers.presets",
-    "record": "trainers.recording",
-    "recorded_config": "trainers.continuation",
+    "record": "trainers.runs.record",
+    "recorded_config": "trainers.runs.resume_checks",
 }
 
 

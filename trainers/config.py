@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Self
 import tomli_w
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from trajstore.byte_sizes import parse_bytes
 from trajstore.errors import ConfigError, InvalidArgument
-from trajstore.layout import parse_bytes
 from trajstore.schema import resolve_record
 
 __all__ = [
@@ -44,12 +44,12 @@ def _record(names: tuple[str, ...]) -> tuple[str, ...]:
 class ModelConfig(_Section):
     """A GPT-2 without dropout whose embedding and unembedding are one matrix."""
 
-    vocab_size: int = Field(128, ge=2)
-    context: int = Field(128, ge=2)
+    vocab_size: int = Field(default=128, ge=2)
+    context: int = Field(default=128, ge=2)
     """Positions of one training example."""
-    hidden: int = Field(64, ge=1)
-    layers: int = Field(2, ge=1)
-    heads: int = Field(2, ge=1)
+    hidden: int = Field(default=64, ge=1)
+    layers: int = Field(default=2, ge=1)
+    heads: int = Field(default=2, ge=1)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights, and hence of gradients and optimizer state."""
 
@@ -70,10 +70,10 @@ class DataConfig(_Section):
     target_offset: Literal[1, 2] = 1
     """How far ahead the predicted token lies. The notebooks shift their labels by one and GPT-2
     shifts them again inside its loss: 2, the token after next."""
-    live_tokens: int = Field(30_590, ge=1)
+    live_tokens: int = Field(default=30_590, ge=1)
     """Distinct ids of the embedded stream of ids, which takes the place of a text where a
     tokenizer other than ascii is wanted and there is no text. A text has its own."""
-    skipped_shuffles: int = Field(0, ge=0)
+    skipped_shuffles: int = Field(default=0, ge=0)
     """Orders of the examples that the plain loop draws and passes over before it trains: notebook
     1.12a draws one for a batch that it only looks at."""
 
@@ -84,7 +84,7 @@ class InitialisationConfig(_Section):
     kind: Literal["point", "normal", "default"] = "point"
     """One random unit vector for all tokens plus noise; every element drawn by itself; or GPT-2's
     own."""
-    sigma: float = Field(1e-5, ge=0)
+    sigma: float = Field(default=1e-5, ge=0)
     """Standard deviation of the noise (point) or of the elements (normal)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which it is drawn and added, before it is rounded to the weights' type."""
@@ -97,17 +97,17 @@ class OptimizerConfig(_Section):
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
     """adam adds the decay to the gradient, adamw takes it from the weights."""
-    lr: float = Field(1e-3, gt=0)
+    lr: float = Field(default=1e-3, gt=0)
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (
         0.9,
         0.999,
     )
     """Of Adam's moments."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     """Of Adam."""
-    momentum: float = Field(0.0, ge=0, lt=1)
+    momentum: float = Field(default=0.0, ge=0, lt=1)
     """Of SGD."""
-    weight_decay: float = Field(0.01, ge=0)
+    weight_decay: float = Field(default=0.01, ge=0)
 
     @model_validator(mode="after")
     def _momentum_is_of_sgd(self) -> Self:
@@ -121,9 +121,9 @@ class ScheduleConfig(_Section):
 
     name: Literal["linear", "cosine", "constant"] = "linear"
     """Decay to zero along a line or half a cosine, or none."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Steps of linear growth from zero before that."""
-    steps: int | None = Field(None, ge=1)
+    steps: int | None = Field(default=None, ge=1)
     """Step at which the decay ends; training.steps without it."""
 
 
@@ -132,16 +132,16 @@ class TrainingConfig(_Section):
 
     loop: Literal["trainer", "plain"] = "trainer"
     """The Hugging Face Trainer, or a plain PyTorch loop."""
-    steps: int = Field(10_000, ge=1)
-    batch_size: int = Field(32, ge=1)
+    steps: int = Field(default=10_000, ge=1)
+    batch_size: int = Field(default=32, ge=1)
     """Examples of one micro-batch."""
-    accumulation: int = Field(1, ge=1)
+    accumulation: int = Field(default=1, ge=1)
     """Micro-batches of one optimizer step."""
-    max_grad_norm: float = Field(1.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, ge=0)
     """Gradients are clipped to this global norm; 0 leaves them."""
     autocast: Literal["none", "bfloat16", "float16"] = "bfloat16"
     """Mixed precision of the forward pass; float16 brings a gradient scaler."""
-    seed: int = Field(42, ge=0)
+    seed: int = Field(default=42, ge=0)
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
 
 
@@ -150,7 +150,7 @@ class RecordingConfig(_Section):
 
     record: Annotated[tuple[str, ...], AfterValidator(_record)] = ("all",)
     """Variables, or tiers of them."""
-    every: int = Field(1, ge=1)
+    every: int = Field(default=1, ge=1)
     """Steps from one row to the next; the last step is always recorded."""
     tokens: str = "all"
     """all, dead, live, or a file of token ids."""
@@ -158,17 +158,24 @@ class RecordingConfig(_Section):
     """Logits at the last position: of the first sequence, or the mean over the step's sequences."""
     memory: Annotated[str, AfterValidator(_size)] = "1GiB"
     """For all buffers of the recorder together."""
-    block_rows: int | None = Field(None, ge=1)
+    block_rows: int | None = Field(default=None, ge=1)
     """Rows of a block; planned from the memory without it."""
     encoding: Literal["delta", "portable"] = "delta"
     """portable is read by any reader of Zarr v3, delta is smaller and faster."""
-    checkpoint_every: int | None = Field(None, ge=1)
+    checkpoint_every: int | None = Field(default=None, ge=1)
     """Steps from one checkpoint to the next at least, each at the end of a block; without it there
     is only one, when the training ends or is interrupted."""
 
 
 class RunConfig(_Section):
-    """Everything that determines a run, apart from the text itself."""
+    """Everything that determines a run, apart from the text itself.
+
+    Examples
+    --------
+    >>> config = RunConfig().with_values(["training.steps=200", "optimizer.lr=3e-4"])
+    >>> config.training.steps, config.optimizer.lr
+    (200, 0.0003)
+    """
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

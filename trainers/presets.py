@@ -85,6 +85,11 @@ def preset(name: str) -> RunConfig:
     ------
     InvalidArgument
         If there is none; the message names those there are.
+
+    Examples
+    --------
+    >>> preset("gatsby").training.steps
+    10000
     """
     try:
         return PRESETS[name]()

@@ -1,6 +1,14 @@
-"""Record every optimizer step of a training run into compressed Zarr arrays, and read it back."""
+"""Record every optimizer step of a training run into compressed Zarr arrays, and read it back.
 
-from trajstore.accessor import TrajAccessor
+Nothing here is imported before it is asked for: zarr loads the codec of a run through this package,
+and need not load xarray, dask and the rest for it. `ds.traj` is there as soon as xarray is.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from trajstore.errors import (
     ConfigError,
     CorpusError,
@@ -17,14 +25,18 @@ from trajstore.errors import (
     VariableNotRecorded,
     WriterClosed,
 )
-from trajstore.export import Exported, export
-from trajstore.importing import Imported, import_file
-from trajstore.reader import open_run
-from trajstore.repair import Repair, repair
-from trajstore.tensors import to_torch
-from trajstore.verification import Verification, verify
 from trajstore.version import __version__
-from trajstore.writer import RunWriter
+from trajstore.xarray_hook import import_with_xarray
+
+if TYPE_CHECKING:
+    from trajstore.accessor import TrajAccessor
+    from trajstore.exchange.export_run import Exported, export
+    from trajstore.exchange.import_file import Imported, import_file
+    from trajstore.exchange.to_torch import to_torch
+    from trajstore.integrity.repair import Repair, repair
+    from trajstore.integrity.verify import Verification, verify
+    from trajstore.store.open_run import open_run
+    from trajstore.store.writer import RunWriter
 
 __all__ = [
     "ConfigError",
@@ -55,3 +67,33 @@ __all__ = [
     "to_torch",
     "verify",
 ]
+
+_HOME = {
+    "Exported": "trajstore.exchange.export_run",
+    "Imported": "trajstore.exchange.import_file",
+    "Repair": "trajstore.integrity.repair",
+    "RunWriter": "trajstore.store.writer",
+    "TrajAccessor": "trajstore.accessor",
+    "Verification": "trajstore.integrity.verify",
+    "export": "trajstore.exchange.export_run",
+    "import_file": "trajstore.exchange.import_file",
+    "open_run": "trajstore.store.open_run",
+    "repair": "trajstore.integrity.repair",
+    "to_torch": "trajstore.exchange.to_torch",
+    "verify": "trajstore.integrity.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'trajstore' has no attribute {name!r}")
+    found = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = found  # asked once
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+import_with_xarray("trajstore.accessor")

@@ -24,6 +24,15 @@ class TrajAccessor:
     ----------
     ds : Dataset
         A run, or anything with its variables.
+
+    Examples
+    --------
+    >>> from trajstore import open_run
+    >>> ds = open_run("gatsby.zarr")
+    >>> ds.traj.dead.sizes["token"], ds.traj.live.sizes["token"]
+    (118, 10)
+    >>> int(ds.traj.freeze().last_motion.sel(token=ord("e")))
+    13
     """
 
     def __init__(self, ds: xr.Dataset) -> None:

@@ -12,6 +12,7 @@ from trajstore.errors import InvalidArgument
 
 __all__ = [
     "COORDINATES",
+    "ENCODINGS",
     "FORMAT",
     "IMPORTED",
     "RECORDED",
@@ -26,6 +27,9 @@ __all__ = [
 
 FORMAT = 1
 """Number of the store format that this version writes."""
+
+ENCODINGS = ("delta", "portable")
+"""How arrays are encoded: smaller and faster, or for any reader of Zarr v3."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import xarray as xr
 from crashing import BLOCK, KillAt, Reader, check_rows, create, killed, row, write_rows
 
 from trajstore import repair, verify
-from trajstore.encoding import ENCODINGS
+from trajstore.schema import ENCODINGS
 
 ROWS = 7 * BLOCK + 2
 OBJECTS = 5  # arrays, each with a shard and a document in every commit, and then the root

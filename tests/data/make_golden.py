@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from trajstore import RunWriter, layout
-from trajstore.encoding import ENCODINGS
-from trajstore.schema import FORMAT
+from trajstore import RunWriter
+from trajstore.schema import ENCODINGS, FORMAT
+from trajstore.store import block_plan as layout
 
 ROWS, TOKENS, HIDDEN = 7, 4, 3
 TYPES = {"W": "bfloat16", "grad": "float16", "exp_avg": "float32", "logits": "bfloat16",

@@ -12,7 +12,7 @@ import xarray as xr
 
 import analysis
 import trajstore
-from analysis.adam import round_to
+from trajstore.values.rounding import round_to
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

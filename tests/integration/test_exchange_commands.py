@@ -186,10 +186,10 @@ def test_a_signal_leaves_nothing(run: Path, tmp_path: Path, number: signal.Signa
     # The signal comes when the file is half written, not at some moment: the process sends it.
     code = (
         "import os, sys\n"
-        "from trajstore import cli\n"
-        "from trajstore.progress import BytesProgress\n"
+        "from trajstore.cli.main import main\n"
+        "from trajstore.cli.progress import BytesProgress\n"
         f"BytesProgress.show = lambda self, done, total: os.kill(os.getpid(), {int(number)})\n"
-        "cli.main(sys.argv[1:])\n"
+        "main(sys.argv[1:])\n"
     )
     for command in (
         ["export", run, "-o", tmp_path / "f"],

@@ -10,7 +10,7 @@ import pytest
 import xarray as xr
 
 import trajstore
-from trajstore.bits import native_type, widen
+from trajstore.values.native_types import native_type, widen
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -11,7 +11,7 @@ import zarr
 from bits_and_calls import Cli
 from damage import contents, flip, shard_index, wide_run
 
-from trajstore.encoding import ENCODINGS
+from trajstore.schema import ENCODINGS
 
 
 @pytest.fixture(params=ENCODINGS)

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 pytest.importorskip("torch")
 from trainers import preset, record
-from trajstore.cli import main
+from trajstore.cli.main import main
 
 pytestmark = pytest.mark.torch
 
@@ -110,12 +110,12 @@ def test_the_second_signal_ends_it_at_once(text: Path, tmp_path: Path) -> None:
     # It works on its first step for as long as it is let: there is no end to be waited for.
     script = (
         "import os, signal, sys, threading\n"
-        "from trajstore.cli import main\n"
-        "from trainers.forward import Losses\n"
+        "from trajstore.cli.main import main\n"
+        "from trainers.recording.forward_values import StepLoss\n"
         "def wait(*arguments, **options):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    threading.Event().wait(600)\n"
-        "Losses.add = wait\n"
+        "StepLoss.add = wait\n"
         "main(sys.argv[1:])\n"
     )
     call = ["record", "--preset", "gatsby", "--corpus", text, *SMALL, "-o", path]
@@ -141,7 +141,7 @@ def test_a_killed_recording_goes_on_from_its_checkpoint(
     script = (
         "import os, signal, sys\n"
         "from trainers import checkpointing\n"
-        "from trajstore.cli import main\n"
+        "from trajstore.cli.main import main\n"
         "after_step = checkpointing.Checkpointing.after_step\n"
         "def kill(self, recorder, scaler):\n"
         "    if recorder.step == 60:\n"
@@ -207,7 +207,7 @@ def test_a_signal_before_the_training_says_what_is_there(
     def interrupt(*arguments: Any, **options: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("trainers.recording.load_corpus", interrupt)
+    monkeypatch.setattr("trainers.runs.record.load_corpus", interrupt)
     call = ["--resume", "--steps", "9"] if resume else ["--preset", "gatsby"]
     done = CliRunner().invoke(main, ["record", *call, "-o", str(path)])
     assert done.exit_code == 128 + signal.SIGINT

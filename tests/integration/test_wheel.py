@@ -76,3 +76,14 @@ def test_reading_and_analysing_need_only_the_wheel(
         assert done.returncode == 2
         assert "trajstore[train]" in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_the_wheel_says_that_it_is_typed_and_holds_no_tests(python: Path) -> None:
+    code = """
+from importlib.metadata import files
+held = {str(file) for file in files("trajstore")}
+assert {f"{package}/py.typed" for package in ("trajstore", "trainers", "analysis")} <= held, held
+assert not [name for name in held if "conftest" in name or "test_" in name], held
+"""
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

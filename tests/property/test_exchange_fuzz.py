@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 
 import trajstore
 from trajstore.errors import TrajstoreError
-from trajstore.notebook_contents import safetensors_content
-from trajstore.safetensors import SafetensorsFile
+from trajstore.exchange.file_recognition import understood
+from trajstore.formats.safetensors import SafetensorsFile
 
 TRIES = int(os.environ.get("TRAJSTORE_FUZZ", "3000"))
 VARIABLES = {
@@ -76,9 +76,9 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 def read_all(path: Path) -> None:
     """Everything that an import reads of a file, but for writing the run."""
     with SafetensorsFile(path) as file:
-        content = safetensors_content(file)
-        for held in content.held:
-            assert held.rows == len(content.steps)
+        imported = understood(file)
+        for held in imported.variables:
+            assert held.rows == len(imported.steps)
             held.read(0, held.rows)
 
 
@@ -186,8 +186,8 @@ HDF5_FUZZ = """
 import random, resource, sys
 from pathlib import Path
 from trajstore.errors import TrajstoreError
-from trajstore.hdf5 import Hdf5File
-from trajstore.hdf5_contents import hdf5_content
+from trajstore.exchange.file_recognition import understood
+from trajstore.formats.hdf5 import Hdf5File
 
 good, path, first, last = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2]), *map(int, sys.argv[3:])
 resource.setrlimit(resource.RLIMIT_CPU, (600, 600))
@@ -203,7 +203,7 @@ for number in range(first, last):
     print(number, flush=True)
     try:
         with Hdf5File(path) as file:
-            for held in hdf5_content(file).held:
+            for held in understood(file).variables:
                 held.read(0, held.rows)
         accepted += 1
     except TrajstoreError:

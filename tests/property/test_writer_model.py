@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trajstore import RunWriter
-from trajstore.encoding import ENCODINGS
-from trajstore.layout import BLOCKS
+from trajstore.schema import ENCODINGS
+from trajstore.store.block_plan import BLOCKS
 
 TYPES = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
 

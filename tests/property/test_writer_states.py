@@ -27,9 +27,9 @@ from hypothesis.stateful import (
 )
 
 from trajstore import RunWriter, repair, verify
-from trajstore.encoding import ENCODINGS
-from trajstore.layout import BLOCKS
-from trajstore.metadata import DOCUMENT
+from trajstore.schema import ENCODINGS
+from trajstore.store.block_plan import BLOCKS
+from trajstore.store.object_keys import DOCUMENT
 
 
 class _Death(BaseException):

@@ -1,0 +1,273 @@
+"""One pass over a block of rows for everything that is asked about the way between rows.
+
+The block is walked in tiles that stay in the processor's cache. Regimes of 16-bit types are told of
+all vectors at once; everything else is measured of the vectors whose bits changed. NumPy only, no
+dask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.values.native_types import NATIVE_TYPES
+from trajstore.values.token_norms import (
+    result_dtype,
+    step_norm,
+    token_norm,
+    ulp_hops,
+    vector_norm,
+    vector_norms,
+)
+from trajstore.values.ulp_lattice import binade, lattice_type, ordinal, ordinal_dtype, unsigned_view
+
+__all__ = ["MEASURES", "REGIMES", "measure_pairs", "measure_rows", "pair_dtype", "tiles"]
+
+Array = npt.NDArray[Any]
+
+MEASURES = (
+    "moved",
+    "step_norm",
+    "ulp_1",
+    "ulp_2",
+    "ulp_inf",
+    "ordinal_1",
+    "ordinal_2",
+    "ordinal_inf",
+    "regime",
+)
+"""What can be measured of each token between two rows.
+
+``moved``: any bit changed; ``step_norm``: ‖ΔW‖₂; ``ulp_…`` and ``ordinal_…``: norm of the hops, in
+lattice spacings or in whole lattice points; ``regime``: index of `REGIMES`.
+"""
+
+REGIMES = ("frozen", "single", "neighbour", "local", "jump")
+"""In the order of their flag values, from rest to the longest hops."""
+
+# A tile and its temporaries stay in the last-level cache. Smaller ones are no faster by themselves,
+# and threads would spend the time that is won on handing each other the interpreter's lock.
+_TILE_ELEMENTS = 1 << 19
+
+_LONGEST_VECTOR = 1 << 12
+"""Up to which float32 tells the regimes of a 16-bit type exactly."""
+
+
+def tiles(rows: int, tokens: int, hidden: int) -> Iterator[slice]:
+    """Consecutive slices of tokens, each of which is a tile."""
+    width = max(1, _TILE_ELEMENTS // max(1, rows * hidden))
+    for start in range(0, tokens, width):
+        yield slice(start, min(start + width, tokens))
+
+
+def _order(measure: str) -> float:
+    return float(measure.rpartition("_")[2])
+
+
+def pair_dtype(measures: Sequence[str], stored: npt.DTypeLike) -> np.dtype[Any]:
+    """Structured type of what `measure_pairs` returns."""
+    small = result_dtype(stored)
+
+    def kind(measure: str) -> np.dtype[Any]:
+        if measure in ("moved", "regime"):
+            return np.dtype(bool if measure == "moved" else "int8")
+        # Sums and maxima of whole numbers are whole; they fit, for a token moves from one value
+        # to another in each of fewer than 2^30 elements.
+        return np.dtype("int64") if measure in ("ordinal_1", "ordinal_inf") else small
+
+    return np.dtype([(measure, kind(measure)) for measure in measures])
+
+
+def measure_pairs(
+    block: Array, boundary: Array, measures: Sequence[str], native: str
+) -> npt.NDArray[np.void]:
+    """Measure every row against the one before it.
+
+    Parameters
+    ----------
+    block : ndarray of stored values, (row, token, hidden)
+        Of any memory layout.
+    boundary : ndarray of stored values, (1, token, hidden)
+        Last row of the block before.
+    measures : sequence of str
+        Of `MEASURES`.
+    native : str
+        Type of the values.
+
+    Returns
+    -------
+    structured ndarray, (row, token)
+        One field per measure.
+    """
+    rows, tokens, hidden = block.shape
+    result = np.zeros((rows, tokens), pair_dtype(measures, block.dtype))
+    block, boundary = _in_vectors(block), _in_vectors(boundary)
+    for part in tiles(rows, tokens, hidden):
+        here, found = block[:, part], result[:, part]
+        _measure_tile(boundary[:, part], here[:1], measures, native, found[:1])
+        _measure_tile(here[:-1], here[1:], measures, native, found[1:])
+    return result
+
+
+def _in_vectors(block: Array) -> Array:
+    """The block; copied, if its vectors do not lie in one piece each."""
+    return block if block.strides[-1] == block.itemsize else np.ascontiguousarray(block)
+
+
+def _measure_tile(
+    earlier: Array, later: Array, measures: Sequence[str], native: str, out: npt.NDArray[np.void]
+) -> None:
+    if "regime" in measures:
+        out["regime"] = _regime(earlier, later, native)
+        if "moved" in measures:
+            out["moved"] = out["regime"] != REGIMES.index("frozen")
+        if all(measure in ("moved", "regime") for measure in measures):
+            return
+    changed = _changed(earlier, later)
+    if "moved" in measures and "regime" not in measures:
+        out["moved"] = _moved(earlier, later, changed)
+        if len(measures) == 1:
+            return
+    if "step_norm" in measures and not (np.isfinite(earlier).all() and np.isfinite(later).all()):
+        # Where an infinity or NaN stays, no bit changes, and yet the length of its way is NaN.
+        changed = np.ones_like(changed)
+    at = np.nonzero(changed)
+    earlier, later = earlier[at], later[at]
+    if "step_norm" in measures:
+        out["step_norm"][at] = step_norm(earlier, later)
+    ulp = [measure for measure in measures if measure.startswith("ulp")]
+    if ulp:
+        hops = ulp_hops(earlier, later, native)
+        for name, norm in zip(ulp, vector_norms(hops, [_order(name) for name in ulp]), strict=True):
+            with np.errstate(over="ignore"):
+                out[name][at] = norm
+    whole = [measure for measure in measures if measure.startswith("ordinal")]
+    if whole:
+        wide = ordinal_dtype(native)
+        points = np.abs(ordinal(later, native).astype(wide) - ordinal(earlier, native))
+        for measure in whole:
+            if measure == "ordinal_1":
+                out[measure][at] = points.sum(-1, dtype=np.int64)
+            elif measure == "ordinal_inf":
+                out[measure][at] = points.max(-1)
+            else:
+                out[measure][at] = vector_norm(points, 2)
+
+
+def _any(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Whether any flag of each vector is set."""
+    words, rest = divmod(flags.shape[-1], 8)
+    if rest or not 0 < words < 255:
+        return np.asarray(flags.any(-1))
+    # Eight flags at once. Sums of so few words of zeros and ones neither carry over nor vanish.
+    return np.asarray(np.einsum("...i->...", flags.view(np.uint64)) != 0)
+
+
+def _changed(earlier: Array, later: Array) -> npt.NDArray[np.bool_]:
+    """Whether any bit of each vector differs, (row, token)."""
+    before, after = unsigned_view(earlier), unsigned_view(later)
+    if before.itemsize * before.shape[-1] % 8 == 0:
+        # Twice as fast in words of 64 bits, where a vector is a whole number of them.
+        before, after = before.view(np.uint64), after.view(np.uint64)
+    return _any(before != after)
+
+
+def _moved(earlier: Array, later: Array, changed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Which of the vectors that changed differ in more than the sign of a zero."""
+    if _holds_negative_zero(earlier) or _holds_negative_zero(later):
+        at = np.nonzero(changed)
+        before, after = unsigned_view(earlier)[at], unsigned_view(later)[at]
+        magnitude = NATIVE_TYPES[earlier.dtype.name].sign_mask - 1
+        changed = changed.copy()
+        changed[at] = ((before != after) & (((before | after) & magnitude) != 0)).any(-1)
+    return changed
+
+
+def _holds_negative_zero(stored: Array) -> bool:
+    # As a signed integer it is the least of all, so one pass finds it.
+    signed = np.dtype(f"i{stored.itemsize}")
+    return bool(stored.view(signed).min(initial=0) == np.iinfo(signed).min)
+
+
+def _regime(earlier: Array, later: Array, native: str) -> npt.NDArray[np.int8]:
+    """Index of the regime of every vector, (row, token)."""
+    hidden = later.shape[-1]
+    # The short way takes a stored form that is wider than the type.
+    if lattice_type(native).itemsize == later.itemsize or hidden > _LONGEST_VECTOR:
+        unknown = _changed(earlier, later)
+        regime = np.full(unknown.shape, REGIMES.index("frozen"), np.int8)
+    else:
+        regime, unknown = _regime_of_short_hops(earlier, later, native)
+    at = np.nonzero(unknown)
+    if at[0].size:
+        hops = ulp_hops(earlier[at], later[at], native)
+        l1, l2, linf = vector_norms(hops, (1, 2, np.inf))
+        # From the wildest to the calmest, so that NaN, which no comparison holds of, is a jump.
+        found = np.full(l1.shape, REGIMES.index("jump"), np.int8)
+        found[l2 <= np.sqrt(hidden)] = REGIMES.index("local")
+        found[linf <= 1] = REGIMES.index("neighbour")
+        found[l1 <= 1] = REGIMES.index("single")
+        found[l1 == 0] = REGIMES.index("frozen")
+        regime[at] = found
+    return regime
+
+
+def _regime_of_short_hops(
+    earlier: Array, later: Array, native: str
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.bool_]]:
+    """Regimes of a 16-bit type, in float32: five times as fast, and the same.
+
+    A hop of at most √hidden spacings, at most 64, ends no lower than a binade below its start: it
+    is a multiple of half a spacing, and float32 holds it, its square and the sums of both exactly.
+    A longer hop makes a jump, however its square is rounded. That holds of values of the native
+    type, and not of others that merely claim it.
+
+    Returns
+    -------
+    regime : ndarray of int8, (row, token)
+    unknown : ndarray of bool, (row, token)
+        Where an infinity or NaN is met.
+    """
+    # In units of the binade, not of the spacing: that saves a pass, and scales exactly.
+    spacing = np.float32(lattice_type(native).epsilon)
+    with np.errstate(invalid="ignore", over="ignore"):
+        hops = np.subtract(later, earlier)
+        hops /= binade(earlier, native)
+        np.abs(hops, out=hops)
+        squares = np.einsum("...i,...i->...", hops, hops)
+        sums = np.einsum("...i->...", hops)
+        near = ~_any(hops > spacing)
+    unknown = np.isnan(squares)
+    near &= ~unknown
+    regime = np.full(squares.shape, REGIMES.index("jump"), np.int8)
+    regime[squares <= later.shape[-1] * spacing**2] = REGIMES.index("local")
+    regime[near] = REGIMES.index("neighbour")
+    regime[near & (sums <= spacing)] = REGIMES.index("single")
+    regime[squares == 0] = REGIMES.index("frozen")
+    return regime, unknown
+
+
+def measure_rows(block: Array, reference: Array | None = None, order: float = 2) -> Array:
+    """Norm of every vector, or of its difference from a reference row.
+
+    Parameters
+    ----------
+    block : ndarray of stored values, (row, token, hidden)
+    reference : ndarray, (token, hidden), optional
+    order : {1, 2, inf}
+
+    Returns
+    -------
+    ndarray of float32, (row, token)
+    """
+    rows, tokens, hidden = block.shape
+    result = np.empty((rows, tokens), result_dtype(block.dtype))
+    for part in tiles(rows, tokens, hidden):
+        if reference is None:
+            result[:, part] = token_norm(block[:, part], order)
+        else:
+            result[:, part] = step_norm(reference[part], block[:, part])
+    return result

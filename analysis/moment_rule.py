@@ -1,0 +1,161 @@
+"""Adam's moments without the rounding of their state: the recurrence itself, in float64.
+
+What enters is the gradient as the optimizer took it, of the gradient's own type: clipping
+multiplies it in place before the optimizer sees it, and rounds (`torch.nn.utils.clip_grad_norm_`).
+What the optimizer then does is float64: m ← β₁·m + (1 − β₁)·g and v ← β₂·v + (1 − β₂)·g² (Kingma
+and Ba, arXiv:1412.6980, algorithm 1), with g negated under `maximize` and coupled weight decay
+added to it, as `torch.optim.Adam` does. NumPy only, no dask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from analysis.adam_rule import AdamRule
+from trajstore.errors import InvalidArgument
+from trajstore.values.rounding import round_to
+
+__all__ = ["MOMENTS", "MomentRule"]
+
+Array = npt.NDArray[Any]
+Wide = npt.NDArray[np.float64]
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""By the names of the variables that hold them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentRule:
+    """How Adam or AdamW carries its moments on.
+
+    Attributes
+    ----------
+    update : AdamRule
+        From the moments to the change of W, without any rounding on the way.
+    coupled_decay : float
+        Weight decay that is added to the gradient; 0 where it is decoupled.
+    maximize : bool
+        The optimizer takes the gradient with the other sign.
+    """
+
+    update: AdamRule
+    coupled_decay: float
+    maximize: bool
+
+    @classmethod
+    def of(cls, optimizer: Mapping[str, Any] | None) -> MomentRule:
+        """Rule of a run.
+
+        Parameters
+        ----------
+        optimizer : mapping
+            ``class`` and ``hyperparameters``, as in the attribute ``optimizer`` of a run.
+
+        Raises
+        ------
+        VariableNotRecorded, InvalidArgument
+            As `AdamRule.of`; and for amsgrad.
+        """
+        update = AdamRule.of(optimizer)
+        if update.amsgrad:
+            raise InvalidArgument(
+                "the run was trained with amsgrad, which divides by the largest second moment so "
+                "far, and that is not recorded; the moments are followed without amsgrad only"
+            )
+        given = (optimizer or {})["hyperparameters"]
+        return cls(
+            update=replace(update, stepwise=False),
+            # The update knows the decay only where it is decoupled.
+            coupled_decay=0.0 if update.weight_decay else float(given["weight_decay"]),
+            maximize=bool(given.get("maximize", False)),
+        )
+
+    @np.errstate(all="ignore")  # NaN and infinity are answers, not mishaps
+    def gradient(self, grad: Array, clip: Array, W: Array | None, native: str) -> Array:
+        """What the moments take in.
+
+        Parameters
+        ----------
+        grad : ndarray of stored values, (row, token, hidden)
+            Before clipping.
+        clip : ndarray, (row, 1, 1)
+            What clipping multiplied it by.
+        W : ndarray of stored values, same shape as `grad`, optional
+            Before the step; only coupled weight decay needs it.
+        native : str
+            Type of the gradient.
+
+        Returns
+        -------
+        ndarray, same shape
+            Of the type of `grad`; of float64 with coupled weight decay.
+        """
+        # A factor of another type is rounded to the one that torch multiplies in.
+        taken = round_to(grad * clip.astype(grad.dtype), native)
+        if self.maximize:
+            taken = -taken
+        if W is None:
+            return taken
+        return np.asarray(taken + self.coupled_decay * W.astype(np.float64))
+
+    @np.errstate(all="ignore")
+    def intended(self, moment: str, before: Array, gradient: Array) -> Wide:
+        """Change of a moment that a step asks for: (1 − β)(g − m), or (1 − β)(g² − v).
+
+        Parameters
+        ----------
+        moment : str
+            Of `MOMENTS`.
+        before : ndarray, any shape
+            The moment before the step.
+        gradient : ndarray, same shape
+            As `gradient` gives it.
+        """
+        change = np.empty(gradient.shape)
+        beta = self._target(moment, gradient, change)
+        change -= before
+        change *= 1 - beta
+        return change
+
+    @np.errstate(all="ignore")
+    def follow(
+        self, moment: str, before: Array, gradient: Array, taken: npt.NDArray[np.bool_], out: Wide
+    ) -> None:
+        """Carry a moment over several steps.
+
+        Parameters
+        ----------
+        moment : str
+            Of `MOMENTS`.
+        before : ndarray, (token, hidden)
+            Before the first of them.
+        gradient : ndarray, (row, token, hidden)
+            As `gradient` gives it.
+        taken : ndarray of bool, (row)
+            Where it is False, no step was taken and the moment stays.
+        out : ndarray of float64, (row, token, hidden)
+            Receives the moment after each step.
+        """
+        state, target = before.astype(np.float64), np.empty(before.shape)
+        for row, step in enumerate(taken):
+            if step:
+                beta = self._target(moment, gradient[row], target)
+                target *= 1 - beta
+                np.multiply(state, beta, out=out[row])
+                out[row] += target
+            else:
+                out[row] = state
+            state = out[row]
+
+    def _target(self, moment: str, gradient: Array, out: Wide) -> float:
+        """What the moment is the moving average of, into `out`; and its β."""
+        np.copyto(out, gradient)
+        if moment == "exp_avg":
+            return self.update.beta1
+        out *= out
+        return self.update.beta2

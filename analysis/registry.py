@@ -1,0 +1,228 @@
+"""All quantities of a run by name, and several of them in one pass."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from analysis.collective_motion import (
+    build_bulk_thermal,
+    build_centroid,
+    build_coherence,
+    build_distinct,
+)
+from analysis.freeze_causes import build_adam_update, build_freeze_cause
+from analysis.freezing import build_freeze
+from analysis.logit_statistics import build_logit_stats
+from analysis.lost_updates import build_moment_stuck
+from analysis.moment_ratios import build_moment_error
+from analysis.moments import build_exact_moments
+from analysis.motion import build_acceleration, build_speed, build_velocity
+from analysis.norms import build_displacement, build_grad_norms
+from analysis.resume_seams import build_seams
+from analysis.streaming_scan import Scan
+from analysis.token_populations import by_population as statistics_by_population
+from analysis.ulp_motion import (
+    build_lattice_displacement,
+    build_lifecycle,
+    build_regimes,
+    build_ulp,
+)
+from trajstore.errors import InvalidArgument
+
+__all__ = ["QUANTITIES", "Quantity", "answer", "compute"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """One question about a run.
+
+    Attributes
+    ----------
+    build : callable
+        From a `Scan` and the options of the public function to its result.
+    measures : tuple of str
+        What it needs of the way between rows, with default options.
+    """
+
+    build: Callable[..., xr.DataArray | xr.Dataset]
+    measures: tuple[str, ...] = ()
+
+
+QUANTITIES: dict[str, Quantity] = {
+    "grad_norms": Quantity(build=build_grad_norms),
+    "displacement": Quantity(build=build_displacement),
+    "velocity": Quantity(build=build_velocity),
+    "speed": Quantity(build=build_speed, measures=("step_norm",)),
+    "acceleration": Quantity(build=build_acceleration),
+    "lattice_displacement": Quantity(build=build_lattice_displacement),
+    "ulp": Quantity(build=build_ulp),
+    "regimes": Quantity(build=build_regimes, measures=("regime",)),
+    "freeze": Quantity(build=build_freeze, measures=("moved",)),
+    "lifecycle": Quantity(build=build_lifecycle, measures=("regime",)),
+    "adam_update": Quantity(build=build_adam_update),
+    "freeze_cause": Quantity(build=build_freeze_cause),
+    "exact_moments": Quantity(build=build_exact_moments),
+    "moment_error": Quantity(build=build_moment_error),
+    "moment_stuck": Quantity(build=build_moment_stuck),
+    "centroid": Quantity(build=build_centroid),
+    "bulk_thermal": Quantity(build=build_bulk_thermal),
+    "coherence": Quantity(build=build_coherence),
+    "distinct": Quantity(build=build_distinct),
+    "logit_stats": Quantity(build=build_logit_stats),
+    "seams": Quantity(build=build_seams, measures=("step_norm",)),
+}
+"""What `compute` and ``trajstore analyze`` can be asked for."""
+
+
+def compute(ds: xr.Dataset, names: Sequence[str]) -> xr.Dataset:
+    """Several quantities together: each chunk is read once, and each block walked once.
+
+    Still lazy: ask for the values of the whole result, or write it, to have the one pass.
+
+    Parameters
+    ----------
+    ds : Dataset
+        A run.
+    names : sequence of str
+        Of `QUANTITIES`, with their default options.
+
+    Returns
+    -------
+    Dataset
+        The variables that the functions of these names return: a DataArray under the name of its
+        function, a Dataset's variables under their own. All have every step of `ds`; where a
+        quantity has none, as the first row has no row before it, floats are NaN, whole numbers
+        −1 and flags False.
+
+    Raises
+    ------
+    InvalidArgument
+        If a name is unknown, or there is none.
+    VariableNotRecorded
+        If the run does not hold what one of them needs.
+
+    Examples
+    --------
+    >>> result = compute(ds, ["grad_norms", "speed", "logit_stats"]).compute()
+    >>> list(result)[:4]
+    ['grad_norms', 'speed', 'logit_min', 'logit_max']
+    """
+    names = [names] if isinstance(names, str) else list(names)
+    unknown = [name for name in names if name not in QUANTITIES]
+    if unknown or not names:
+        raise InvalidArgument(
+            f"got {', '.join(map(repr, unknown)) or 'no names'}, "
+            f"expected some of {', '.join(QUANTITIES)}"
+        )
+    history = Scan(ds, (measure for name in names for measure in QUANTITIES[name].measures))
+    variables: dict[str, xr.DataArray] = {}
+    for name in names:
+        result = QUANTITIES[name].build(history)
+        if isinstance(result, xr.DataArray):
+            variables[name] = result
+        else:
+            variables |= {str(key): array for key, array in result.data_vars.items()}
+    return xr.Dataset({name: _with_every_step(array, history) for name, array in variables.items()})
+
+
+def _with_every_step(array: xr.DataArray, history: Scan) -> xr.DataArray:
+    if "step" not in array.dims or array.sizes["step"] == history.rows:
+        return array
+    absent = {"f": np.nan, "i": -1, "b": False}[array.dtype.kind]
+    attrs: dict[str, Any] = dict(array.attrs)
+    if not array.sizes["step"]:  # which cannot be padded
+        shape = [history.rows if dim == "step" else array.sizes[dim] for dim in array.dims]
+        kept = {name: values for name, values in array.coords.items() if "step" not in values.dims}
+        padded = xr.DataArray(np.full(shape, absent, array.dtype), dims=array.dims, coords=kept)
+    else:
+        missing = history.rows - array.sizes["step"]
+        padded = array.pad(step=(missing, 0), mode="constant", constant_values=absent).astype(
+            array.dtype
+        )
+    return padded.assign_coords(step=history.ds["step"]).assign_attrs(attrs)
+
+
+def answer(
+    ds: xr.Dataset,
+    names: Sequence[str],
+    assignments: Sequence[str] = (),
+    *,
+    by_population: bool = False,
+) -> xr.Dataset:
+    """What ``trajstore analyze`` computes: quantities by name, with options as text.
+
+    Parameters
+    ----------
+    ds : Dataset
+        A run.
+    names : sequence of str
+        Of `QUANTITIES`. A single one is as its function returns it, several as by `compute`.
+    assignments : sequence of str
+        Options of a single quantity, ``name=value``.
+    by_population : bool
+        Statistics over the tokens of each population, of a single quantity that is one number
+        per token.
+
+    Returns
+    -------
+    Dataset
+        Lazy.
+
+    Raises
+    ------
+    InvalidArgument
+        If a name, an option or its value is not known, or does not go with the others.
+
+    Examples
+    --------
+    >>> found = answer(ds, ["displacement"], ["since=previous"], by_population=True)
+    >>> found["max"].sel(step=1).to_series().round(4).to_dict()
+    {'dead': 0.0234, 'live': 0.0156, 'all': 0.0234}
+    """
+    if len(names) != 1:
+        if assignments or by_population:
+            raise InvalidArgument(
+                "options and populations go with a single quantity; "
+                f"got {len(names)}: {', '.join(names)}"
+            )
+        return compute(ds, names)
+    (name,) = names
+    if name not in QUANTITIES:
+        raise InvalidArgument(f"there is no quantity {name!r}; choose from {', '.join(QUANTITIES)}")
+    quantity = QUANTITIES[name]
+    options = _options(quantity, name, assignments)
+    result = quantity.build(Scan(ds, quantity.measures), **options)
+    if by_population:
+        if not isinstance(result, xr.DataArray) or "token" not in result.dims:
+            raise InvalidArgument(f"{name} is not one number per token, so it has no populations")
+        return statistics_by_population(result)
+    return result.to_dataset(name=name) if isinstance(result, xr.DataArray) else result
+
+
+def _options(quantity: Quantity, name: str, assignments: Sequence[str]) -> dict[str, Any]:
+    known = [*inspect.signature(quantity.build).parameters][1:]
+    options = {}
+    for assignment in assignments:
+        key, equals, text = assignment.partition("=")
+        if not equals or key not in known:
+            raise InvalidArgument(
+                f"got {assignment!r}, expected name=value with a name among "
+                f"{', '.join(known) or 'none, for it has no options'} of {name}"
+            )
+        options[key] = _value(text)
+    return options
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,361 @@
+"""A Dataset prepared for scans: blocks of rows, and the last row of the block before each.
+
+`Scan` is what the functions of this package share when they are asked together: each of its
+dask nodes is made once, so each chunk is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from analysis import input_checks
+from analysis.consecutive_rows import measure_pairs, pair_dtype
+from trajstore.errors import InvalidArgument
+
+__all__ = ["Scan", "native_dtype", "over_hidden"]
+
+Array = npt.NDArray[Any]
+
+_DIMS = ("step", "token", "hidden")
+_BLOCK_BYTES = 32 << 20
+
+
+def native_dtype(array: xr.DataArray) -> str:
+    """Name of the type in which the trainer held these values.
+
+    The attribute ``native_dtype``; without it, the type of the array itself.
+    """
+    return str(array.attrs.get("native_dtype", array.dtype.name))
+
+
+def over_hidden(
+    kernel: Callable[..., Array], *arrays: da.Array, dtype: npt.DTypeLike, **options: Any
+) -> da.Array:
+    """Function of whole vectors, block by block, whose result has no hidden dimension.
+
+    What `dask.array.map_blocks` with ``drop_axis`` does, but that copies every block, to join the
+    only one along the axis that is dropped.
+
+    Parameters
+    ----------
+    kernel : callable
+        Of a block of every array.
+    *arrays : dask Array, (…, hidden)
+        One chunk along hidden. The first has all dimensions, the others the last ones of them;
+        along each they have as many chunks as it has, of any length, or a single one.
+    dtype : dtype
+        Of its result.
+    **options
+        Passed to `kernel`.
+    """
+    ndim = arrays[0].ndim
+    indexed = [item for array in arrays for item in (array, tuple(range(ndim))[-array.ndim :])]
+    return da.blockwise(
+        _of_only_blocks,
+        tuple(range(ndim - 1)),
+        *indexed,
+        kernel=kernel,
+        dtype=dtype,
+        meta=np.empty((0,) * (ndim - 1), dtype),
+        align_arrays=False,
+        **options,
+    )
+
+
+def _of_only_blocks(*blocks: list[Array], kernel: Callable[..., Array], **options: Any) -> Array:
+    return kernel(*(block for (block,) in blocks), **options)
+
+
+def _last_row(block: Array) -> Array:
+    # A copy: a view would keep the whole block alive until the next one is done.
+    return block[-1:].copy()
+
+
+def _apply_between_rows(
+    block: Array, boundary: Array, kernel: Callable[[Array, Array], Array]
+) -> Array:
+    return np.concatenate([kernel(block[:1], boundary), kernel(block[1:], block[:-1])])
+
+
+def _field(measured: npt.NDArray[np.void], name: str) -> Array:
+    return np.ascontiguousarray(measured[name])
+
+
+def _rows_of_a_block(array: xr.DataArray) -> int:
+    """Rows that are read together from an array that dask has not chunked yet."""
+    stored = array.encoding.get("preferred_chunks", {}).get("step")
+    row = array.dtype.itemsize * array.sizes["token"] * array.sizes["hidden"]
+    return int(stored or max(1, _BLOCK_BYTES // max(1, row)))
+
+
+class Scan:
+    """One Dataset, seen as blocks of rows.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With dimensions step, token and hidden, in any order, chunked or not.
+    measures : iterable of str
+        Of `analysis.consecutive_rows.MEASURES`: what is measured together, in one pass. A measure
+        that is not among them has a pass of its own.
+
+    Raises
+    ------
+    InvalidArgument
+        If steps do not increase.
+    """
+
+    def __init__(self, ds: xr.Dataset, measures: Iterable[str] = ()) -> None:
+        self.ds = ds
+        input_checks.variables(ds, "step")
+        self.steps: npt.NDArray[np.int64] = ds["step"].values.astype(np.int64)
+        if (np.diff(self.steps) <= 0).any():
+            raise InvalidArgument(
+                "the steps of this Dataset do not increase; sort it by step, and keep each once"
+            )
+        self._together = tuple(dict.fromkeys(measures))
+        self._blocks: dict[str, da.Array] = {}
+        self._boundaries: dict[tuple[str, str], da.Array] = {}
+        self._measured: dict[tuple[str, ...], da.Array] = {}
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return int(self.steps.size)
+
+    def require_rows(self, least: int, question: str) -> None:
+        """Check that there are enough rows for a question.
+
+        Raises
+        ------
+        InvalidArgument
+            If there are fewer.
+        """
+        if self.rows < least:
+            raise InvalidArgument(
+                f"{question} needs at least {least} rows, and there are {self.rows}"
+            )
+
+    def variable(self, name: str) -> xr.DataArray:
+        """Matrix of that name, dimensions in order, lazily chunked.
+
+        Raises
+        ------
+        VariableNotRecorded
+            If there is none.
+        InvalidArgument
+            If its dimensions are others.
+        """
+        input_checks.variables(self.ds, name)
+        array = self.ds[name]
+        if set(array.dims) != set(_DIMS):
+            raise InvalidArgument(
+                f"{name} has dimensions {', '.join(map(str, array.dims))}, "
+                f"expected {', '.join(_DIMS)}"
+            )
+        return array.transpose(*_DIMS)
+
+    def blocks(self, name: str) -> da.Array:
+        """Blocks of a matrix, (step, token, hidden), hidden whole."""
+        if name not in self._blocks:
+            array = self.variable(name)
+            if array.chunks is None:
+                array = array.chunk({"step": _rows_of_a_block(array), "token": -1, "hidden": -1})
+            data = array.data.rechunk({2: -1})
+            self._blocks[name] = data
+        return self._blocks[name]
+
+    def aligned(self, like: str, name: str) -> da.Array:
+        """Blocks of a matrix, chunked as another."""
+        return self.blocks(name).rechunk(self.blocks(like).chunks)
+
+    def boundaries(self, name: str, like: str | None = None) -> da.Array:
+        """Row before each block, (1 per block, token, hidden).
+
+        Before the first block that is its own first row, so that nothing moves in row 0, which
+        the results leave out.
+        """
+        key = name, like or name
+        if key not in self._boundaries:
+            blocks = self.aligned(like or name, name)
+            steps, tokens, hidden = blocks.chunks
+            last = blocks.map_blocks(
+                _last_row,
+                chunks=((1,) * len(steps), tokens, hidden),
+                dtype=blocks.dtype,
+                meta=np.empty((0, 0, 0), blocks.dtype),
+            )
+            self._boundaries[key] = da.concatenate([blocks[:1], last[:-1]])
+        return self._boundaries[key]
+
+    def pair(self, measure: str) -> xr.DataArray:
+        """Measure of the way between rows.
+
+        Parameters
+        ----------
+        measure : str
+            Of `analysis.consecutive_rows.MEASURES`.
+
+        Returns
+        -------
+        DataArray, (step, token)
+            One row fewer than the Dataset; each has the step of the later row.
+        """
+        self.require_rows(1, "a question about motion")
+        together = self._together if measure in self._together else (measure,)
+        if together not in self._measured:
+            blocks, boundaries = self.blocks("W"), self.boundaries("W")
+            measured = over_hidden(
+                measure_pairs,
+                blocks,
+                boundaries,
+                measures=together,
+                native=native_dtype(self.ds["W"]),
+                dtype=pair_dtype(together, blocks.dtype),
+            )
+            self._measured[together] = measured[1:]
+        measured = self._measured[together]
+        dtype = measured.dtype[measure]
+        data = measured.map_blocks(
+            _field, measure, dtype=dtype, meta=np.empty((0, 0), dtype), token=f"pair-{measure}"
+        )
+        return self.wrap(data, "W", rows=slice(1, None))
+
+    def wrap(
+        self,
+        data: da.Array,
+        like: str,
+        *,
+        rows: slice = slice(None),
+        dims: Iterable[str] = _DIMS[:2],
+    ) -> xr.DataArray:
+        """DataArray with the coordinates of a variable that belong to `dims`."""
+        dims = tuple(dims)
+        kept = self.variable(like).isel(step=rows)
+        coords = {
+            name: coordinate
+            for name, coordinate in kept.coords.items()
+            if set(coordinate.dims) <= set(dims)
+        }
+        return xr.DataArray(data, dims=dims, coords=coords)
+
+    @property
+    def units(self) -> str:
+        """Units of W."""
+        return str(self.ds["W"].attrs.get("units", "1")) if "W" in self.ds else "1"
+
+    @property
+    def _every_row(self) -> bool:
+        """Whether the row before each row here is the row before it in the run."""
+        rows = self.ds.attrs.get("committed_rows")
+        return bool((np.diff(self.steps) == 1).all()) or self.rows == rows
+
+    def _stored(self, name: str) -> xr.DataArray | None:
+        """Stored summary of the way between rows; None if there is none that holds here."""
+        if name not in self.ds or not self._every_row:
+            return None
+        return self.ds[name].transpose("step", "token").isel(step=slice(1, None)).drop_attrs()
+
+    def step_norm(self) -> xr.DataArray:
+        """Length of the way between rows, float32 (step, token)."""
+        stored = self._stored("W_step_norm")
+        return self.pair("step_norm") if stored is None else stored
+
+    def ulp_l1(self) -> xr.DataArray:
+        """Lattice spacings of the way between rows, float32 (step, token)."""
+        stored = self._stored("W_ulp_l1")
+        return self.pair("ulp_1") if stored is None else stored
+
+    def moved(self) -> xr.DataArray:
+        """Whether any bit of a token changed between rows, bool (step, token)."""
+        stored = self._stored("W_ulp_l1")
+        # A changed NaN has hops of NaN, which are not 0 either.
+        return self.pair("moved") if stored is None else stored != 0
+
+    def spacing(self) -> xr.DataArray:
+        """Optimizer steps between rows, float64 (step)."""
+        return xr.DataArray(
+            np.diff(self.steps).astype(np.float64),
+            dims="step",
+            coords={"step": self.ds["step"].values[1:]},
+        )
+
+    def between_rows(
+        self, name: str, kernel: Callable[[Array, Array], Array], dtype: npt.DTypeLike
+    ) -> xr.DataArray:
+        """Elementwise function of every row and the row before it.
+
+        Parameters
+        ----------
+        name : str
+            Of a matrix.
+        kernel : callable
+            Of (later, earlier), both (row, token, hidden).
+        dtype : dtype
+            Of its result.
+
+        Returns
+        -------
+        DataArray, (step, token, hidden)
+            One row fewer than the Dataset.
+        """
+        self.require_rows(1, "a question about motion")
+        blocks = self.blocks(name)
+        data = da.map_blocks(
+            _apply_between_rows,
+            blocks,
+            self.boundaries(name),
+            kernel=kernel,
+            dtype=dtype,
+            meta=np.empty((0, 0, 0), dtype),
+        )[1:]
+        return self.wrap(data, name, rows=slice(1, None), dims=_DIMS)
+
+    def combine_rows(
+        self,
+        per_row: xr.DataArray,
+        summarise: Callable[[Array, Array], Array],
+        join: Callable[[Array], Array],
+        facts: int,
+    ) -> xr.DataArray:
+        """Facts about each token over all rows, from facts about each stretch of rows.
+
+        Parameters
+        ----------
+        per_row : DataArray, (step, token)
+            Of rows 1, 2, …, as `pair` gives it.
+        summarise : callable
+            From a stretch, (row, token), and the numbers of its rows to int64 (1, fact, token).
+        join : callable
+            From consecutive stretches, (stretch, fact, token), to (fact, token).
+        facts : int
+            Number of facts.
+
+        Returns
+        -------
+        DataArray, int64 (fact, token)
+        """
+        data = per_row.transpose("step", "token").data
+        if per_row.chunks is None:
+            data = da.from_array(data, chunks=data.shape)
+        by_step, by_token = data.chunks
+        numbers = da.from_array(np.arange(1, self.rows)[:, None], chunks=(by_step, 1))
+        stretches = data.map_blocks(
+            summarise,
+            numbers,
+            new_axis=1,
+            chunks=((1,) * len(by_step), (facts,), by_token),
+            dtype=np.int64,
+            meta=np.empty((0, 0, 0), np.int64),
+        )
+        joined = stretches.rechunk({0: -1}).map_blocks(
+            join, drop_axis=0, dtype=np.int64, meta=np.empty((0, 0), np.int64)
+        )
+        coords = {name: c for name, c in per_row.coords.items() if c.dims == ("token",)}
+        return xr.DataArray(joined, dims=("fact", "token"), coords=coords)

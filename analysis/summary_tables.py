@@ -1,0 +1,117 @@
+"""The tables that the notebooks print at their end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from analysis import input_checks
+from analysis.norms import displacement, grad_norms
+from analysis.token_populations import POPULATIONS, by_population, members
+from trajstore.errors import InvalidArgument
+from trajstore.values.token_norms import vector_norm
+
+__all__ = ["summary"]
+
+_STATISTICS = ("mean", "min", "max", "median")
+
+
+def _table(da: xr.DataArray) -> xr.DataArray:
+    statistics = by_population(da, quantiles=())
+    return statistics[list(_STATISTICS)].to_dataarray("statistic")
+
+
+def _centroid_norms(W: npt.NDArray[Any], groups: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+    """Norm of the mean vector of each group: (row, token, hidden) to (row, population)."""
+    wide = W.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        centroids = [
+            wide[:, group].sum(1) / group.sum()
+            if group.any()
+            else np.full(wide[:, 0].shape, np.nan)
+            for group in groups
+        ]
+    return np.stack([vector_norm(centroid) for centroid in centroids], -1)
+
+
+def summary(ds: xr.Dataset) -> xr.Dataset:
+    """First and last step at a glance: gradients, displacement, centroid, logits, loss.
+
+    Parameters
+    ----------
+    ds : Dataset
+        A run with at least one step. What was not recorded is left out.
+
+    Returns
+    -------
+    Dataset
+        Along ``when`` (first and last training step; their numbers are ``when_step``):
+        ``grad_norms`` (statistic, when, population), ``loss`` (when). Furthermore
+        ``max_dead_grad_norm``, the largest of any dead token at any step; ``displacement``
+        (statistic, population) of the last row from the first; ``centroid_norm`` (state,
+        population) at the first and last row; ``logits`` (logit_statistic) at the first step.
+
+    Raises
+    ------
+    InvalidArgument
+        If no step has been recorded yet.
+
+    Examples
+    --------
+    >>> summary(ds).grad_norms.sel(when="last", statistic="mean").to_series().round(3).to_dict()
+    {'dead': 0.008, 'live': 0.093, 'all': 0.015}
+    """
+    input_checks.variables(ds, "W")
+    steps = ds["step"].values
+    if steps.size < 2:
+        raise InvalidArgument(
+            f"a summary needs at least one training step, and the run has {steps.size} rows"
+        )
+    trained = [1, steps.size - 1]
+    parts: dict[str, xr.DataArray] = {}
+    if "grad" in ds:
+        norms = grad_norms(ds.isel(step=slice(1, None)))
+        ends = norms.isel(step=[0, -1]).rename(step="when").drop_vars("when")
+        parts["grad_norms"] = _table(ends)
+        dead = members(ds)[0].nonzero()[0]
+        parts["max_dead_grad_norm"] = (
+            norms.isel(token=dead).max(skipna=False) if dead.size else xr.DataArray(np.nan)
+        )
+    if "loss" in ds:
+        parts["loss"] = ds["loss"].isel(step=trained).rename(step="when").drop_vars("when")
+    parts["displacement"] = _table(displacement(ds, since=int(steps[0])).isel(step=-1, drop=True))
+    ends = ds["W"].isel(step=[0, -1])
+    parts["centroid_norm"] = xr.apply_ufunc(
+        _centroid_norms,
+        ends.chunk({"step": -1, "token": -1}) if ends.chunks is not None else ends,
+        kwargs={"groups": members(ds)},
+        input_core_dims=[["step", "token", "hidden"]],
+        output_core_dims=[["state", "population"]],
+        dask="parallelized",
+        output_dtypes=[np.float64],
+        dask_gufunc_kwargs={"output_sizes": {"state": 2, "population": len(POPULATIONS)}},
+    )
+    if "logits" in ds:
+        logits = ds["logits"].isel(step=1, drop=True).astype(np.float64)
+        statistics = {
+            "min": logits.min(),
+            "max": logits.max(),
+            "range": logits.max() - logits.min(),
+            "std": logits.std(ddof=1),
+        }
+        parts["logits"] = xr.concat(list(statistics.values()), dim="logit_statistic").assign_coords(
+            logit_statistic=list(statistics)
+        )
+    return xr.Dataset(
+        {name: part.drop_attrs() for name, part in parts.items()},
+        coords={
+            "when": ["first", "last"],
+            "when_step": ("when", steps[trained]),
+            "state": ["first", "last"],
+            "state_step": ("state", steps[[0, -1]]),
+            "population": list(POPULATIONS),
+        },
+    )

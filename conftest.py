@@ -1,0 +1,54 @@
+"""Where the examples in docstrings run, and what they find there."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+# Its modules cannot be imported, so neither can their examples.
+collect_ignore = [] if HAS_TORCH else ["trainers"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the examples that need torch."""
+    for item in items:
+        if isinstance(item, pytest.DoctestItem) and _needs_torch(item):
+            item.add_marker(pytest.mark.torch)
+            if not HAS_TORCH:
+                item.add_marker(pytest.mark.skip(reason="could not import 'torch'"))
+
+
+def _needs_torch(item: pytest.DoctestItem) -> bool:
+    return item.path.is_relative_to(item.config.rootpath / "trainers") or "torch" in item.path.stem
+
+
+@pytest.fixture(scope="session")
+def example_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that the examples call ``gatsby.zarr``."""
+    from example_run import write_example_run
+
+    path = tmp_path_factory.mktemp("examples") / "gatsby.zarr"
+    write_example_run(path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _example(request: pytest.FixtureRequest, doctest_namespace: dict[str, Any]) -> None:
+    """Run each example in a folder of its own, with a copy of that run; it is open as ``ds``."""
+    if not isinstance(request.node, pytest.DoctestItem):
+        return
+    from trajstore import open_run
+
+    folder: Path = request.getfixturevalue("tmp_path")
+    monkeypatch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
+    shutil.copytree(request.getfixturevalue("example_run"), folder / "gatsby.zarr")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("TRAJSTORE_CACHE", str(folder / "cache"))
+    doctest_namespace["ds"] = open_run("gatsby.zarr")

@@ -1,0 +1,73 @@
+"""What README names can be installed: with the versions that are tested together, and without."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FOR_USERS = set(PROJECT["optional-dependencies"]) - {"all", "test", "dev"}
+
+
+# With torch at hand, which need not be downloaded to be taken into account.
+@pytest.mark.torch
+@pytest.mark.parametrize("constrained", [True, False])
+def test_everything_can_be_installed_together(constrained: bool) -> None:
+    pytest.importorskip("torch")
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-build-isolation"]
+    constraints = ["-c", ROOT / "constraints.txt"] if constrained else []
+    done = subprocess.run(
+        [*command, "--quiet", *constraints, f"{ROOT}[all]"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_oldest_versions_are_those_that_are_allowed() -> None:
+    """But for what is only trained and downloaded with, which needs torch."""
+    extras = PROJECT["optional-dependencies"]
+    allowed: dict[str, set[Version]] = {}
+    for line in [
+        *PROJECT["dependencies"],
+        *(line for extra in ("plot", "hdf5", "cluster", "test") for line in extras[extra]),
+    ]:
+        requirement = Requirement(line)
+        (bound,) = (part.version for part in requirement.specifier if part.operator == ">=")
+        allowed.setdefault(requirement.name, set()).add(Version(bound))
+    pinned = {
+        (requirement := Requirement(line)).name: {
+            Version(part.version) for part in requirement.specifier
+        }
+        for line in (ROOT / "constraints-oldest.txt").read_text().splitlines()
+        if not line.startswith("#")
+    }
+    assert {name: pinned.get(name) for name in allowed} == allowed
+
+
+def test_all_is_every_extra_for_users() -> None:
+    (everything,) = PROJECT["optional-dependencies"]["all"]
+    (named,) = re.findall(r"\[(.*)\]", everything)
+    assert set(named.split(",")) == FOR_USERS
+
+
+def test_every_extra_is_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert [extra for extra in FOR_USERS if f"`{extra}`" not in readme] == []
+
+
+def test_messages_name_extras_that_are_there() -> None:
+    named = {
+        extra
+        for package in ("trajstore", "trainers", "analysis")
+        for path in (ROOT / package).rglob("*.py")
+        for extra in re.findall(r"trajstore\[(\w+)\]", path.read_text())
+    }
+    assert named
+    assert named <= FOR_USERS

@@ -1,0 +1,150 @@
+"""The rule against torch itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import analysis
+from analysis.adam_rule import AdamRule
+from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.values.rounding import round_to
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+VARIANTS = {
+    "AdamW": ("AdamW", {}),
+    "AdamW, strong decay": ("AdamW", {"weight_decay": 0.3}),
+    "AdamW, no decay": ("AdamW", {"weight_decay": 0.0}),
+    "Adam": ("Adam", {}),
+    "Adam, coupled decay": ("Adam", {"weight_decay": 0.1}),
+    "other betas and eps": ("AdamW", {"betas": (0.5, 0.99), "eps": 1e-3}),
+    "no memory": ("Adam", {"betas": (0.0, 0.0)}),
+    "amsgrad": ("AdamW", {"amsgrad": True}),
+    "amsgrad, coupled decay": ("Adam", {"amsgrad": True, "weight_decay": 0.1}),
+    "maximize": ("AdamW", {"maximize": True}),
+    "foreach": ("AdamW", {"foreach": True, "weight_decay": 0.1}),
+}
+
+
+def trained(kind: str, options: dict, dtype: torch.dtype, rows: int = 25, fused: bool = False):
+    """History of a parameter under gradients that come and go: values of W, m, v, grad, lr."""
+    torch.manual_seed(0)
+    W = torch.nn.Parameter((0.02 * torch.randn(6, 8)).to(dtype))
+    options = {"lr": 3e-3, **options, **({"fused": True} if fused else {})}
+    optimizer = getattr(torch.optim, kind)([W], **options)
+    zero = torch.zeros_like(W)
+    history = [[W.detach().clone(), zero, zero, zero]]
+    rates = [np.nan]
+    for step in range(1, rows):
+        optimizer.param_groups[0]["lr"] = 3e-3 * (1 - step / rows)
+        scale = 10.0 ** (-1 - step / 4)
+        W.grad = (scale * torch.randn(6, 8)).to(dtype)
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        state = optimizer.state[W]
+        history.append([W.detach().clone(), state["exp_avg"].clone(), state["exp_avg_sq"].clone()])
+        history[-1].append(W.grad.clone())
+    arrays = [np.stack([row[number].float().numpy() for row in history]) for number in range(4)]
+    group = optimizer.param_groups[0]
+    attributes = {
+        "class": f"torch.optim.{kind.lower()}.{kind}",
+        "hyperparameters": {key: value for key, value in group.items() if key != "params"},
+    }
+    return arrays, np.array(rates), attributes
+
+
+def as_run(make_run, trained_history, native, chunks=None):
+    (W, exp_avg, exp_avg_sq, grad), lr, attributes = trained_history
+    ds = make_run(W, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, lr=lr, native=native)
+    ds.attrs["optimizer"] = attributes
+    return ds.chunk(dict(zip(("step", "token", "hidden"), chunks, strict=True))) if chunks else ds
+
+
+@pytest.mark.parametrize("chunks", [None, (4, 4, -1), (1, 2, 3)], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_float32_updates_are_those_of_torch(variant, chunks, make_run):
+    ds = as_run(make_run, trained(*VARIANTS[variant], torch.float32), "float32", chunks)
+    got = analysis.adam_update(ds)
+    W = ds.W.values.astype(np.float64)
+    # One rounding of W is all that lies between.
+    slack = np.spacing(np.abs(ds.W.values)).max(axis=0)
+    difference = np.abs(W[:-1] + got.adam_update.values - W[1:])
+    assert (difference <= slack).all()
+    hops = got.adam_update_ulp.values * np.spacing(np.abs(ds.W.values[:-1]))
+    np.testing.assert_allclose(hops, got.adam_update.values, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("variant", ["AdamW", "AdamW, strong decay", "Adam", "amsgrad"])
+def test_updates_of_16_bit_types_round_to_the_next_weights(variant, dtype, make_run):
+    kind, options = VARIANTS[variant]
+    if dtype == "float16":
+        options = {**options, "eps": 1e-4}
+    ds = as_run(make_run, trained(kind, options, getattr(torch, dtype)), dtype)
+    assert wrongly_rounded(ds, dtype) == 0
+
+
+def test_a_fused_kernel_is_followed_but_for_what_it_keeps_to_itself(make_run):
+    ds = as_run(make_run, trained("AdamW", {}, torch.bfloat16, fused=True), "bfloat16")
+    # It divides by moments in float32, and only the rounded ones are in a store.
+    assert wrongly_rounded(ds, "bfloat16") < 0.05
+    as_if_stepwise = {
+        "class": "AdamW",
+        "hyperparameters": {**ds.attrs["optimizer"]["hyperparameters"], "fused": None},
+    }
+    stepwise = ds.assign_attrs(optimizer=as_if_stepwise)
+    assert wrongly_rounded(ds, "bfloat16") < wrongly_rounded(stepwise, "bfloat16")
+
+
+def wrongly_rounded(ds, dtype) -> float:
+    """Share of elements whose W + update does not round to the next W."""
+    update = analysis.adam_update(ds).adam_update.values
+    W = ds.W.values
+    rounded = round_to((W[:-1].astype(np.float64) + update).astype(np.float32), dtype)
+    return (rounded != W[1:]).mean()
+
+
+def test_rounding_is_that_of_torch():
+    rng = np.random.default_rng(0)
+    values = rng.integers(0, 1 << 32, 100_000, np.uint32).view(np.float32)
+    for native in ("bfloat16", "float16"):
+        expected = torch.from_numpy(values.copy()).to(getattr(torch, native)).float().numpy()
+        np.testing.assert_array_equal(round_to(values, native), expected)
+
+
+def test_rows_whose_previous_step_is_missing_are_nan(make_run):
+    ds = as_run(make_run, trained("AdamW", {}, torch.float32), "float32")
+    whole = analysis.adam_update(ds).compute()
+    some = analysis.adam_update(ds.isel(step=[0, 1, 4, 5, 9])).compute()
+    for name in whole:
+        np.testing.assert_array_equal(some[name].sel(step=[1, 5]), whole[name].sel(step=[1, 5]))
+        assert np.isnan(some[name].sel(step=[4, 9])).all()
+    without = as_run(make_run, trained("Adam", {}, torch.float32), "float32").isel(step=[0, 4, 9])
+    got = analysis.adam_update(without).compute()
+    assert np.isfinite(got.adam_update).all()
+    assert np.isnan(got.adam_update_ulp).all()
+
+
+def test_what_is_not_known_is_said(make_run):
+    ds = as_run(make_run, trained("AdamW", {}, torch.float32, rows=3), "float32")
+    with pytest.raises(VariableNotRecorded, match=r"exp_avg_sq.*all"):
+        analysis.adam_update(ds.drop_vars("exp_avg_sq"))
+    with pytest.raises(VariableNotRecorded, match="attribute optimizer"):
+        analysis.adam_update(ds.drop_attrs())
+    ds.attrs["optimizer"]["class"] = "torch.optim.sgd.SGD"
+    with pytest.raises(InvalidArgument, match=r"sgd\.SGD"):
+        analysis.adam_update(ds)
+    with pytest.raises(InvalidArgument, match="lack betas, eps"):
+        analysis.adam_update(ds, {"class": "Adam", "hyperparameters": {"weight_decay": 0}})
+    amsgrad = as_run(make_run, trained("Adam", {"amsgrad": True}, torch.float32), "float32")
+    with pytest.raises(InvalidArgument, match=r"amsgrad.*steps 3 to 24"):
+        analysis.adam_update(amsgrad.isel(step=slice(3, None)))
+
+
+def test_older_attributes_have_no_word_on_decoupling():
+    hyperparameters = {"betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.1}
+    for kind, expected in (("AdamW", 0.1), ("Adam", 0.0)):
+        rule = AdamRule.of({"class": kind, "hyperparameters": hyperparameters})
+        assert rule.weight_decay == expected

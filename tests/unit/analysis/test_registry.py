@@ -1,0 +1,181 @@
+"""Several quantities together, and what holds for each of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import dask
+import dask.array as da
+import numpy as np
+import pytest
+import xarray as xr
+
+import analysis
+from analysis.registry import QUANTITIES
+from analysis.write_results import describe
+from trajstore.errors import InvalidArgument, VariableNotRecorded
+
+ADAM = {
+    "class": "torch.optim.adamw.AdamW",
+    "hyperparameters": {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01},
+}
+
+
+@pytest.fixture
+def run(make_run, walk):
+    rng = np.random.default_rng(0)
+    rows, tokens, hidden = 23, 11, 6
+    grad = rng.normal(size=(rows, tokens, hidden)).astype(np.float32)
+    past = grad * (np.arange(rows) > 0)[:, None, None]  # before row 0 there was none
+    ds = make_run(
+        walk(rows, tokens, hidden),
+        grad=grad,
+        exp_avg=past / 10,
+        exp_avg_sq=past**2,
+        logits=rng.normal(size=(rows, tokens)).astype(np.float32),
+        lr=np.linspace(1e-3, 0, rows),
+        clip_coef=np.ones(rows, np.float32),
+        is_dead=np.arange(tokens) % 3 == 0,
+    )
+    return ds.assign_attrs(optimizer=ADAM)
+
+
+def function_result(name: str, ds: xr.Dataset) -> dict[str, xr.DataArray]:
+    result = getattr(analysis, name)(ds)
+    return {name: result} if isinstance(result, xr.DataArray) else dict(result.data_vars)
+
+
+@pytest.mark.parametrize("name", QUANTITIES)
+def test_neither_chunks_nor_the_scheduler_change_a_bit(name, run):
+    expected = {key: array.compute() for key, array in function_result(name, run).items()}
+    for chunks in ((23, 11, 6), (12, 6, 6), (6, 3, 3), (5, 4, 1), (1, 11, 6)):
+        chunked = run.chunk(step=chunks[0], token=chunks[1], hidden=chunks[2])
+        for scheduler in ("threads", "sync"):
+            with dask.config.set(scheduler=scheduler):
+                for key, array in function_result(name, chunked).items():
+                    assert array.chunks is not None, "lazy"
+                    xr.testing.assert_identical(array.compute(), expected[key])
+
+
+@pytest.mark.parametrize("name", QUANTITIES)
+def test_variables_of_different_chunks(name, run):
+    expected = {key: array.compute() for key, array in function_result(name, run).items()}
+    chunked = run.assign(
+        W=run.W.chunk(step=4, token=5),
+        grad=run.grad.chunk(step=7),
+        exp_avg=run.exp_avg.chunk(token=2),
+        exp_avg_sq=run.exp_avg_sq.chunk(step=3, hidden=2),
+    )
+    for key, array in function_result(name, chunked).items():
+        xr.testing.assert_identical(array.compute(), expected[key])
+
+
+def test_together_they_are_what_they_are_alone(run):
+    together = analysis.compute(run.chunk(step=5, token=4), list(QUANTITIES)).compute()
+    assert together.sizes["step"] == run.sizes["step"]
+    for name in QUANTITIES:
+        for key, alone in function_result(name, run).items():
+            got = together[key]
+            got = got.sel(step=alone.step) if "step" in alone.dims else got
+            xr.testing.assert_identical(got, alone.compute())
+
+
+def test_where_there_is_no_row_before_nothing_is_claimed(run):
+    first = analysis.compute(run, ["regimes", "freeze", "seams", "speed"]).isel(step=0).compute()
+    assert (first.regime == -1).all()
+    assert (first.census == -1).all()
+    assert first.still_fraction.isnull().all()
+    assert first.speed.isnull().all()
+    assert not first.seam.any()
+
+
+def counting(ds: xr.Dataset, chunks: dict[str, int]) -> tuple[xr.Dataset, Counter]:
+    """The same, lazily, with a count of how often each chunk is read."""
+    reads: Counter = Counter()
+
+    def source(name: str) -> da.Array:
+        array = ds[name]
+        template = array.chunk({dim: size for dim, size in chunks.items() if dim in array.dims})
+
+        def read(block_id: tuple[int, ...], values: np.ndarray, grid) -> np.ndarray:
+            reads[name, block_id] += 1
+            starts = [np.cumsum((0, *sizes)) for sizes in grid]
+            return values[
+                tuple(slice(s[i], s[i + 1]) for s, i in zip(starts, block_id, strict=True))
+            ]
+
+        return da.map_blocks(
+            lambda block_id=None: read(block_id, array.values, template.chunks),
+            chunks=template.chunks,
+            dtype=array.dtype,
+            meta=np.empty((0,) * array.ndim, array.dtype),
+            name=f"source-{name}",
+        )
+
+    lazy = {
+        name: (ds[name].dims, source(name), ds[name].attrs)
+        for name in ds
+        if "token" in ds[name].dims
+    }
+    return ds.assign(lazy), reads
+
+
+def test_each_chunk_is_read_once(run):
+    ds, reads = counting(run, {"step": 5, "token": 4})
+    names = ["grad_norms", "freeze", "regimes", "lifecycle", "seams", "speed", "freeze_cause"]
+    analysis.compute(ds, names).compute()
+    assert len(reads) == 4 * 5 * 3
+    assert set(reads.values()) == {1}
+    reads.clear()
+    analysis.compute(ds, ["centroid", "coherence", "freeze"]).compute()
+    assert {name for name, _ in reads} == {"W"}
+    assert set(reads.values()) == {1}
+
+
+def test_a_subset_reads_only_itself(run):
+    ds, reads = counting(run, {"step": 5, "token": 4})
+    analysis.displacement(ds.isel(token=slice(0, 4))).isel(step=-1).compute()
+    assert {block for _, block in reads} == {(0, 0, 0), (4, 0, 0)}
+
+
+def test_on_a_cluster(run):
+    distributed = pytest.importorskip("distributed")
+    names = [name for name in QUANTITIES if name != "acceleration"]
+    expected = analysis.compute(run, names).compute()
+    with (
+        distributed.LocalCluster(
+            n_workers=1, threads_per_worker=2, processes=False, dashboard_address="127.0.0.1:0"
+        ) as cluster,
+        distributed.Client(cluster),
+    ):
+        got = analysis.compute(run.chunk(step=6, token=5), names).compute()
+    xr.testing.assert_identical(got, expected)
+
+
+def test_names_are_checked(run):
+    with pytest.raises(InvalidArgument, match=r"'entropy'.*grad_norms"):
+        analysis.compute(run, ["freeze", "entropy"])
+    with pytest.raises(InvalidArgument, match="no names"):
+        analysis.compute(run, [])
+    with pytest.raises(VariableNotRecorded, match="grad"):
+        analysis.compute(run.drop_vars("grad"), ["grad_norms"])
+
+
+def test_every_quantity_is_a_function_and_a_method(run):
+    for name in QUANTITIES:
+        assert name in analysis.__all__
+        method = getattr(run.traj, name)()
+        assert method.identical(getattr(analysis, name)(run))
+
+
+@pytest.mark.parametrize("name", QUANTITIES)
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_single_row_has_no_motion_and_is_no_accident(name, lazy, run):
+    one = run.isel(step=[0])
+    one = one.chunk() if lazy else one
+    result = analysis.compute(one, [name]).compute()
+    for array in result.data_vars.values():
+        if "step" in array.dims:
+            assert array.sizes["step"] == 1
+    described = describe(analysis.answer(one, [name]))
+    assert described.keys() == set(map(str, analysis.answer(one, [name])))

@@ -1,0 +1,48 @@
+"""`over_hidden` against map_blocks, which copies."""
+
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from analysis.streaming_scan import over_hidden
+
+
+@pytest.mark.parametrize("chunks", [(7, 5, 3), (4, 2, 3), (1, 5, 3)])
+def test_a_kernel_gets_one_block_of_every_array(chunks: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    values, weights = rng.normal(size=(7, 5, 3)), rng.normal(size=(5, 3))
+    factors = rng.normal(size=(7, 1, 1))
+
+    def kernel(block, weight, factor, *, offset):  # type: ignore[no-untyped-def]
+        assert block.shape[1:] == weight.shape
+        return (block * weight * factor).sum(-1) + offset
+
+    result = over_hidden(
+        kernel,
+        da.from_array(values, chunks=chunks),
+        da.from_array(weights, chunks=chunks[1:]),
+        da.from_array(factors, chunks=(chunks[0], 1, 1)),
+        dtype=np.float64,
+        offset=1.0,
+    )
+    assert result.chunks == da.from_array(values, chunks=chunks).chunks[:2]
+    expected = (values * weights * factors).sum(-1) + 1
+    np.testing.assert_array_equal(result.compute(), expected)
+
+
+def test_blocks_are_not_copied() -> None:
+    made = [np.zeros((2, 3, 2)), np.zeros((2, 3, 2))]
+    seen = []
+
+    def kernel(block):  # type: ignore[no-untyped-def]
+        seen.append(any(np.shares_memory(block, one) for one in made))
+        return block.sum(-1)
+
+    def make(block_id):  # type: ignore[no-untyped-def]
+        return made[block_id[0]]
+
+    blocks = da.map_blocks(make, chunks=((2, 2), (3,), (2,)), dtype=float, meta=made[0][:0])
+    over_hidden(kernel, blocks, dtype=np.float64).compute(scheduler="sync")
+    assert seen == [True, True]

@@ -1,0 +1,49 @@
+"""What is said about the release in several places is the same everywhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trajstore import __version__
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_changelog_begins_with_what_is_not_released_and_then_this_version() -> None:
+    titles = re.findall(r"^## \[(.+?)\](?: – (\d{4}-\d{2}-\d{2}))?$", _text("CHANGELOG.md"), re.M)
+    assert titles[0] == ("Unreleased", "")
+    version, date = titles[1]
+    assert version == __version__
+    cited = yaml.safe_load(_text("CITATION.cff"))
+    assert cited["cff-version"] == "1.2.0"
+    assert cited["version"] == __version__
+    assert str(cited["date-released"]) == date
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".github/workflows/check.yml",
+        ".github/ISSUE_TEMPLATE/bug.yml",
+        ".github/ISSUE_TEMPLATE/wish.yml",
+        ".pre-commit-config.yaml",
+    ],
+)
+def test_what_other_programs_read_can_be_read(name: str) -> None:
+    assert isinstance(yaml.safe_load(_text(name)), dict)
+
+
+def test_the_workflow_runs_what_there_is_to_run() -> None:
+    jobs = yaml.safe_load(_text(".github/workflows/check.yml"))["jobs"]
+    targets = set(re.findall(r"^(\w+):.*##", _text("Makefile"), re.M))
+    versions = {entry["versions"] for entry in jobs["versions"]["strategy"]["matrix"]["include"]}
+    assert versions <= targets
+    assert any(step.get("run") == "bash .ci/run" for step in jobs["whole"]["steps"])
+
+
+def _text(name: str) -> str:
+    return (ROOT / name).read_text()

@@ -1,0 +1,519 @@
+"""Every row that `capture` records, bit for bit what a list in the same process kept."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+torch = pytest.importorskip("torch")
+from list_recorder import HIDDEN, VOCAB, Lists, TinyModel, batches  # noqa: E402
+
+from trainers import capture  # noqa: E402
+from trajstore import InvalidArgument, RecordingError, RunExists  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def train(
+    model: Any, optimizer: Any, path: Path, *, steps: int = 6, clip: float = 0, **options: Any
+) -> Lists:
+    """A plain loop with both recorders."""
+    lists = Lists(model.embedding.weight)
+    with capture(model, optimizer, path, **options):
+        for batch in batches(steps):
+            optimizer.zero_grad()
+            output = model(**batch)
+            output["loss"].backward()
+            lists.add(grad=lists.parameter.grad, loss=output["loss"])
+            lists.add(logits=output["logits"][0, -1], lr=optimizer.param_groups[0]["lr"])
+            if clip:
+                lists.add(grad_norm=torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
+            optimizer.step()
+            lists.after_step(optimizer)
+    return lists
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_any_optimizer(name: str, dtype: Any, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = TinyModel(dtype)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    ds = train(model, optimizer, tmp_path / "run.zarr").agree_with(tmp_path / "run.zarr")
+    assert ds.step.values.tolist() == list(range(7))
+    assert ("exp_avg" in ds) == name.startswith("adam")
+    assert (ds.clip_coef.values[1:] == 1).all()
+    assert np.isnan(ds.loss.values[0])
+    assert "skipped" not in ds
+
+
+def test_float16_weights(tiny: Any, tmp_path: Path) -> None:
+    tiny.half()
+    optimizer = torch.optim.SGD(tiny.parameters(), lr=0.1)
+    train(tiny, optimizer, tmp_path / "run.zarr").agree_with(tmp_path / "run.zarr")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_clipping_that_is_told_is_exact(dtype: Any, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = TinyModel(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    consumed: list[Any] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: consumed.append(model.embedding.weight.grad.clone())
+    )
+    path = tmp_path / "run.zarr"
+    ds = train(model, optimizer, path, clip=0.3, max_grad_norm=0.3).agree_with(path)
+    assert (ds.clip_coef.values[1:] < 1).any()
+    for row, gradient in enumerate(consumed, 1):
+        raw = torch.from_numpy(ds.grad.values[row]).to(dtype)
+        coefficient = torch.tensor(ds.clip_coef.values[row]).to(dtype)
+        assert torch.equal(raw * coefficient, gradient)
+
+
+def test_clipping_that_is_not_told_is_nan_and_never_a_guess(tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    path = tmp_path / "run.zarr"
+    ds = train(tiny, optimizer, path, clip=0.3).agree_with(path)
+    assert np.isnan(ds.clip_coef.values[1:]).all()
+    wrong = tmp_path / "wrong.zarr"
+    ds = train(tiny, optimizer, wrong, clip=0.3, max_grad_norm=0.2).agree_with(wrong)
+    assert np.isnan(ds.clip_coef.values[1:]).all()
+
+
+def test_clipping_that_changes_nothing_is_one(tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    ds = train(tiny, optimizer, tmp_path / "run.zarr", clip=1e6).agree_with(tmp_path / "run.zarr")
+    assert (ds.clip_coef.values[1:] == 1).all()
+
+
+def test_clipping_is_known_where_the_gradient_is_not_recorded(tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    path = tmp_path / "run.zarr"
+    lists = train(tiny, optimizer, path, clip=0.3, max_grad_norm=0.3, record="weights")
+    del lists.rows["grad"], lists.rows["exp_avg"], lists.rows["exp_avg_sq"]
+    ds = lists.agree_with(path)
+    assert set(ds) == {"W", "logits", "loss", "lr", "grad_norm", "clip_coef"}
+    expected = 0.3 / (ds.grad_norm.values[1:] + 1e-6)
+    np.testing.assert_allclose(ds.clip_coef.values[1:], expected, rtol=1e-6)
+
+
+def test_accumulated_micro_batches_make_one_row(tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    path = tmp_path / "run.zarr"
+    lists = Lists(tiny.embedding.weight)
+    # The last step has one micro-batch only, as at the end of an epoch.
+    parts = [batches(3, 1), batches(3, 2), batches(1, 3)]
+    with capture(tiny, optimizer, path, max_grad_norm=0.3):
+        for part in parts:
+            optimizer.zero_grad()
+            losses = []
+            for batch in part:
+                output = tiny(**batch)
+                (output["loss"] / 3).backward()
+                losses.append(output["loss"].detach())
+                if len(losses) == 1:
+                    lists.add(logits=output["logits"][0, -1])
+            lists.add(grad=lists.parameter.grad, loss=torch.stack(losses).mean())
+            torch.nn.utils.clip_grad_norm_(tiny.parameters(), 0.3)
+            optimizer.step()
+            lists.after_step(optimizer)
+    ds = lists.agree_with(path)
+    assert ds.sizes["step"] == 4
+    assert np.isfinite(ds.clip_coef.values[1:]).all()
+
+
+def test_accumulation_by_accelerate_takes_the_last_micro_batch(tiny: Any, tmp_path: Path) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+    try:
+        model, optimizer = accelerator.prepare(tiny, torch.optim.AdamW(tiny.parameters(), lr=0.01))
+        lists = Lists(tiny.embedding.weight)
+        path = tmp_path / "run.zarr"
+        with capture(model, optimizer, path) as run:
+            for number, batch in enumerate(batches(6), 1):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(**batch)["loss"])
+                    if number % 2 == 0:
+                        lists.add(grad=lists.parameter.grad)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if number % 2 == 0:
+                        lists.add(W=lists.parameter)
+            assert run.step == 3
+        lists.agree_with(path)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def test_autocast_over_float32_weights(tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    path = tmp_path / "run.zarr"
+    with torch.autocast("cpu", torch.bfloat16):
+        ds = train(tiny, optimizer, path).agree_with(path)
+    assert ds.logits.attrs["native_dtype"] == "bfloat16"
+    assert ds.W.attrs["native_dtype"] == "float32"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_a_scaler_skips_are_rows_that_say_so(
+    fused: bool, tiny: Any, tmp_path: Path
+) -> None:
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01, fused=fused)
+    # A scale that overflows float16 several times, from the very first step.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=4)
+    path = tmp_path / "run.zarr"
+    lists = Lists(tiny.embedding.weight)
+    zero = torch.zeros_like(lists.parameter)
+    lists.rows |= {"exp_avg": [zero], "exp_avg_sq": [zero]}
+    with capture(tiny, optimizer, path, scaler=scaler, max_grad_norm=0.3):
+        for batch in batches(14):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = tiny(**batch)["loss"]
+            scaler.scale(loss).backward()
+            lists.add(grad=lists.parameter.grad / scaler.get_scale(), loss=loss)
+            if not fused:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(tiny.parameters(), 0.3)
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            state = optimizer.state.get(lists.parameter, {})
+            for name in ("exp_avg", "exp_avg_sq"):
+                lists.add(**{name: state.get(name, zero)})
+            lists.add(W=lists.parameter, skipped=torch.tensor(float(scaler.get_scale() < scale)))
+    ds = lists.agree_with(path)
+    skipped = ds.skipped.values[1:] == 1
+    assert skipped[0]
+    assert 2 <= skipped.sum() <= 12
+    assert ds.step.values.tolist() == list(range(15))
+    moved = (np.diff(ds.W.values, axis=0) != 0).any((1, 2))
+    assert (moved == ~skipped).all()
+    assert np.isfinite(ds.clip_coef.values[1:][~skipped]).all()
+    assert "step" not in vars(scaler)
+
+
+def test_a_scaler_that_is_off_changes_nothing(tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(tiny.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    path = tmp_path / "run.zarr"
+    ds = train(tiny, optimizer, path, scaler=scaler).agree_with(path)
+    assert "skipped" not in ds
+
+
+# torch.compile itself looks at the .grad of its fake parameters.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("called_before", [False, True])
+def test_compiled_models(called_before: bool, tiny: Any, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    compiled = torch.compile(tiny, backend="aot_eager")
+    if called_before:
+        compiled(**batches(1)[0])["loss"].backward()
+    train(compiled, optimizer, tmp_path / "run.zarr").agree_with(tmp_path / "run.zarr")
+
+
+def test_an_untied_embedding_in_another_kind_of_model(tmp_path: Path) -> None:
+    class Recurrent(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = torch.nn.Embedding(VOCAB, HIDDEN)
+            self.lstm = torch.nn.LSTM(HIDDEN, HIDDEN, batch_first=True)
+            self.out = torch.nn.Linear(HIDDEN, VOCAB)
+
+        def forward(self, ids: Any) -> Any:
+            return self.out(self.lstm(self.embedding(ids))[0])
+
+    torch.manual_seed(2)
+    model = Recurrent()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    lists = Lists(model.embedding.weight)
+    path = tmp_path / "run.zarr"
+    with capture(model, optimizer, path, parameter="embedding.weight") as run:
+        for batch in batches(4):
+            optimizer.zero_grad()
+            logits = model(batch["input_ids"])
+            loss = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch["labels"].flatten()
+            )
+            run.observe(loss=loss)
+            loss.backward()
+            lists.add(loss=loss, logits=logits[0, -1], grad=lists.parameter.grad)
+            optimizer.step()
+            lists.after_step(optimizer)
+    lists.agree_with(path)
+
+
+def test_a_tier_leaves_out_what_is_not_there_and_a_name_insists(tiny: Any, tmp_path: Path) -> None:
+    class Silent(TinyModel):
+        def forward(self, input_ids: Any, labels: Any = None) -> Any:
+            return super().forward(input_ids)["logits"]
+
+    def run(path: Path, record: Any) -> None:
+        model = Silent()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with capture(model, optimizer, path, record=record):
+            for batch in batches(2):
+                model(**batch).sum().backward()
+                optimizer.step()
+
+    run(tmp_path / "tier.zarr", "all")
+    assert set(xr.open_zarr(tmp_path / "tier.zarr")) == {
+        "W", "grad", "logits", "lr", "grad_norm", "clip_coef",
+    }  # fmt: skip
+    with pytest.raises(RecordingError, match=r"did not show loss.*observe\(loss="):
+        run(tmp_path / "named.zarr", ("W", "loss"))
+    assert not (tmp_path / "named.zarr").exists()
+
+
+def test_every_third_row_and_the_last(tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    path = tmp_path / "run.zarr"
+    lists = train(tiny, optimizer, path, steps=8, every=3)
+    steps = [0, 3, 6, 8]
+    for name, rows in lists.rows.items():
+        offset = 9 - len(rows)  # lists without a row 0
+        lists.rows[name] = [rows[step - offset] for step in steps if step >= offset]
+    assert lists.agree_with(path).step.values.tolist() == steps
+
+
+def test_a_row_is_never_partly_of_the_next_step(tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    path = tmp_path / "run.zarr"
+
+    def interrupted() -> None:
+        with capture(tiny, optimizer, path, every=3):
+            for number, batch in enumerate(batches(6)):
+                tiny(**batch)["loss"].backward()
+                if number == 5:
+                    raise KeyboardInterrupt
+                optimizer.step()
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    ds = xr.open_zarr(path)
+    assert ds.step.values.tolist() == [0, 3]
+    assert ds.attrs["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("tokens", ["dead", "live", [16, 3, 5]])
+def test_only_some_tokens(tokens: Any, tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    path = tmp_path / "run.zarr"
+    dead = np.arange(VOCAB) >= 13
+    lists = train(tiny, optimizer, path, tokens=tokens, is_dead=dead, clip=0.3, max_grad_norm=0.3)
+    ids = {"dead": range(13, 17), "live": range(13)}.get(str(tokens), [3, 5, 16])
+    for name in ("W", "grad", "exp_avg", "exp_avg_sq", "logits"):
+        lists.rows[name] = [row[list(ids)] for row in lists.rows[name]]
+    ds = lists.agree_with(path)
+    assert ds.token.values.tolist() == list(ids)
+    assert ds.is_dead.values.tolist() == [i >= 13 for i in ids]
+    assert np.isfinite(ds.clip_coef.values[1:]).all()
+
+
+def test_mean_logits_and_mean_hidden_state(tiny: Any, tmp_path: Path) -> None:
+    tiny.bfloat16()
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    path = tmp_path / "run.zarr"
+    seen: list[Any] = []
+    tiny.head.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    lists = Lists(tiny.embedding.weight)
+    record = ("all", "hidden_mean")
+    with capture(tiny, optimizer, path, record=record, logits_mode="mean"):
+        for batch in batches(4):
+            output = tiny(**batch)
+            output["loss"].backward()
+            lists.add(logits=output["logits"][:, -1].mean(dim=0))
+            optimizer.step()
+    lists.rows["hidden_mean"] = [h.mean(dim=(0, 1), dtype=torch.float32) for h in seen]
+    lists.rows.pop("W"), lists.rows.pop("grad")
+    ds = lists.agree_with(path)
+    assert ds.hidden_mean.dims == ("step", "hidden")
+    assert ds.attrs["recording"]["logits_mode"] == "mean"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("every", [1, 2])
+def test_summaries_are_what_the_big_arrays_say(dtype: Any, every: int, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = TinyModel(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    path = tmp_path / "run.zarr"
+    record = ("all", "grad_token_norm", "W_step_norm", "W_ulp_l1")
+    train(model, optimizer, path, record=record, every=every)
+    ds = xr.open_zarr(path)
+    W, grad = ds.W.values.astype("f8"), ds.grad.values.astype("f8")
+    least, offset = {"float32": (-126, 23), "bfloat16": (-126, 7), "float16": (-14, 10)}[
+        str(dtype).removeprefix("torch.")
+    ]
+    exponent = np.frexp(W)[1] - 1
+    exponent[W == 0] = least
+    ulp = 2.0 ** (np.maximum(exponent, least) - offset)
+    expected = {
+        "grad_token_norm": np.sqrt((grad[1:] ** 2).sum(-1)),
+        "W_step_norm": np.sqrt((np.diff(W, axis=0) ** 2).sum(-1)),
+        "W_ulp_l1": (abs(np.diff(W, axis=0)) / ulp[:-1]).sum(-1),
+    }
+    for name, values in expected.items():
+        assert np.isnan(ds[name].values[0]).all()
+        assert (ds[name].values[1:] == values.astype("f4")).all(), name
+        assert (values > 0).any()
+
+
+def test_several_parameters_have_a_run_each(tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    names = ["head.weight", "mix.weight", "embedding.weight"]  # two names of one
+    lists = train(tiny, optimizer, tmp_path / "run.zarr", parameter=names)
+    lists.agree_with(tmp_path / "run.embedding.weight.zarr")
+    other = xr.open_zarr(tmp_path / "run.mix.weight.zarr")
+    assert other.W.shape == (7, HIDDEN, HIDDEN)
+    assert np.array_equal(other.W.values[-1], tiny.mix.weight.detach().numpy())
+    assert "logits" not in other
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "run.embedding.weight.zarr", "run.mix.weight.zarr",
+    ]  # fmt: skip
+
+
+def test_a_loss_of_nan_is_recorded_and_training_goes_on(tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    path = tmp_path / "run.zarr"
+    with capture(tiny, optimizer, path):
+        for number, batch in enumerate(batches(4)):
+            (tiny(**batch)["loss"] * (float("nan") if number == 1 else 1)).backward()
+            optimizer.step()
+    ds = xr.open_zarr(path)
+    assert ds.sizes["step"] == 5
+    assert np.isnan(ds.grad.values[2:]).all()
+    assert np.isnan(ds.W.values[2]).all()
+    assert np.isfinite(ds.W.values[1]).all()
+
+
+def test_evaluation_is_not_recorded(tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    path = tmp_path / "run.zarr"
+    with capture(tiny, optimizer, path):
+        for batch in batches(2):
+            loss = tiny(**batch)["loss"]
+            loss.backward()
+            tiny.eval()
+            tiny(**batches(1, 9)[0])
+            tiny.train()
+            with torch.no_grad():
+                tiny(**batches(1, 8)[0])
+            optimizer.step()
+    assert xr.open_zarr(path).loss.values[-1] == loss.item()
+
+
+def test_what_cannot_be_recorded_is_said(tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(tiny.parameters())
+    path = tmp_path / "run.zarr"
+
+    def attempt(model: Any, **options: Any) -> None:
+        with capture(model, optimizer, path, **options):
+            pytest.fail("it was accepted")
+
+    with pytest.raises(RecordingError, match=r"no parameter 'head\.wait'.*head\.weight"):
+        attempt(tiny, parameter="head.wait")
+    with pytest.raises(RecordingError, match=r"mix\.bias has shape"):
+        attempt(tiny, parameter="mix.bias")
+    with pytest.raises(RecordingError, match=r"does not tell which.*0\.weight"):
+        attempt(torch.nn.Sequential(torch.nn.Embedding(3, 2)))
+    with pytest.raises(RecordingError, match="not among the parameters that the optimizer"):
+        attempt(TinyModel())
+    with pytest.raises(InvalidArgument, match="nothing says which are dead"):
+        attempt(tiny, tokens="dead")
+    with pytest.raises(InvalidArgument, match=r"ids are not in the vocabulary \(17, 99\)"):
+        attempt(tiny, tokens=[1, 99, 17])
+    with pytest.raises(InvalidArgument, match="there are no dead tokens"):
+        attempt(tiny, tokens="dead", is_dead=np.zeros(VOCAB, bool))
+    tiny.embedding.weight.requires_grad_(False)
+    with pytest.raises(RecordingError, match="frozen"):
+        attempt(tiny)
+    path.mkdir()
+    with pytest.raises(RunExists):
+        attempt(tiny)
+
+
+def test_a_full_disk_keeps_what_is_whole_and_says_what_to_do(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trajstore.store import block_writer as pipeline
+
+    real = pipeline.put
+
+    def full_at_the_third_block(path: Path, *args: Any, **kwargs: Any) -> int:
+        if path.name.startswith("c.2"):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(pipeline, "put", full_at_the_third_block)
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    path = tmp_path / "run.zarr"
+    with pytest.raises(RecordingError, match=r"no space is left.*first 8 rows are whole; free"):
+        train(tiny, optimizer, path, steps=100, block_rows=4)
+    ds = xr.open_zarr(path)
+    assert ds.step.values.tolist() == list(range(8))
+    assert np.isfinite(ds.W.values).all()
+
+
+def test_hooks_are_gone_afterwards(tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    path = tmp_path / "run.zarr"
+    train(tiny, optimizer, path, steps=2)
+    before = xr.open_zarr(path).sizes["step"]
+    tiny(**batches(1)[0])["loss"].backward()
+    optimizer.step()
+    assert xr.open_zarr(path).sizes["step"] == before
+    assert not tiny._forward_hooks
+    assert not tiny.head._forward_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_a_loop_without_a_step_is_an_error(tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.AdamW(tiny.parameters())
+    with (
+        pytest.raises(RecordingError, match="no optimizer step"),
+        capture(tiny, optimizer, tmp_path / "run.zarr"),
+    ):
+        pass
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("tokens", ["all", [3, 16]])
+def test_every_row_on_cuda(tokens: Any, tiny: Any, tmp_path: Path) -> None:
+    tiny.bfloat16().cuda()
+    optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
+    lists = Lists(tiny.embedding.weight)
+    path = tmp_path / "run.zarr"
+    with capture(tiny, optimizer, path, tokens=tokens, max_grad_norm=0.3):
+        for batch in batches(40):
+            optimizer.zero_grad()
+            tiny(**{name: ids.cuda() for name, ids in batch.items()})["loss"].backward()
+            lists.add(grad=lists.parameter.grad)
+            torch.nn.utils.clip_grad_norm_(tiny.parameters(), 0.3)
+            optimizer.step()
+            lists.after_step(optimizer)
+    ids = list(range(VOCAB)) if tokens == "all" else tokens
+    for name, rows in lists.rows.items():
+        lists.rows[name] = [row.cpu()[ids] for row in rows]
+    ds = lists.agree_with(path)
+    assert np.isfinite(ds.clip_coef.values[1:]).all()

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from hypothesis.extra.numpy import arrays  # noqa: E402
+
+from trainers.recording import device_norms  # noqa: E402
+from trainers.recording.device_norms import pairwise_sum, token_norm, ulp, ulp_l1  # noqa: E402
+from trajstore.values import token_norms, ulp_lattice  # noqa: E402
+from trajstore.values.native_types import NATIVE_TYPES, NativeType, widen  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+SIGNED = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+# What is added up at once changes at 8 and 128, and with the halves of longer vectors.
+LENGTHS = [*range(1, 18), 63, 64, 65, 127, 128, 129, 136, 255, 256, 257, 264, 511, 768, 1000, 1024]
+LENGTHS += [1025, 4096, 5000, 8193, 10_000]
+DEVICES = ["host", "like a device", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+def special_bits(native: NativeType) -> list[int]:
+    """Zero, subnormals, powers of two, the largest, infinity and NaN; of both signs."""
+    one, least = native.bias << native.mantissa_bits, 1 << native.mantissa_bits
+    infinity, quiet = native.infinity_bits, native.nan_bits
+    positive = [0, 1, 2, least - 1, least, least + 1, one - 1, one, one + 1, one + least]
+    positive += [infinity - 1, infinity, infinity + 1, quiet, native.sign_mask - 1]
+    return [bits | sign for sign in (0, native.sign_mask) for bits in positive]
+
+
+def random_bits(
+    rng: np.random.Generator, shape: tuple[int, ...], native: NativeType
+) -> np.ndarray[Any, Any]:
+    """Rows of neighbouring magnitudes, of any pattern, of huge and tiny values, of special ones."""
+    bits = rng.integers(0, 2 * native.sign_mask, shape, native.bits, endpoint=False)
+    exponent = rng.integers(native.bias - 3, native.bias + 3, shape).astype(native.bits)
+    kept = native.sign_mask | ((1 << native.mantissa_bits) - 1)
+    bits[0::4] = (bits & kept)[0::4] | (exponent << native.mantissa_bits)[0::4]
+    bits[1::4] &= ~native.bits.type(1 << (8 * native.itemsize - 2))  # below 2: none is inf or NaN
+    few = rng.random(shape) < 3 / shape[-1]
+    special = np.array(special_bits(native), native.bits)
+    return np.where(
+        few & (np.arange(len(bits)) % 4 == 3)[:, None], rng.choice(special, shape), bits
+    )
+
+
+def tensor_of(bits: np.ndarray[Any, Any], native: NativeType) -> Any:
+    return torch.from_numpy(bits.view(f"i{native.itemsize}")).view(getattr(torch, native.name))
+
+
+def assert_summaries_agree(
+    before: np.ndarray[Any, Any],
+    now: np.ndarray[Any, Any],
+    native: NativeType,
+    place: Callable[[Any], Any],
+) -> None:
+    """The recorder's summaries are those of `norms`, bit for bit, kept as float32."""
+    x, y = widen(before, native), widen(now, native)
+    old, new = place(tensor_of(before, native)), place(tensor_of(now, native))
+    for got, expected in (
+        (token_norm(new), token_norms.token_norm(y)),
+        (token_norm(new, old), token_norms.step_norm(x, y)),
+        (ulp_l1(new, old), token_norms.ulp_l1(x, y, native.name)),
+    ):
+        with np.errstate(over="ignore"):
+            kept = expected.astype(np.float32)
+        np.testing.assert_array_equal(
+            got.cpu().numpy().view(np.uint32), kept.view(np.uint32), f"hidden {x.shape[-1]}"
+        )
+
+
+@pytest.fixture(params=DEVICES)
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """Where the weights are: on the host, on the host but summed as on a device, or on one."""
+    if request.param == "like a device":
+        monkeypatch.setattr(
+            device_norms, "_hidden_sum", lambda values: pairwise_sum(values.movedim(-1, 0))
+        )
+    return lambda tensor: tensor.to("cuda" if request.param == "cuda" else "cpu")
+
+
+@pytest.mark.parametrize("dtype", SIGNED)
+@given(pattern=st.integers(0, 2**32 - 1))
+def test_ulp_is_the_distance_to_the_next_number(dtype: Any, pattern: int) -> None:
+    width = torch.finfo(dtype).bits
+    magnitude = pattern % 2 ** (width - 1)
+    bits = torch.tensor([magnitude, magnitude + 1], dtype=torch.int64)
+    pair = bits.to(SIGNED[dtype]).view(dtype)
+    if not pair.isfinite().all():
+        return
+    distance = (pair[1].double() - pair[0].double()).item()
+    assert ulp(pair[:1]).item() == distance
+    assert ulp(-pair[:1]).item() == distance
+
+
+def test_the_least_spacing_of_bfloat16() -> None:
+    assert ulp(torch.zeros(1, dtype=torch.bfloat16)).item() == 2.0**-133
+    assert ulp(torch.ones(1, dtype=torch.bfloat16)).item() == 2.0**-7
+
+
+def test_norms_are_taken_in_float64() -> None:
+    rng = np.random.default_rng(0)
+    before, now = (torch.from_numpy(rng.normal(size=(50, 64)).astype("f4")) for _ in range(2))
+    change = now.numpy().astype("f8") - before.numpy().astype("f8")
+    expected = np.sqrt((change**2).sum(-1)).astype("f4")
+    assert (token_norm(now, before).numpy() == expected).all()
+    assert token_norm(now).dtype == torch.float32
+    one = torch.ones(1, 3, dtype=torch.bfloat16)
+    assert ulp_l1(one + 2**-7, one).item() == 3.0
+
+
+@pytest.mark.parametrize("native", NATIVE_TYPES.values(), ids=list(NATIVE_TYPES))
+def test_summaries_are_those_of_the_analysis_bit_for_bit(
+    native: NativeType, place: Callable[[Any], Any]
+) -> None:
+    rng = np.random.default_rng(0)
+    for hidden in LENGTHS:
+        before, other = (random_bits(rng, (16, hidden), native) for _ in range(2))
+        near = before + rng.integers(0, 3, before.shape, native.bits) - native.bits.type(1)
+        some = np.where(rng.random(before.shape) < 0.2, other, before)
+        for now in (near, some, before):
+            assert_summaries_agree(before, now, native, place)
+
+
+@pytest.mark.parametrize("native", NATIVE_TYPES.values(), ids=list(NATIVE_TYPES))
+def test_every_way_between_special_values_counts_alike(
+    native: NativeType, place: Callable[[Any], Any]
+) -> None:
+    special = np.array(special_bits(native), native.bits)
+    before, now = np.meshgrid(special, special)
+    assert_summaries_agree(before.reshape(-1, 1), now.reshape(-1, 1), native, place)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_summaries_of_any_bits_agree(data: st.DataObject) -> None:
+    native = data.draw(st.sampled_from(list(NATIVE_TYPES.values())))
+    elements = st.one_of(
+        st.sampled_from(special_bits(native)), st.integers(0, 2 * native.sign_mask - 1)
+    )
+    shape = (data.draw(st.integers(1, 3)), data.draw(st.integers(1, 300)))
+    before, now = (
+        data.draw(arrays(native.bits, shape, elements=elements, fill=elements)) for _ in range(2)
+    )
+    assert_summaries_agree(before, now, native, lambda tensor: tensor)
+
+
+def test_a_way_from_infinity_has_no_length_on_the_lattice() -> None:
+    infinite, finite = torch.tensor([[float("inf")]]), torch.tensor([[1.0]])
+    assert ulp_l1(finite, infinite).isnan().all()
+    assert ulp_l1(infinite, finite).item() == float("inf")
+    assert ulp_l1(infinite, infinite).item() == 0
+
+
+def test_devices_add_up_in_the_order_of_the_definition() -> None:
+    rng = np.random.default_rng(0)
+    for length in [*range(1, 300), *LENGTHS, 50_257]:
+        values = rng.normal(size=(3, length)) * 2.0 ** rng.integers(-40, 40, (3, length))
+        got = pairwise_sum(torch.from_numpy(values).movedim(-1, 0))
+        np.testing.assert_array_equal(
+            got.numpy(), token_norms.hidden_sum(values), f"hidden {length}"
+        )
+
+
+@pytest.mark.parametrize("native", NATIVE_TYPES.values(), ids=list(NATIVE_TYPES))
+def test_ulp_is_the_spacing_of_the_lattice(native: NativeType) -> None:
+    if native.itemsize == 2:
+        bits = np.arange(1 << 16, dtype=np.uint16)
+    else:
+        rng = np.random.default_rng(0)
+        bits = rng.integers(0, 2 * native.sign_mask, 100_000, native.bits, endpoint=False)
+        bits = np.append(bits, np.array(special_bits(native), native.bits))
+    expected = ulp_lattice.spacing(widen(bits, native), native.name)
+    np.testing.assert_array_equal(ulp(tensor_of(bits, native)).numpy(), expected)

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+torch = pytest.importorskip("torch")
+from list_recorder import HIDDEN, VOCAB  # noqa: E402
+
+from trainers.recording.device_to_host import DeferredTransfer, DirectTransfer  # noqa: E402
+from trajstore import RecordingError, RunWriter  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+CPU = torch.device("cpu")
+KINDS = {"direct": DirectTransfer, "deferred": lambda writer: DeferredTransfer(writer, CPU)}
+
+
+def writer(path: Path) -> RunWriter:
+    return RunWriter.create(
+        path,
+        token=np.arange(VOCAB),
+        hidden=HIDDEN,
+        variables={"W": "bfloat16", "loss": "float32"},
+        block_rows=4,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_arrive_whole_and_in_order(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    tensor = torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16)
+    kept = []
+    with writer(path) as run:
+        transfer: Any = KINDS[kind](run)
+        for step in range(11):
+            tensor += torch.randn(VOCAB, HIDDEN).bfloat16()
+            copy = transfer.put("W", tensor)
+            assert torch.equal(copy, tensor)
+            transfer.put("loss", torch.tensor(float(step)))
+            kept.append(tensor.float().numpy())
+            transfer.commit(step)
+            tensor.mul_(2)  # what is under way must not see this
+        transfer.close()
+    ds = xr.open_zarr(path)
+    assert (ds.W.values == np.stack(kept)).all()
+    assert ds.loss.values.tolist() == list(range(11))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_some_tokens(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    ids = torch.tensor([2, 5])
+    with RunWriter.create(
+        path, token=ids.numpy(), hidden=HIDDEN, variables={"W": "float32"}
+    ) as run:
+        transfer: Any = KINDS[kind](run)
+        tensor = torch.randn(VOCAB, HIDDEN)
+        transfer.put("W", tensor, ids)
+        transfer.commit(0)
+        transfer.close()
+    assert (xr.open_zarr(path).W.values[0] == tensor[[2, 5]].numpy()).all()
+
+
+def test_a_failure_behind_the_back_of_training_is_raised_in_it(tmp_path: Path) -> None:
+    run = writer(tmp_path / "run.zarr")
+    transfer = DeferredTransfer(run, CPU)
+    transfer.put("W", torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16))
+    transfer.put("loss", torch.tensor(0.0))
+    transfer.commit(5)
+    transfer.commit(5)  # a step must increase: the writer refuses
+    with pytest.raises(RecordingError, match="the recording stopped: got step 5 after step 5"):
+        transfer.close()
+    run.close("interrupted")
+    assert xr.open_zarr(tmp_path / "run.zarr").step.values.tolist() == [5]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_rows_arrive_whole(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    device = torch.device("cuda")
+    tensor = torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16, device=device)
+    kept = []
+    with writer(path) as run:
+        transfer = DeferredTransfer(run, device)
+        for step in range(50):
+            tensor += torch.randn(VOCAB, HIDDEN, device=device).bfloat16()
+            transfer.put("W", tensor)
+            transfer.put("loss", torch.tensor(float(step), device=device))
+            kept.append(tensor.float().cpu().numpy())
+            transfer.commit(step)
+            tensor.mul_(0.5)
+        transfer.close()
+    assert (xr.open_zarr(path).W.values == np.stack(kept)).all()

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from trainers import TrajectoryCallback, capture  # noqa: E402
+from trainers.recording.options import RecordingOptions  # noqa: E402
+from trajstore import InvalidArgument, RunNotFound  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+OPTIONS = {
+    "record": "all", "parameter": None, "every": 1, "tokens": "all", "logits_mode": "last",
+    "is_dead": None, "token_count": None, "token_text": None, "config": None, "origin": None,
+    "memory": 1 << 30, "block_rows": None, "encoding": None, "overwrite": False, "resume": False,
+    "fsync": False, "schedule": None,
+}  # fmt: skip
+OF_A_LOOP = {"scaler": None, "max_grad_norm": 0.0, "first_step": 0, "on_step": None}
+
+
+def keywords(function: Any) -> dict[str, Any]:
+    return {
+        parameter.name: parameter.default
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.default is not parameter.empty
+    }
+
+
+def test_what_users_may_write_is_shown_with_its_defaults() -> None:
+    assert keywords(RecordingOptions) == OPTIONS
+    assert keywords(capture) == OPTIONS | OF_A_LOOP
+    assert keywords(TrajectoryCallback) == OPTIONS | {"on_step": None}
+    assert list(inspect.signature(capture).parameters)[:3] == ["model", "optimizer", "path"]
+    assert list(inspect.signature(TrajectoryCallback).parameters)[:2] == ["path", "record"]
+
+
+@pytest.mark.parametrize("function", [capture, TrajectoryCallback.__init__])
+def test_every_option_is_documented_where_it_is_taken(function: Any) -> None:
+    documented = inspect.getdoc(function) or ""
+    names = documented.partition("----------\n")[2].partition("\n\n")[0]
+    for name in keywords(function):
+        assert any(
+            name in line.partition(" : ")[0].split(", ")
+            for line in names.splitlines()
+            if not line.startswith(" ")
+        ), name
+    assert "options" not in names
+
+
+def test_wrong_names_are_refused_with_the_right_one(tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(tiny.parameters())
+    options: dict[str, Any] = {"evry": 2}
+    with pytest.raises(TypeError, match=r"capture\(\) got .* 'evry'; did you mean every\?"):
+        capture(tiny, optimizer, tmp_path / "run.zarr", **options)
+    with pytest.raises(TypeError, match=r"'steps_between_rows'; it takes path, record, .* every, "):
+        TrajectoryCallback(tmp_path / "run.zarr", **{"steps_between_rows": 2})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"every": 0}, "every: got 0, expected at least 1"),
+        ({"block_rows": 0}, "block_rows: got 0, expected at least 1"),
+        ({"logits_mode": "first"}, "logits_mode: got 'first', expected 'last' or 'mean'"),
+        ({"encoding": "zip"}, "encoding: got 'zip', expected 'delta' or 'portable'"),
+        ({"memory": "much"}, "cannot read 'much' as a size"),
+        ({"record": "grad"}, "a run always holds W, and 'grad' leaves it out"),
+        ({"record": ["W", "wait"]}, "cannot record 'wait'"),
+        ({"resume": True, "overwrite": True}, "resume and overwrite: got both"),
+    ],
+)
+def test_what_is_impossible_is_refused_where_it_is_written(wrong: Any, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        RecordingOptions(**wrong)
+
+
+def test_what_is_named_itself_is_required_and_what_a_tier_names_is_not() -> None:
+    options = RecordingOptions(record="weights, W_ulp_l1")
+    assert options.required == {"W_ulp_l1"}
+    assert options.variables[0] == "W"
+    assert {"loss", "W_ulp_l1"} < set(options.variables)
+    assert RecordingOptions(record=("W", "all")).required == {"W"}
+
+
+def test_a_run_that_is_to_go_on_must_be_there_already(tmp_path: Path) -> None:
+    with pytest.raises(RunNotFound):
+        TrajectoryCallback(tmp_path / "run.zarr", resume=True)
+
+
+def test_what_is_known_of_another_vocabulary_is_refused_before_a_step(
+    tiny: Any, tmp_path: Path
+) -> None:
+    optimizer = torch.optim.SGD(tiny.parameters())
+    with (
+        pytest.raises(InvalidArgument, match=r"token_count: got shape \(4,\), expected one value"),
+        capture(tiny, optimizer, tmp_path / "run.zarr", token_count=np.ones(4)),
+    ):
+        pytest.fail("it was accepted")

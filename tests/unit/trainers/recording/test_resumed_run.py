@@ -1,0 +1,244 @@
+"""Loops of one's own, with checkpoints of their own, go on with the run that is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+torch = pytest.importorskip("torch")
+from list_recorder import HIDDEN, VOCAB, TinyModel, batches  # noqa: E402
+from transformers import (  # noqa: E402
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from trainers import TrajectoryCallback, capture  # noqa: E402
+from trajstore import (  # noqa: E402
+    InvalidArgument,
+    NothingToResume,
+    RecordingError,
+    RunLocked,
+    RunNotFound,
+)
+from trajstore.store.lock import RunLock  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+RECORD = "all,W_step_norm,W_ulp_l1"
+STEPS = 12
+
+
+class Loop:
+    """A model, its optimizer and its batches; a copy of their state is its checkpoint."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.model = TinyModel(torch.bfloat16)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def run(self, path: Path, first: int, last: int, **options: Any) -> None:
+        options = {"block_rows": 4, "record": RECORD, **options}
+        with capture(self.model, self.optimizer, path, **options):
+            for batch in batches(STEPS)[first:last]:
+                self.optimizer.zero_grad()
+                self.model(**batch)["loss"].backward()
+                self.optimizer.step()
+
+    def checkpoint(self) -> dict[str, Any]:
+        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        copied: dict[str, Any] = torch.utils._pytree.tree_map_only(
+            torch.Tensor, torch.clone, states
+        )
+        return copied
+
+    def restore(self, checkpoint: dict[str, Any]) -> None:
+        self.model.load_state_dict(checkpoint["model"])
+        self.optimizer.load_state_dict(checkpoint["optimizer"])
+
+
+def same(one: Path, other: Path) -> xr.Dataset:
+    a, b = xr.open_zarr(one).load(), xr.open_zarr(other).load()
+    assert list(a.variables) == list(b.variables)
+    for name in a.variables:
+        assert a[name].values.tobytes() == b[name].values.tobytes(), name
+    assert b.attrs["status"] == "complete"
+    return b
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("taken", [3, 5, 7])
+def test_a_loop_goes_on_from_its_own_checkpoint(taken: int, every: int, tmp_path: Path) -> None:
+    Loop().run(tmp_path / "straight.zarr", 0, STEPS, every=every)
+    path = tmp_path / "run.zarr"
+    first = Loop()
+    first.run(path, 0, taken, every=every)
+    checkpoint = first.checkpoint()
+    # It went on a little further, and what it recorded then is dropped.
+    first.run(path, taken, taken + 2, every=every, resume=True, first_step=taken)
+    again = Loop()
+    again.restore(checkpoint)
+    again.run(path, taken, STEPS, every=every, resume=True, first_step=taken)
+    ds = same(tmp_path / "straight.zarr", path)
+    assert [entry["step"] for entry in ds.attrs["provenance"]["resumed"]] == [taken, taken]
+
+
+def test_some_tokens_of_two_parameters(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "parameter": ["embedding.weight", "mix.weight"],
+        "tokens": [1, 4, 6],
+        "record": "weights+grads,W_ulp_l1",
+    }
+    Loop().run(tmp_path / "straight.zarr", 0, STEPS, **options)
+    loop = Loop()
+    loop.run(tmp_path / "run.zarr", 0, 5, **options)
+    loop.run(tmp_path / "run.zarr", 5, STEPS, resume=True, first_step=5, **options)
+    for name in options["parameter"]:
+        same(tmp_path / f"straight.{name}.zarr", tmp_path / f"run.{name}.zarr")
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    loop = Loop()
+    loop.run(path, 0, 5)
+    before = (path / "zarr.json").read_bytes()
+
+    def refused(error: type[Exception], match: str, **options: Any) -> None:
+        with pytest.raises(error, match=match):
+            loop.run(path, 5, 6, **{"resume": True, "first_step": 5, **options})
+        assert (path / "zarr.json").read_bytes() == before
+
+    refused(NothingToResume, "has come to step 5, and the training goes on after step 6",
+            first_step=6)  # fmt: skip
+    refused(NothingToResume, "the weights .* are not those of .* at step 4", first_step=4)
+    refused(InvalidArgument, "every: .* recorded with 1, got 2", every=2)
+    refused(InvalidArgument, "logits_mode: .* recorded with last, got mean", logits_mode="mean")
+    refused(InvalidArgument, "parameter: .* got mix.weight", parameter="mix.weight")
+    refused(InvalidArgument, "tokens: those of", tokens=[1, 2])
+    refused(InvalidArgument, "see to W_step_norm", record="all,W_ulp_l1")
+    refused(InvalidArgument, "see to hidden_mean", record=f"{RECORD},hidden_mean")
+    refused(InvalidArgument, "both", overwrite=True)
+    with pytest.raises(RunNotFound):
+        loop.run(tmp_path / "nowhere.zarr", 5, 6, resume=True, first_step=5)
+
+
+TWO: dict[str, Any] = {"parameter": ["embedding.weight", "mix.weight"], "record": "weights"}
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Loop, Path, list[Path]]:
+    """A loop of two recorded parameters after step 5, its path, and their runs."""
+    loop = Loop()
+    loop.run(tmp_path / "run.zarr", 0, 5, **TWO)
+    runs = [tmp_path / f"run.{name}.zarr" for name in TWO["parameter"]]
+    return loop, tmp_path / "run.zarr", runs
+
+
+def is_unlocked(run: Path) -> bool:
+    RunLock.acquire(run).release()
+    return True
+
+
+def test_what_does_not_fit_one_parameter_changes_no_run(
+    pair: tuple[Loop, Path, list[Path]],
+) -> None:
+    loop, path, (first, second) = pair
+    before = [(run / "zarr.json").read_bytes() for run in (first, second)]
+    fits = loop.checkpoint()
+    with torch.no_grad():
+        loop.model.mix.weight += 1
+    with pytest.raises(NothingToResume, match=r"not those of .*mix\.weight\.zarr at step 5"):
+        loop.run(path, 5, 6, resume=True, first_step=5, **TWO)
+    loop.restore(fits)
+    loop.optimizer = torch.optim.SGD([loop.model.embedding.weight], lr=0.1)
+    with pytest.raises(RecordingError, match=r"mix\.weight is not among the parameters"):
+        loop.run(path, 5, 6, resume=True, first_step=5, **TWO)
+    assert [(run / "zarr.json").read_bytes() for run in (first, second)] == before
+    assert is_unlocked(first)
+
+
+def test_a_run_that_was_opened_is_closed_when_the_next_one_cannot_be(
+    pair: tuple[Loop, Path, list[Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, path, (first, second) = pair
+    with RunLock.acquire(second), pytest.raises(RunLocked):
+        loop.run(path, 5, 6, resume=True, first_step=5, **TWO)
+    assert xr.open_zarr(first).attrs["status"] == "interrupted"
+    assert is_unlocked(first)
+
+    def refuse(*arguments: Any) -> None:
+        raise RecordingError("no memory can be pinned")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trainers.recording.parameter_rows.open_transfer", refuse)
+        with pytest.raises(RecordingError, match="pinned"):
+            loop.run(path, 5, 6, resume=True, first_step=5, **TWO)
+    assert xr.open_zarr(first).attrs["status"] == "interrupted"
+    assert is_unlocked(first)
+    loop.run(path, 5, 6, resume=True, first_step=5, **TWO)
+    assert [xr.open_zarr(run).step.values[-1] for run in (first, second)] == [6, 6]
+
+
+def test_a_later_attribute_takes_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    loop = Loop()
+    loop.run(path, 0, 5, config={"steps": 5}, schedule={"name": "none"})
+    loop.run(path, 5, 7, resume=True, first_step=5, config={"steps": 7}, schedule={"name": "flat"})
+    attributes = xr.open_zarr(path).attrs
+    assert attributes["config"] == {"steps": 7}
+    assert attributes["optimizer"]["schedule"] == {"max_grad_norm": 0.0, "name": "flat"}
+    assert attributes["optimizer"]["hyperparameters"]["lr"] == 0.01
+
+
+class Die(TrainerCallback):
+    """Fails after a step."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            raise RuntimeError("the power went")
+
+
+def trainer(folder: Path, callback: TrajectoryCallback, *others: TrainerCallback) -> Trainer:
+    torch.manual_seed(1)
+    rows = [
+        {name: values[row] for name, values in batch.items()}
+        for batch in batches(10)
+        for row in range(3)
+    ]
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=4, use_cpu=True,
+        save_steps=4, report_to="none", disable_tqdm=True, logging_strategy="no",
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    config = GPT2Config(
+        vocab_size=VOCAB, n_positions=8, n_embd=HIDDEN, n_layer=1, n_head=1,
+        bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"
+    return Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[callback, *others])
+
+
+def test_a_trainer_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"record": RECORD, "block_rows": 4}
+    straight, path = tmp_path / "straight.zarr", tmp_path / "run.zarr"
+    trainer(tmp_path / "a", TrajectoryCallback(straight, **options)).train()
+    callback = TrajectoryCallback(path, **options)
+    with pytest.raises(RuntimeError, match="the power went"):
+        trainer(tmp_path / "b", callback, Die(10)).train()
+    callback.close()
+    assert xr.open_zarr(path).step.values[-1] == 10
+    again = TrajectoryCallback(path, resume=True, **options)
+    trainer(tmp_path / "b", again).train(resume_from_checkpoint=True)
+    ds = same(straight, path)
+    assert ds.attrs["provenance"]["resumed"][0]["step"] == 8
+    assert np.isfinite(ds.loss.values[1:]).all()

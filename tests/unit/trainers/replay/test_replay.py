@@ -1,0 +1,366 @@
+"""Runs as they were recorded: every step replays without a differing bit, or it is said why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+
+torch = pytest.importorskip("torch")
+from altered_runs import flip  # noqa: E402
+from list_recorder import TinyModel, batches  # noqa: E402
+from tiny_runs import scaled_run, tiny_run  # noqa: E402
+
+from trainers import capture, preset, record  # noqa: E402
+from trainers.replay.replay import replay  # noqa: E402
+from trainers.replay.replay_result import Replay  # noqa: E402
+from trajstore import RunWriter  # noqa: E402
+from trajstore.cli.tables import print_replay  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+SUMMARIES = ("grad_token_norm", "W_step_norm", "W_ulp_l1")
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
+)
+
+
+def proven(path: Path, steps: int, *variables: str) -> Replay:
+    """The replay of a run of which nothing differs, and every step was replayed."""
+    result = replay(path)
+    assert result.findings == ()
+    assert result.clean
+    assert result.exact
+    assert result.unreplayed == ()
+    assert result.replayed == result.steps == steps
+    assert set(variables) <= set(result.variables)
+    for name, compared in result.variables.items():
+        assert (compared.differing, compared.ulps, compared.first) == (0, 0, None), name
+        if name in variables:
+            assert compared.steps == steps, name
+    return result
+
+
+def attributes(path: Path, change: Any) -> None:
+    """Change the attributes of a run."""
+    document = json.loads((path / "zarr.json").read_text())
+    change(document["attributes"])
+    (path / "zarr.json").write_text(json.dumps(document))
+
+
+WHOLE = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adam-decay": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "adam-fused-decay": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, fused=True),
+    "adam-other": lambda p: torch.optim.Adam(
+        p, lr=0.02, betas=(0.5, 0.9), eps=1e-3, weight_decay=0.1, maximize=True
+    ),
+    "adam-decoupled": lambda p: torch.optim.Adam(
+        p, lr=0.02, weight_decay=0.1, decoupled_weight_decay=True
+    ),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@DTYPES
+def test_moments_and_weights(name: str, dtype: Any, tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", WHOLE[name], dtype=dtype, record=("all", *SUMMARIES))
+    result = proven(path, 20, "W", "exp_avg", "exp_avg_sq", "clip_coef", *SUMMARIES)
+    assert result.rebuilt == ()
+    assert json.loads(json.dumps(result.facts()))["clean"] is True
+
+
+REBUILT = {
+    "sgd": (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.1), ()),
+    "sgd-momentum": (
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+        ("momentum_buffer",),
+    ),
+    "rmsprop": (lambda p: torch.optim.RMSprop(p, lr=0.01), ("square_avg",)),
+    "adagrad": (
+        lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1),
+        ("sum",),
+    ),
+    "adadelta": (torch.optim.Adadelta, ("square_avg", "acc_delta")),
+    "adamax": (lambda p: torch.optim.Adamax(p, lr=0.01), ("exp_inf",)),
+    "nadam": (lambda p: torch.optim.NAdam(p, lr=0.01), ("mu_product",)),
+    "amsgrad": (lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True), ("max_exp_avg_sq",)),
+}
+
+
+@pytest.mark.parametrize("name", REBUILT)
+@DTYPES
+def test_state_that_no_run_holds_is_rebuilt(name: str, dtype: Any, tmp_path: Path) -> None:
+    optimizer, rebuilt = REBUILT[name]
+    path = tiny_run(tmp_path / "run.zarr", optimizer, dtype=dtype)
+    assert proven(path, 20, "W").rebuilt == rebuilt
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_types(dtype: Any, tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", lambda p: torch.optim.SGD(p, lr=0.1), dtype=dtype)
+    proven(path, 20, "W")
+    flip(path, "W", (7, 3, 1), 9)
+    (finding,) = replay(path).findings
+    assert (finding.variable, finding.step, finding.token) == ("W", 7, 3)
+
+
+@DTYPES
+def test_weights_and_gradients_are_enough(dtype: Any, tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", WHOLE["adam-decay"], dtype=dtype, record="weights+grads")
+    result = proven(path, 20, "W")
+    assert result.rebuilt == ("exp_avg", "exp_avg_sq")
+    assert set(result.variables) == {"W", "clip_coef"}
+
+
+@pytest.mark.parametrize("name", ["adam-decay", "adam-fused-decay"])
+@DTYPES
+def test_some_tokens_keep_their_places_in_the_parameter(
+    name: str, dtype: Any, tmp_path: Path
+) -> None:
+    # torch rounds differently at the end of a tensor, and 17 × 8 values are no whole vectors.
+    path = tiny_run(tmp_path / "run.zarr", WHOLE[name], dtype=dtype, tokens=[3, 5, 16], steps=40)
+    proven(path, 40, "W", "exp_avg", "exp_avg_sq")
+
+
+@DTYPES
+def test_accumulated_micro_batches(dtype: Any, tmp_path: Path) -> None:
+    proven(tiny_run(tmp_path / "run.zarr", dtype=dtype, accumulate=3), 20, "W", "exp_avg")
+
+
+def test_no_clipping(tmp_path: Path) -> None:
+    proven(tiny_run(tmp_path / "run.zarr", clip=0), 20, "W", "exp_avg", "clip_coef")
+
+
+def test_autocast(tmp_path: Path) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        path = tiny_run(tmp_path / "run.zarr")
+    proven(path, 20, "W", "exp_avg")
+
+
+@pytest.mark.parametrize("encoding", ["delta", "portable"])
+@DTYPES
+def test_runs_that_only_zarr_reads(
+    encoding: str, dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_run(tmp_path / "run.zarr", dtype=dtype, encoding=encoding)
+    proven(path, 20, "W")
+    monkeypatch.setattr("trajstore.store.tiled_reader.stored_array", lambda *_: None)
+    proven(path, 20, "W", "exp_avg")
+
+
+def test_large_blocks_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_run(tmp_path / "run.zarr", block_rows=16)
+    monkeypatch.setattr("trainers.replay.recorded_rows._WINDOW", 5 * 4 * 17 * 8 * 4)
+    proven(path, 20, "W", "exp_avg")
+
+
+@pytest.mark.parametrize("tier", ["all", "weights+grads"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_skipped_steps_move_nothing_and_do_not_count(
+    fused: bool, tier: str, tmp_path: Path
+) -> None:
+    path = scaled_run(tmp_path / "run.zarr", fused=fused, record=tier)
+    skipped = zarr.open_group(path, mode="r")["skipped"][1:]
+    assert skipped[0] == 1
+    result = proven(path, 14, "W")
+    assert result.skipped == skipped.sum() > 1
+
+
+def test_a_loss_of_nan(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = TinyModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    path = tmp_path / "run.zarr"
+    with capture(model, optimizer, path):
+        for number, batch in enumerate(batches(6)):
+            optimizer.zero_grad()
+            (model(**batch)["loss"] * (float("nan") if number == 3 else 1)).backward()
+            optimizer.step()
+    proven(path, 6, "W", "exp_avg")
+
+
+@pytest.mark.parametrize("name", ["gatsby", "gatsby-adam", "gatsby-gradients"])
+def test_presets(name: str, tmp_path: Path) -> None:
+    config = preset(name).with_values(
+        ["training.steps=40", "training.batch_size=4", "training.device=cpu",
+         "recording.block_rows=8", "schedule.name=linear", "schedule.warmup_steps=3"]
+    )  # fmt: skip
+    path = tmp_path / "run.zarr"
+    record(config, path)
+    result = proven(path, 40, "W", "clip_coef")
+    assert ("exp_avg" in result.variables) == (name != "gatsby-gradients")
+
+
+def test_progress_counts_rows(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", steps=3)
+    seen: list[tuple[int, int]] = []
+    replay(path, on_progress=lambda done, rows: seen.append((done, rows)))
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+# What cannot be replayed is said ---------------------------------------------------------------
+
+
+def left_out(path: Path) -> dict[str, tuple[int, int, int]]:
+    """Number, first and last of the steps that were left out for each reason."""
+    result = replay(path)
+    assert result.clean
+    assert result.replayed + sum(part.steps for part in result.unreplayed) == result.steps
+    return {part.reason: (part.steps, part.first, part.last) for part in result.unreplayed}
+
+
+def test_only_pairs_of_consecutive_steps(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", steps=7, every=2)
+    ((reason, steps),) = left_out(path).items()
+    assert "every > 1" in reason
+    assert steps == (3, 2, 6)
+    assert replay(path).variables["exp_avg"].steps == 1  # 6 to 7
+
+
+def test_gaps_end_what_is_rebuilt(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", steps=7, every=2, record="weights+grads")
+    reasons = left_out(path)
+    assert list(reasons.values()) == [(3, 2, 6), (1, 7, 7)]
+    assert "exp_avg, exp_avg_sq is not recorded" in list(reasons)[1]
+
+
+def test_skipped_steps_between_rows_are_not_guessed(tmp_path: Path) -> None:
+    path = scaled_run(tmp_path / "run.zarr", fused=False, steps=13, every=2)
+    reasons = list(left_out(path))
+    assert any("how many of the steps before were skipped" in reason for reason in reasons)
+
+
+def test_clipping_that_was_not_told(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", max_grad_norm=0.0)
+    ((reason, steps),) = left_out(path).items()
+    assert "clip_coef is NaN" in reason
+    assert steps == (20, 1, 20)
+
+
+def test_runs_without_gradients(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", record=("weights", "W_step_norm"))
+    ((reason, _),) = left_out(path).items()
+    assert "gradient was not recorded; the tiers weights+grads and all" in reason
+    assert replay(path).variables["W_step_norm"].steps == 20
+
+
+def test_lengths_without_their_gradients(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", record=("weights", *SUMMARIES), steps=3)
+    assert len(left_out(path)) == 1
+    assert set(replay(path).variables) == {"W_step_norm", "W_ulp_l1"}
+
+
+@pytest.mark.parametrize("missing", ["lr", "clip_coef"])
+def test_runs_without_a_scalar(missing: str, tmp_path: Path) -> None:
+    names = [name for name in ("W", "grad", "loss", "lr", "clip_coef") if name != missing]
+    ((reason, _),) = left_out(tiny_run(tmp_path / "run.zarr", record=names)).items()
+    assert "every tier holds it" in reason
+
+
+def test_runs_that_begin_late(tmp_path: Path) -> None:
+    from trainers.recording.capture import attach
+    from trainers.recording.options import RecordingOptions, TrainingLoop
+
+    torch.manual_seed(1)
+    model = TinyModel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    recorder = None
+    for number, batch in enumerate(batches(12)):
+        if number == 5:
+            options, loop = RecordingOptions(), TrainingLoop(first_step=5)
+            recorder = attach(model, optimizer, tmp_path / "run.zarr", options, loop)
+        optimizer.zero_grad()
+        model(**batch)["loss"].backward()
+        optimizer.step()
+    assert recorder is not None
+    recorder.close(complete=True)
+    ((reason, steps),) = left_out(tmp_path / "run.zarr").items()
+    assert "the run begins here" in reason
+    assert steps == (1, 6, 6)
+
+
+DEFAULTS = {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"class": "os.system"}, "the optimizer is os.system; those of torch.optim"),
+        ({"class": "bitsandbytes.optim.AdamW"}, "the optimizer is bitsandbytes"),
+        ({"class": "torch.optim.lbfgs.LBFGS"}, "the optimizer is torch.optim.lbfgs.LBFGS"),
+        ({"class": None}, "does not say which optimizer"),
+        ({"hyperparameters": {}}, "does not say the optimizer's betas, eps, lr, weight_decay"),
+        ({"hyperparameters": DEFAULTS | {"lr": "fast"}}, "refuses the recorded hyperparameters"),
+    ],
+)
+def test_optimizers_that_are_not_known(change: Any, reason: str, tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", steps=3)
+    attributes(path, lambda root: root["optimizer"].update(change))
+    ((said, _),) = left_out(path).items()
+    assert reason in said
+
+
+def test_runs_that_say_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    with RunWriter.create(
+        path, token=[1, 2], hidden=3, variables={"W": "float32", "grad": "bfloat16"}
+    ) as run:
+        for step in range(3):
+            zero = np.zeros((2, 3), "f4")
+            run.append(step=step, W=zero, grad=zero if step else zero * np.nan)
+    result = replay(path)
+    assert result.replayed == 0
+    assert result.unreplayed[0].steps == 2
+    assert not result.exact
+
+
+def test_another_device_is_counted_and_is_no_error(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr")
+    attributes(path, lambda root: root["provenance"].update(device="cuda:0", device_name="H100"))
+    # As if that device had rounded otherwise.
+    attributes(path, lambda root: root["optimizer"]["hyperparameters"].update(weight_decay=0.0101))
+    result = replay(path)
+    assert not result.exact
+    assert result.clean
+    assert result.replayed == 20
+    assert result.differing > 0
+    assert result.variables["W"].ulps is not None
+    assert result.variables["W"].ulps > 0
+    assert result.variables["exp_avg"].differing == 0
+    assert "recorded on cuda:0 (H100), replayed on cpu" in result.notes[0]
+
+
+def test_a_run_without_rows(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    RunWriter.create(path, token=[1, 2], hidden=3, variables={"W": "float32"}).close("complete")
+    result = replay(path)
+    assert result.steps == result.replayed == 0
+    assert result.clean
+
+
+def test_what_the_console_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    print_replay(replay(tiny_run(tmp_path / "run.zarr", steps=7)))
+    shown = capsys.readouterr().out
+    assert "Replayed 7 of 7 steps with torch.optim.adamw.AdamW: 0 values differ." in shown
+    assert "Wrong" not in shown
+    path = tiny_run(tmp_path / "some.zarr", record="weights+grads", steps=7, every=2)
+    flip(path, "grad", (0, 3, 1), 0)
+    print_replay(replay(path))
+    shown = capsys.readouterr().out
+    assert "Wrong: step 0, token 3, hidden 1: grad is not what it is before training." in shown
+    assert "Not proven: 3 steps from 2 to 6 were not replayed: the row before is not of" in shown
+
+
+def test_another_torch_is_noted(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", steps=3)
+    attributes(path, lambda root: root["provenance"].update(torch="1.0"))
+    assert "recorded with torch 1.0" in replay(path).notes[0]

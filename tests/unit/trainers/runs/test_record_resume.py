@@ -1,0 +1,474 @@
+"""A run that was interrupted and went on is, bit for bit, one that never was."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+torch = pytest.importorskip("torch")
+from trainers import RunConfig, preset, record, recorded_config  # noqa: E402
+from trainers.runs.checkpoint import Checkpoint  # noqa: E402
+from trajstore import RunWriter, repair  # noqa: E402
+from trajstore.errors import (  # noqa: E402
+    ConfigError,
+    CorpusError,
+    FormatError,
+    InvalidArgument,
+    NothingToResume,
+    RunExists,
+    RunLocked,
+    RunNotFound,
+)
+from trajstore.store.object_keys import checkpoint_folder  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+STEPS, EPOCH, BLOCK = 16, 6, 4
+TEXT = b"It was a bright cold day in April. " * 2  # 54 examples of 16 tokens: 6 batches of 9
+SMALL = [
+    "model.context=16", "model.hidden=8", "model.layers=1", "training.batch_size=9",
+    "training.device=cpu", f"training.steps={STEPS}", f"recording.block_rows={BLOCK}",
+]  # fmt: skip
+SUMMARIES = "recording.record=['all','W_step_norm','W_ulp_l1','grad_token_norm','hidden_mean']"
+VARIANTS = {
+    "trainer": ["gatsby"],
+    "trainer, every 3, accumulated": [
+        "gatsby", "recording.every=3", "training.accumulation=4", "schedule.name=cosine",
+        "recording.tokens=live", SUMMARIES,
+    ],
+    "trainer, float32, momentum": [
+        "gatsby", "optimizer.name=sgd", "optimizer.momentum=0.9", "model.dtype=float32",
+        "schedule.warmup_steps=4",
+    ],
+    "plain": ["gatsby-adam", "schedule.name=linear", SUMMARIES],
+    "plain, every 3, accumulated": [
+        "gatsby-adam", "recording.every=3", "training.accumulation=4", "recording.tokens=dead",
+        SUMMARIES,
+    ],
+    "plain, float16": [
+        "gatsby-adam", "training.autocast=float16", "model.dtype=float32",
+        "initialisation.kind=normal", "initialisation.sigma=30", "optimizer.lr=1",
+        "training.max_grad_norm=1", "schedule.name=cosine",
+    ],
+}  # fmt: skip
+
+
+def config_of(name: str, *assignments: str) -> RunConfig:
+    named, *changes = VARIANTS[name]
+    return preset(named).with_values([*SMALL, *changes, *assignments])
+
+
+def after(step: int) -> Callable[[], bool]:
+    """Ask to stop when so many steps have been taken."""
+    steps = iter(range(1, step + 1))
+    return lambda: next(steps) == step
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "april.txt"
+    path.write_bytes(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[str], Path]:
+    """Run of a variant that was never interrupted."""
+    folder = tmp_path_factory.mktemp("straight")
+
+    def run(name: str) -> Path:
+        path = folder / f"{name}.zarr"
+        if not path.exists():
+            record(config_of(name), path, corpus=text)
+        return path
+
+    return run
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path, text: Path) -> Path:
+    """The variant `trainer`, stopped after step 5, with its checkpoint."""
+    path = tmp_path / "run.zarr"
+    record(config_of("trainer"), path, corpus=text, stop=after(5))
+    return path
+
+
+def checkpoints(run: Path) -> list[int]:
+    files = checkpoint_folder(run).glob("step-*.safetensors")
+    return sorted(int(file.stem.removeprefix("step-")) for file in files)
+
+
+def last_checkpoint(run: Path) -> Checkpoint:
+    return Checkpoint.load(max(checkpoint_folder(run).iterdir()))
+
+
+def agree(one: Path, other: Path) -> xr.Dataset:
+    """Every variable of two runs, and the whole state of their trainings after the last step."""
+    a, b = xr.open_zarr(one).load(), xr.open_zarr(other).load()
+    assert b.attrs["status"] == "complete"
+    assert list(a.variables) == list(b.variables)
+    for name in a.variables:
+        if a[name].dtype.kind in "fi":
+            assert a[name].values.tobytes() == b[name].values.tobytes(), name
+    c, d = last_checkpoint(one), last_checkpoint(other)
+    assert (c.step, c.rows, c.state) == (d.step, d.rows, d.state)
+    assert c.tensors.keys() == d.tensors.keys()
+    for name, tensor in c.tensors.items():
+        bits, expected = (t.reshape(-1).view(torch.uint8) for t in (d.tensors[name], tensor))
+        assert torch.equal(bits, expected), name
+    ids = torch.tensor(b.token.values.tolist())
+    weights = d.tensors["model.transformer.wte.weight"].float()[ids].numpy()
+    assert (b.W.values[-1] == weights).all()
+    return b
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(1, id="at the first step"),
+        pytest.param(5, id="within a block and an epoch"),
+        pytest.param(EPOCH, id="at the end of an epoch"),
+        pytest.param(2 * BLOCK - 1, id="at the end of a block"),
+        pytest.param(STEPS - 1, id="before the last step"),
+    ],
+)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_seam_leaves_no_trace(
+    name: str, step: int, straight: Callable[[str], Path], text: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.zarr"
+    record(config_of(name), path, corpus=text, stop=after(step))
+    ds = xr.open_zarr(path)
+    assert ds.attrs["status"] == "interrupted"
+    assert ds.step.values[-1] == step
+    assert checkpoints(path) == [step]
+    record(recorded_config(path), path, resume=True)
+    ds = agree(straight(name), path)
+    assert checkpoints(path) == [STEPS]
+    assert ds.attrs["provenance"]["resumed"][0]["step"] == step
+    if "float16" in name:
+        assert 0 < ds.skipped.sum() < STEPS
+
+
+def test_many_seams_leave_no_trace(
+    straight: Callable[[str], Path], text: Path, tmp_path: Path
+) -> None:
+    name, path = "trainer, every 3, accumulated", tmp_path / "run.zarr"
+    record(config_of(name), path, corpus=text, stop=after(1))
+    for _ in range(4):
+        record(recorded_config(path), path, resume=True, stop=after(3))
+    assert xr.open_zarr(path).step.values.tolist() == [0, 3, 6, 9, 12, 13]
+    record(recorded_config(path), path, resume=True)
+    agree(straight(name), path)
+    assert [entry["step"] for entry in xr.open_zarr(path).attrs["provenance"]["resumed"]] == [
+        1, 4, 7, 10, 13,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "step"), [("trainer", 11), ("plain, every 3, accumulated", 9), ("plain, float16", 11)]
+)
+def test_a_training_that_fails_goes_on_from_a_checkpoint_before(
+    name: str, step: int, straight: Callable[[str], Path], text: Path, tmp_path: Path
+) -> None:
+    def fail(recorder: Any) -> None:
+        if recorder.step == 14:
+            raise RuntimeError("the power went")
+
+    path = tmp_path / "run.zarr"
+    config = config_of(name, "recording.checkpoint_every=2")
+    with pytest.raises(RuntimeError, match="the power went"):
+        record(config, path, corpus=text, on_step=fail)
+    ds = xr.open_zarr(path)
+    assert ds.attrs["status"] == "interrupted"
+    assert ds.step.values[-1] == 14
+    assert checkpoints(path)[-1] == step
+    record(recorded_config(path), path, resume=True)
+    agree(straight(name), path)
+    assert xr.open_zarr(path).attrs["provenance"]["resumed"][0]["step"] == step
+
+
+@pytest.mark.parametrize("last", [STEPS, 5])
+@pytest.mark.parametrize("name", ["trainer", "plain, every 3, accumulated"])
+def test_a_run_is_never_closed_without_its_last_checkpoint(
+    name: str, last: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.zarr"
+    close, seen = RunWriter.close, []
+
+    def look(self: RunWriter, *status: Any) -> None:
+        seen.append((*status, checkpoints(path)[-1:]))
+        close(self, *status)
+        assert last_checkpoint(path).rows <= self.committed_rows
+
+    monkeypatch.setattr(RunWriter, "close", look)
+    record(config_of(name, "recording.checkpoint_every=4"), path, corpus=text, stop=after(last))
+    assert seen == [("complete" if last == STEPS else "interrupted", [last])]
+    assert checkpoints(path) == [last]
+    assert not list(tmp_path.glob(".*.lock"))
+
+
+def test_checkpoints_are_at_the_ends_of_blocks(text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    seen: list[list[int]] = []
+    record(
+        config_of("trainer", "recording.checkpoint_every=5"),
+        path,
+        corpus=text,
+        on_step=lambda recorder: seen.append(checkpoints(path)),
+    )
+    written = sorted({step for steps in seen for step in steps})
+    assert written == [7, 15]  # blocks end at 3, 7, 11, 15
+    assert checkpoints(path) == [STEPS]
+    assert all(len(steps) <= 2 for steps in seen)
+
+
+def test_a_checkpoint_past_the_committed_rows_is_passed_over(
+    straight: Callable[[str], Path], text: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.zarr"
+    record(config_of("trainer", "recording.checkpoint_every=1"), path, corpus=text, stop=after(7))
+    folder = checkpoint_folder(path)
+    early = (folder / "step-00000007.safetensors").read_bytes()
+    record(recorded_config(path), path, resume=True, stop=after(3))
+    assert checkpoints(path) == [10]
+    (folder / "step-00000007.safetensors").write_bytes(early)
+    RunWriter.resume(path, rows=9).close("interrupted")
+    record(recorded_config(path), path, resume=True)
+    agree(straight("trainer"), path)
+    assert [entry["step"] for entry in xr.open_zarr(path).attrs["provenance"]["resumed"]] == [7, 7]
+
+
+def test_a_run_that_is_named_alike_is_refused_before_it_is_trained(
+    interrupted: Path, text: Path
+) -> None:
+    alike = interrupted.with_suffix("")
+    assert checkpoint_folder(alike) == checkpoint_folder(interrupted)
+    with pytest.raises(RunExists, match=r"run\.ckpt holds checkpoints of run\.zarr"):
+        record(config_of("trainer"), alike, corpus=text)
+    assert not alike.exists()
+    assert checkpoints(interrupted) == [5]
+
+
+def test_a_new_run_takes_no_notice_of_old_checkpoints(interrupted: Path, text: Path) -> None:
+    folder = checkpoint_folder(interrupted)
+    old = next(folder.iterdir())
+    assert old.name == "step-00000005.safetensors"
+    record(config_of("trainer"), interrupted, corpus=text, overwrite=True, stop=after(3))
+    assert checkpoints(interrupted) == [3]
+
+
+@pytest.mark.parametrize("name", ["trainer, every 3, accumulated", "plain"])
+def test_a_finished_run_is_extended_without_a_seam(name: str, text: Path, tmp_path: Path) -> None:
+    decay = f"schedule.steps={STEPS}"
+    straight, path = tmp_path / "straight.zarr", tmp_path / "run.zarr"
+    record(config_of(name, decay), straight, corpus=text)
+    record(config_of(name, decay, "training.steps=10"), path, corpus=text)
+    ds = xr.open_zarr(path)
+    assert ds.step.values[-1] == 10
+    assert ds.attrs["optimizer"]["schedule"]["steps"] == STEPS
+    notes: list[str] = []
+    longer = recorded_config(path).with_values([f"training.steps={STEPS}"])
+    record(longer, path, resume=True, on_note=notes.append)
+    ds = agree(straight, path)
+    assert notes == []
+    assert ds.attrs["config"] == xr.open_zarr(straight).attrs["config"]
+
+
+@pytest.mark.parametrize("name", ["trainer", "plain"])
+def test_a_run_that_has_all_its_steps_is_marked_complete(
+    name: str, text: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.zarr"
+    record(config_of(name, "schedule.name=linear"), path, corpus=text, stop=after(10))
+    before = xr.open_zarr(path).load()
+    notes: list[str] = []
+    shorter = recorded_config(path).with_values(["training.steps=10"])
+    record(shorter, path, resume=True, on_note=notes.append)
+    ds = xr.open_zarr(path)
+    assert ds.attrs["status"] == "complete"
+    assert ds.load().identical(before.assign_attrs(ds.attrs))
+    assert ds.attrs["config"] == before.attrs["config"]
+    assert notes == []
+    assert checkpoints(path) == [10]
+    with pytest.raises(NothingToResume, match="has come to step 10, and 10 are wanted"):
+        record(shorter, path, resume=True)
+    straight = tmp_path / "straight.zarr"
+    record(config_of(name, "schedule.name=linear"), straight, corpus=text)
+    record(recorded_config(path), path, resume=True)
+    agree(straight, path)
+
+
+@pytest.mark.parametrize("name", ["trainer", "plain, every 3, accumulated"])
+def test_a_finished_run_that_lost_its_status_is_not_trained_again(
+    name: str, text: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.zarr"
+    record(config_of(name), path, corpus=text)
+    os.truncate(path / "zarr.json", 100)
+    repair(path, yes=True)
+    assert xr.open_zarr(path).attrs["status"] == "interrupted"
+    record(recorded_config(path), path, resume=True)
+    ds = xr.open_zarr(path)
+    assert ds.attrs["status"] == "complete"
+    assert ds.step.values[-1] == STEPS
+
+
+def test_an_extension_that_moves_the_decay_says_so(text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    record(config_of("trainer", "training.steps=8"), path, corpus=text)
+    notes: list[str] = []
+    longer = recorded_config(path).with_values(["training.steps=16"])
+    record(longer, path, resume=True, on_note=notes.append)
+    assert len(notes) == 1
+    assert "jumps at step 9, from 0 to 0.0005" in notes[0]
+    assert "--set schedule.steps=16" in notes[0]
+    ds = xr.open_zarr(path)
+    assert ds.lr.values[8:11].tolist() == [1e-3 / 8, 1e-3 * 8 / 16, 1e-3 * 7 / 16]
+    assert ds.attrs["optimizer"]["schedule"]["steps"] == 16
+    assert ds.attrs["config"]["training"]["steps"] == 16
+
+
+def test_the_old_decay_can_be_kept(text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    record(config_of("trainer", "training.steps=8", "schedule.name=cosine"), path, corpus=text)
+    notes: list[str] = []
+    longer = recorded_config(path).with_values(["training.steps=12", "schedule.steps=8"])
+    record(longer, path, resume=True, on_note=notes.append)
+    assert notes == []
+    assert (xr.open_zarr(path).lr.values[9:] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("assignment", "field"),
+    [
+        ("optimizer.lr=3e-4", "optimizer.lr is 0.001"),
+        ("model.layers=2", "model.layers"),
+        ("data.target_offset=1", "data.target_offset"),
+        ("training.seed=7", "training.seed"),
+        ("schedule.steps=99", "schedule.steps is not set"),
+        ("recording.every=2", "recording.every"),
+        ("recording.block_rows=8", "recording.block_rows"),
+        ("recording.record=['W']", "recording.record"),
+    ],
+)
+def test_a_changed_configuration_is_refused(interrupted: Path, assignment: str, field: str) -> None:
+    before = (interrupted / "zarr.json").read_bytes()
+    with pytest.raises(ConfigError, match=field):
+        record(recorded_config(interrupted).with_values([assignment]), interrupted, resume=True)
+    assert (interrupted / "zarr.json").read_bytes() == before
+    assert checkpoints(interrupted) == [5]
+
+
+def test_what_may_change_may(interrupted: Path, straight: Callable[[str], Path]) -> None:
+    changes = ["recording.memory=64MiB", "recording.checkpoint_every=3"]
+    if not (torch.cuda.is_available() or torch.backends.mps.is_available()):
+        changes.append("training.device=auto")  # which is the CPU here, as before
+    config = recorded_config(interrupted).with_values(changes)
+    record(config, interrupted, resume=True)
+    agree(straight("trainer"), interrupted)
+    assert xr.open_zarr(interrupted).attrs["config"]["recording"]["memory"] == "64MiB"
+
+
+def test_another_device_is_refused(interrupted: Path) -> None:
+    provenance = xr.open_zarr(interrupted).attrs["provenance"] | {"device": "cuda:0"}
+    RunWriter.resume(interrupted, attributes={"provenance": provenance}).close("interrupted")
+    with pytest.raises(ConfigError, match=r"recorded on cuda.*--device cuda"):
+        record(recorded_config(interrupted), interrupted, resume=True)
+
+
+def test_other_versions_are_told(interrupted: Path) -> None:
+    provenance = xr.open_zarr(interrupted).attrs["provenance"] | {"torch": "1.0"}
+    RunWriter.resume(interrupted, attributes={"provenance": provenance}).close("interrupted")
+    notes: list[str] = []
+    record(recorded_config(interrupted), interrupted, resume=True, on_note=notes.append)
+    assert f"torch is {torch.__version__} now and was 1.0" in notes[0]
+    resumed = xr.open_zarr(interrupted).attrs["provenance"]["resumed"]
+    assert resumed[0]["torch"] == torch.__version__
+
+
+def test_another_text_is_refused(interrupted: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_bytes(TEXT + b"!")
+    with pytest.raises(CorpusError, match=r"other\.txt .* is not that of .* april\.txt of 70"):
+        record(recorded_config(interrupted), interrupted, resume=True, corpus=other)
+    assert xr.open_zarr(interrupted).attrs["status"] == "interrupted"
+
+
+def test_another_tokenizer_is_refused(interrupted: Path, text: Path) -> None:
+    provenance = xr.open_zarr(interrupted).attrs["provenance"]
+    provenance["tokenizer"] = {"name": "ascii", "sha256": "0" * 64}
+    RunWriter.resume(interrupted, attributes={"provenance": provenance}).close("interrupted")
+    with pytest.raises(CorpusError, match="give that one with --tokenizer"):
+        record(recorded_config(interrupted), interrupted, resume=True)
+
+
+def test_there_is_nothing_to_go_on_with(interrupted: Path, text: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunNotFound, match="there is no run at"):
+        recorded_config(tmp_path / "nowhere.zarr")
+    with pytest.raises(RunNotFound, match="there is no run at"):
+        record(config_of("trainer"), tmp_path / "nowhere.zarr", resume=True)
+    config = recorded_config(interrupted)
+    with pytest.raises(NothingToResume, match="has come to step 5, and 4 are wanted"):
+        record(config.with_values(["training.steps=4"]), interrupted, resume=True)
+    record(config, interrupted, resume=True)
+    with pytest.raises(NothingToResume, match=f"come to step {STEPS}.*--steps {2 * STEPS}"):
+        record(config, interrupted, resume=True)
+    next(checkpoint_folder(interrupted).iterdir()).unlink()
+    with pytest.raises(NothingToResume, match=r"no checkpoint .*--checkpoint-every"):
+        record(config.with_values(["training.steps=20"]), interrupted, resume=True)
+    with pytest.raises(InvalidArgument, match="both"):
+        record(config, interrupted, resume=True, overwrite=True)
+
+
+def test_a_run_of_somebody_elses_is_not_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    with RunWriter.create(path, token=[0, 1], hidden=2, variables={"W": "float32"}) as run:
+        run.append(0, W=np.zeros((2, 2), "float32"))
+    with pytest.raises(NothingToResume, match="not recorded by `trajstore record`"):
+        recorded_config(path)
+
+
+def test_a_run_that_is_being_recorded_is_left_alone(interrupted: Path) -> None:
+    writer = RunWriter.resume(interrupted)
+    try:
+        with pytest.raises(RunLocked):
+            record(recorded_config(interrupted), interrupted, resume=True)
+    finally:
+        writer.close("interrupted")
+
+
+def test_weights_that_are_not_the_runs_are_refused(interrupted: Path, tmp_path: Path) -> None:
+    file = checkpoint_folder(interrupted) / "step-00000005.safetensors"
+    taken = Checkpoint.load(file)
+    taken.tensors["model.transformer.wte.weight"][3, 2] += 1
+    taken.save(file)
+    with pytest.raises(NothingToResume, match=r"not those of .* at step 5"):
+        record(recorded_config(interrupted), interrupted, resume=True)
+    assert xr.open_zarr(interrupted).sizes["step"] == 6
+
+
+def test_a_damaged_checkpoint_is_refused(interrupted: Path) -> None:
+    file = checkpoint_folder(interrupted) / "step-00000005.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(FormatError, match=r"step-00000005\.safetensors is not a sound checkpoint"):
+        record(recorded_config(interrupted), interrupted, resume=True)
+    assert xr.open_zarr(interrupted).attrs["status"] == "interrupted"
+
+
+def test_nothing_is_unpickled(interrupted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("something was unpickled")
+
+    for name in ("pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load"):
+        monkeypatch.setattr(name, refuse)
+    record(recorded_config(interrupted), interrupted, resume=True)
+    assert xr.open_zarr(interrupted).attrs["status"] == "complete"

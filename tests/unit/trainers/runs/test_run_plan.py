@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+from trainers import plan, record
+from trainers.presets import preset
+from trainers.texts.cache import CACHE_VARIABLE
+from trajstore import InvalidArgument
+from trajstore.store.run_info import information
+
+pytestmark = pytest.mark.torch
+
+SMALL = [
+    "training.steps=10", "training.batch_size=2", "model.context=8", "model.layers=1",
+    "training.device=cpu", "recording.block_rows=4",
+]  # fmt: skip
+
+CASES: dict[str, list[str]] = {
+    "everything": [],
+    "weights": ['recording.record=["weights"]'],
+    "float32": ["model.dtype=float32", "training.autocast=none"],
+    "sgd in a plain loop": ["optimizer.name=sgd", "training.loop=plain"],
+    "scaled float16": [
+        "training.loop=plain", "training.autocast=float16", "model.dtype=float32",
+    ],
+    "every third dead token": ["recording.every=3", "recording.tokens=dead"],
+    "summaries": [
+        'recording.record=["all", "hidden_mean", "grad_token_norm", "W_step_norm", "W_ulp_l1"]'
+    ],
+    "other starts": [
+        "initialisation.kind=normal", "initialisation.dtype=bfloat16", "schedule.name=cosine",
+        "training.accumulation=2",
+    ],
+    "stream of ids": ["data.tokenizer=gpt2", "data.corpus=fineweb", "data.live_tokens=100"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_planned_happens(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    config = preset("gatsby").with_values([*SMALL, *CASES[case]])
+    planned = plan(config).facts()
+    writers: list[Any] = []
+    path = record(
+        config,
+        tmp_path / "run.zarr",
+        on_step=lambda recorder: writers.append(recorder.writer),
+    )
+    happened = information(path)
+    assert planned["rows"] == happened["committed_rows"]
+    assert planned["files"] == happened["files"]
+    assert planned["bytes_native"] == happened["bytes_native"]
+    assert planned["memory"] == writers[-1].layout.memory
+    for name, array in planned["arrays"].items():
+        found = happened["arrays"][name]
+        assert array["native_dtype"] == found["native_dtype"], name
+        assert array["bytes_native"] == found["bytes_native"], name
+        assert (array["chunk"], array["shard"]) == (found["chunk"], found["shard"]), name
+    assert planned["arrays"].keys() | {"token", "is_dead", "token_count", "token_text"} >= (
+        happened["arrays"].keys()
+    )
+
+
+def test_the_tiers_of_the_design_note() -> None:
+    config = preset("wordybird-1b")
+    sizes = {}
+    for tier in ("weights", "weights+grads", "all"):
+        tiered = config.with_values([f'recording.record=["{tier}"]'])
+        sizes[tier] = plan(tiered).totals()["bytes_native"]
+    one = 201 * 50_257 * 64 * 2
+    assert sizes["weights+grads"] - sizes["weights"] == one
+    assert sizes["all"] - sizes["weights+grads"] == 2 * one
+    assert one / 1e9 == pytest.approx(1.293, abs=0.001)
+
+
+def test_too_little_memory_is_said_before_the_run() -> None:
+    with pytest.raises(InvalidArgument, match="memory"):
+        plan(preset("wordybird-1").with_values(["recording.memory=1MiB"]))

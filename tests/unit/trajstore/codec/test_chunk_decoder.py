@@ -1,0 +1,44 @@
+"""What a decoder refuses; what it makes of chunks is tested with the arrays that hold them."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from bits_and_calls import random_bits
+
+from trajstore.codec.chunk_decoder import Decoder
+from trajstore.codec.codec_chain import chain
+from trajstore.codec.crc32c_check import checksum
+from trajstore.schema import ENCODINGS
+from trajstore.values.native_types import native_type
+
+
+@pytest.mark.parametrize("kind", ["bytes copied", "bytes packed"])
+def test_a_forged_chunk_is_an_error(kind: str) -> None:
+    """Its checksum fits, but its header promises more than there is."""
+    coding = chain("delta", native_type("bfloat16"), 3, small=False)
+    shape = (8, 20_120, 64)
+    size = int(np.prod(shape)) * 2
+    flags = 0x06 if kind == "bytes copied" else 0x24
+    data = struct.pack("<BBBBIII", 2, 1, flags, 2, size, size, size + 16) + b"x" * 100
+    with pytest.raises(ValueError, match="not a whole Blosc frame"):
+        Decoder(coding, shape).unpack(data + checksum(data))
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_chunk_of_another_shape_is_an_error(encoding: str) -> None:
+    coding = chain(encoding, native_type("bfloat16"), 3, small=True)
+    data = coding.encode(random_bits((4, 6, 5), 1, 16), (4, 6, 5))
+    assert Decoder(coding, (4, 6, 5)).unpack(data).shape == (4, 6, 5)
+    with pytest.raises(ValueError, match="another size"):
+        Decoder(coding, (4, 6, 6)).unpack(data)
+
+
+@pytest.mark.parametrize(("history", "stretch"), [(False, 3 * 6), (True, 4 * 2)])
+def test_work_is_what_must_be_decompressed(history: bool, stretch: int) -> None:
+    """Of differences row by row all rows so far, token by token the tokens alone."""
+    coding = chain("delta", native_type("bfloat16"), 3, small=False, history=history)
+    windows = [[slice(2, 3)], [slice(1, 3)], [slice(0, 5)]]
+    assert Decoder(coding, (4, 6, 5)).work(windows) == stretch * 5 * 2

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
+from trajstore.exchange.selection import select
+from trajstore.store.tiled_reader import TiledRun, open_tiled
+
+
+@pytest.fixture
+def source(small_run: tuple[Path, Any]) -> TiledRun:
+    return open_tiled(small_run[0])  # steps 0, 2, … 20; tokens 0, 7, … 63, every third dead
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (None, range(0, 21, 2)),
+        ("0:6", [0, 2, 4]),
+        (":5", [0, 2, 4]),
+        ("16:", [16, 18, 20]),
+        ("0:20:10", [0, 10]),
+        ("::6", [0, 6, 12, 18]),
+        ("2::6", [2, 8, 14, 20]),
+        ("20,4, 0:3", [0, 2, 4, 20]),
+        (4, [4]),
+        (slice(0, 5), [0, 2, 4]),
+        ([20, 4], [4, 20]),
+        (np.array([8]), [8]),
+    ],
+)
+def test_steps_are_chosen_by_their_numbers(source: TiledRun, steps: Any, expected: Any) -> None:
+    rows = select(source, steps=steps).rows
+    assert source.steps[rows].tolist() == list(expected)
+
+
+@pytest.mark.parametrize(
+    "steps", ["", "a", "1:2:3:4", "-3:", "::0", "1,,2", "21:", slice(-4, None)]
+)
+def test_unreadable_or_empty_steps_are_refused(source: TiledRun, steps: Any) -> None:
+    with pytest.raises(InvalidArgument):
+        select(source, steps=steps)
+
+
+def test_a_step_that_was_not_recorded_is_named(source: TiledRun) -> None:
+    with pytest.raises(StepNotFound, match=r"step 3 was not recorded; .* 0 to 20"):
+        select(source, steps="3")
+
+
+def test_tokens_by_population_ids_and_file(source: TiledRun, tmp_path: Path) -> None:
+    ids = source.coordinates["token"]
+    chosen = {name: select(source, tokens=name).tokens for name in ("dead", "live")}
+    assert ids[chosen["dead"]].tolist() == [0, 21, 42, 63]
+    assert ids[chosen["live"]].tolist() == [7, 14, 28, 35, 49, 56]
+    assert select(source, tokens="all").tokens is None
+    listed = tmp_path / "ids.txt"
+    listed.write_text("14, 7\n63\n")
+    for tokens in ("14,7,63", [63, 14, 7], np.array([7, 14, 63, 7]), listed, str(listed)):
+        assert ids[select(source, tokens=tokens).tokens].tolist() == [7, 14, 63]
+
+
+@pytest.mark.parametrize("tokens", ["5", "none-such.txt", [], "99999999999999999999"])
+def test_tokens_that_are_not_there_are_refused(source: TiledRun, tokens: Any) -> None:
+    with pytest.raises(InvalidArgument):
+        select(source, tokens=tokens)
+
+
+def test_variables_keep_the_order_of_the_schema(source: TiledRun) -> None:
+    assert select(source, variables="loss, W").variables == ("W", "loss")
+    assert select(source, variables=["grad"]).variables == ("grad",)
+    with pytest.raises(VariableNotRecorded, match="exp_avg was not recorded"):
+        select(source, variables="exp_avg")
+    with pytest.raises(InvalidArgument, match="no variable 'weights'"):
+        select(source, variables="weights")

@@ -1,0 +1,460 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from checkpoints import write_checkpoint
+from damage import contents, cut, edit, flip, wide_run
+
+from trajstore import (
+    FormatError,
+    InvalidArgument,
+    Repair,
+    RunLocked,
+    RunNotFound,
+    RunWriter,
+    open_run,
+    repair,
+    verify,
+)
+from trajstore.schema import ENCODINGS
+
+DATA = Path(__file__).parents[3] / "data"
+SERIES = ("step", "W", "grad", "exp_avg", "loss")
+BLOCK = 4
+
+
+@pytest.fixture(scope="module", params=ENCODINGS)
+def whole(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return wide_run(tmp_path_factory.mktemp("whole") / "run.zarr", request.param)
+
+
+@pytest.fixture
+def run(tmp_path: Path, whole: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(whole, tmp_path / "run.zarr"))
+
+
+def attributes(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "zarr.json").read_bytes())["attributes"]
+    return found
+
+
+def mended(run: Path) -> Repair:
+    """Repair a run, first dry; it is sound afterwards."""
+    before = contents(run)
+    planned = repair(run)
+    assert contents(run) == before
+    assert not planned.done
+    done = repair(run, yes=True)
+    assert done.done
+    assert (done.actions, done.rows) == (planned.actions, planned.rows)
+    assert done.actions
+    assert done.unrepaired == ()
+    found = verify(run)
+    assert found.clean, [str(problem) for problem in found.problems]
+    assert found.notes == ()
+    after = contents(run)
+    again = repair(run, yes=True)
+    assert (again.actions, again.unrepaired) == ((), ())
+    assert contents(run) == after
+    return done
+
+
+def assert_first_rows(run: Path, whole: Path, rows: int) -> None:
+    """All values of the rows that stay are as they were, and so are their files."""
+    got, expected = open_run(run), open_run(whole)
+    assert got.sizes["step"] == rows
+    assert attributes(run)["committed_rows"] == rows
+    for name in expected.variables:
+        values = expected[name].values[:rows] if name in SERIES else expected[name].values
+        assert got[name].values.tobytes() == values.tobytes() or name == "token_text", name
+    assert list(got.token_text.values) == list(expected.token_text.values)
+    shards = {key: data for key, data in contents(whole).items() if "/c." in key}
+    for key, data in shards.items():
+        name, block = key.split("/")[0], int(key.split("/c.")[1].split(".")[0])
+        if name not in SERIES or block * BLOCK < rows:
+            assert (run / key).read_bytes() == data
+        else:
+            assert not (run / key).exists()
+
+
+@pytest.mark.parametrize("yes", [False, True])
+def test_a_sound_run_is_left_alone(run: Path, yes: bool) -> None:
+    before = contents(run)
+    found = repair(run, yes=yes)
+    assert (found.actions, found.unrepaired, found.rows) == ((), (), 11)
+    assert contents(run) == before
+    assert list(run.parent.iterdir()) == [run]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_sound_run_of_the_first_version_is_left_alone(tmp_path: Path, encoding: str) -> None:
+    run = shutil.copytree(DATA / f"format1-{encoding}.zarr", tmp_path / "run.zarr")
+    assert repair(run).actions == ()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        Path.unlink,
+        lambda path: cut(path, 0),
+        lambda path: cut(path, -9),
+        lambda path: flip(path, 99),
+    ],
+)
+@pytest.mark.parametrize(("name", "block"), [("W", 0), ("loss", 1), ("exp_avg", 2), ("step", 1)])
+def test_rows_go_from_the_first_broken_block_on(
+    run: Path, whole: Path, name: str, block: int, damage: Callable[[Path], None]
+) -> None:
+    damage(next((run / name).glob(f"c.{block}*")))
+    found = mended(run)
+    assert (found.rows_before, found.rows) == (11, block * BLOCK)
+    assert found.actions[0].startswith(f"{11 - block * BLOCK} of 11 rows are dropped")
+    assert f"{name}, block {block}" in found.actions[0]
+    assert_first_rows(run, whole, block * BLOCK)
+    assert attributes(run)["status"] == "interrupted"
+
+
+def test_the_first_of_several_broken_blocks_counts(run: Path, whole: Path) -> None:
+    (run / "W" / "c.2.0.0").unlink()
+    flip(run / "grad" / "c.1.0.0", 1000)
+    found = mended(run)
+    assert "grad, block 1" in found.actions[0]
+    assert "and 1 more" in found.actions[0]
+    assert_first_rows(run, whole, BLOCK)
+
+
+def test_a_lost_array_costs_every_row_and_the_run_still_goes_on(run: Path, whole: Path) -> None:
+    shutil.rmtree(run / "loss")
+    found = mended(run)
+    assert "none stay" in found.actions[0]
+    assert_first_rows(run, whole, 0)
+    source = open_run(whole)
+    with RunWriter.resume(run) as writer:
+        row = {name: source[name].values[0] for name in SERIES if name != "step"}
+        writer.append(step=0, **row)
+    assert verify(run).clean
+    assert open_run(run).W.values.tobytes() == source.W.values[:1].tobytes()
+
+
+def test_rows_can_be_appended_after_a_repair(run: Path, whole: Path) -> None:
+    (run / "W" / "c.2.0.0").unlink()
+    mended(run)
+    source = open_run(whole)
+    with RunWriter.resume(run) as writer:
+        for row in range(8, 11):
+            values = {name: source[name].values[row] for name in SERIES if name != "step"}
+            writer.append(step=row, **values)
+    assert verify(run).clean
+    assert_first_rows(run, whole, 11)
+
+
+def test_metadata_ahead_of_the_commit_go_back(run: Path, whole: Path) -> None:
+    for name in ("step", "W"):
+        edit(run / name / "zarr.json", lambda document: document["shape"].__setitem__(0, 15))
+    found = mended(run)
+    assert found.actions == (
+        "step/zarr.json goes back from 15 rows to 11: the others were never committed",
+        "W/zarr.json goes back from 15 rows to 11: the others were never committed",
+    )
+    assert_first_rows(run, whole, 11)
+
+
+def test_data_ahead_of_the_commit_and_temporaries_go(run: Path, whole: Path) -> None:
+    shutil.copy(run / "W" / "c.2.0.0", run / "W" / "c.3.0.0")
+    (run / "grad" / "c.4.0.0").write_bytes(b"torn")
+    (run / "W" / ".c.4.0.0.123.partial").write_bytes(b"half")
+    found = mended(run)
+    assert [action.split(" (")[0] for action in found.actions] == [
+        "shards past the commit are removed",
+        "temporaries of writes that did not end are removed",
+    ]
+    assert_first_rows(run, whole, 11)
+    assert attributes(run)["status"] == "complete"
+
+
+def test_a_recording_that_died_becomes_interrupted(run: Path, whole: Path) -> None:
+    edit(run / "zarr.json", lambda document: document["attributes"].update(status="recording"))
+    found = mended(run)
+    assert len(found.actions) == 1
+    assert attributes(run)["status"] == "interrupted"
+    assert_first_rows(run, whole, 11)
+
+
+def test_an_attribute_set_with_zarr_stays_and_the_consolidated_block_comes_back(
+    run: Path, whole: Path
+) -> None:
+    group = zarr.open_group(run, mode="r+", use_consolidated=False)
+    group.attrs["mine"] = {"a": 1}
+    group.attrs["config"] = {"changed": True}
+    mended(run)
+    assert_first_rows(run, whole, 11)
+    got = attributes(run)
+    assert (got["mine"], got["config"]) == ({"a": 1}, {"changed": True})
+    assert got["status"] == "complete"
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: cut(path, 700)])
+def test_a_lost_root_is_rebuilt(run: Path, whole: Path, damage: Callable[[Path], None]) -> None:
+    damage(run / "zarr.json")
+    mended(run)
+    assert_first_rows(run, whole, 11)
+    expected = attributes(whole) | {"status": "interrupted", "updated": attributes(run)["updated"]}
+    assert attributes(run) == expected
+
+
+def test_without_a_copy_a_rebuilt_root_says_what_is_lost(tmp_path: Path) -> None:
+    for encoding in ENCODINGS:
+        source = DATA / f"format1-{encoding}.zarr"
+        run = shutil.copytree(source, tmp_path / encoding)
+        (run / "zarr.json").unlink()
+        found = repair(run, yes=True)
+        assert "what config, optimizer and provenance said is gone" in found.actions[0]
+        assert verify(run).clean
+        got, expected = attributes(run), attributes(source)
+        for name in ("encoding", "block_rows", "timeline", "committed_rows", "trajstore_format"):
+            assert got[name] == expected[name]
+        assert got["config"] == {}
+        assert open_run(run).W.values.tobytes() == open_run(source).W.values.tobytes()
+
+
+@pytest.mark.parametrize("name", ["step", "W", "token", "token_text"])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: cut(path, 300)])
+def test_a_lost_document_of_an_array_is_rebuilt(
+    run: Path, whole: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    damage(run / name / "zarr.json")
+    found = mended(run)
+    assert found.actions[0].startswith(
+        f"{name}/zarr.json is written anew: zarr.json cannot be read"
+    )
+    assert_first_rows(run, whole, 11)
+    expected = json.loads((whole / name / "zarr.json").read_bytes())
+    assert json.loads((run / name / "zarr.json").read_bytes()) == expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: root["attributes"].update(config={"why": "a tess", "lr": 1.5e-05}),
+        lambda root: root["attributes"].pop("created"),
+        lambda root: root["attributes"].update(trajstore_format=3),
+        lambda root: root["attributes"].update(creatdd=root["attributes"].pop("created")),
+        lambda root: root["attributes"].update(committed_rows=15),
+        lambda root: root["attributes"].update(updated="2026-01-01T00:00:0a+00:00"),
+        lambda root: root["consolidated_metadata"].update(kind="inlone"),
+        lambda root: root.update(colour="red"),
+        lambda root: _entries(root)["W"]["shape"].__setitem__(0, 10),
+        lambda root: _entries(root)["W"]["shape"].__setitem__(2, 7),
+        lambda root: _entries(root)["loss"].update(fill_value=0),
+        lambda root: _entries(root)["W"]["attributes"].update(coordinates="is_deae token_count"),
+        lambda root: _misname(_entries(root)["W"]["codecs"][0]["configuration"]["codecs"][0]),
+        lambda root: _misname(_entries(root)["token_count"]["chunk_key_encoding"]),
+        lambda root: _entries(root).update(V=_entries(root).pop("W")),
+        lambda root: _entries(root)["step"]["attributes"].update(root_attributes="{}"),
+    ],
+)
+def test_a_changed_root_is_put_right(run: Path, whole: Path, change: Callable[..., Any]) -> None:
+    edit(run / "zarr.json", change)
+    mended(run)
+    assert_first_rows(run, whole, 11)
+    got = attributes(run)
+    assert got == attributes(whole) | {"updated": got["updated"]}
+    for name in (*SERIES, "token_count"):
+        document = json.loads((whole / name / "zarr.json").read_bytes())
+        assert json.loads((run / name / "zarr.json").read_bytes()) == document
+
+
+def _entries(root: dict[str, Any]) -> dict[str, Any]:
+    entries: dict[str, Any] = root["consolidated_metadata"]["metadata"]
+    return entries
+
+
+def _misname(entry: dict[str, Any]) -> None:
+    entry["configuratyon"] = entry.pop("configuration")
+
+
+def test_an_impossible_status_becomes_interrupted(run: Path, whole: Path) -> None:
+    edit(run / "zarr.json", lambda document: document["attributes"].update(status="kaputt"))
+    mended(run)
+    assert attributes(run)["status"] == "interrupted"
+    assert_first_rows(run, whole, 11)
+
+
+@pytest.mark.parametrize("name", ["token", "is_dead", "token_count", "token_text"])
+def test_broken_coordinates_cannot_be_repaired_and_the_rest_is(run: Path, name: str) -> None:
+    flip(run / name / "c.0", 140)
+    (run / "W" / "c.2.0.0").unlink()
+    found = repair(run, yes=True)
+    assert found.rows == 8
+    assert len(found.unrepaired) == 1
+    assert found.unrepaired[0].startswith(f"{name}, block 0")
+    assert [problem.array for problem in verify(run).problems] == [name]
+    assert repair(run).actions == ()
+
+
+def test_rows_do_not_go_for_what_the_system_refuses_for_now(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.pread
+    bad = (run / "W" / "c.1.0.0").stat().st_ino
+
+    def pread(number: int, length: int, offset: int) -> bytes:
+        if os.fstat(number).st_ino == bad:
+            raise OSError(5, "Input/output error")
+        return real(number, length, offset)
+
+    before = contents(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pread", pread)
+        found = repair(run, yes=True)
+    assert (found.actions, found.rows) == ((), 11)
+    assert "Input/output error" in found.unrepaired[0]
+    assert found.unrepaired[0].startswith("W, block 1")
+    assert contents(run) == before
+
+
+def test_rows_do_not_go_for_values_that_a_writer_got_wrong(run: Path) -> None:
+    zarr.open_array(run / "step", mode="r+")[8] = 7
+    found = repair(run, yes=True)
+    assert (found.actions, found.rows) == ((), 11)
+    assert "steps must increase" in found.unrepaired[0]
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+def test_an_array_of_somebody_else_is_named_and_left(run: Path, whole: Path) -> None:
+    group = zarr.open_group(run, mode="r+", use_consolidated=False)
+    group.create_array("mask", data=np.arange(3), dimension_names=["place"])
+    zarr.consolidate_metadata(run)
+    (run / "W" / "c.2.0.0").unlink()
+    found = repair(run, yes=True)
+    assert found.rows == 8
+    assert (
+        found.unrepaired == ("mask: it is no variable or coordinate that this version knows",) * 2
+    )
+    assert [problem.array for problem in verify(run).problems] == ["mask", "mask"]
+    assert open_run(run).sizes["step"] == 8
+    mask = json.loads((run / "mask" / "zarr.json").read_bytes())
+    assert mask["shape"] == [3]
+    assert _entries(json.loads((run / "zarr.json").read_bytes()))["mask"] == mask
+    assert list(zarr.open_group(run, mode="r")["mask"][...]) == [0, 1, 2]
+
+
+def test_without_any_document_of_step_nothing_is_done(run: Path) -> None:
+    (run / "step" / "zarr.json").unlink()
+    (run / "zarr.json").unlink()
+    before = contents(run)
+    found = repair(run, yes=True)
+    assert found.actions == ()
+    assert any(sentence.startswith("step") for sentence in found.unrepaired)
+    assert contents(run) == before
+
+
+def test_a_broken_checkpoint_goes_and_a_good_one_stays(run: Path) -> None:
+    folder = run.with_name("run.ckpt")
+    good, bad = folder / "step-00000004.safetensors", folder / "step-00000008.safetensors"
+    for path in (good, bad):
+        write_checkpoint(path)
+    flip(bad, 8 * (bad.stat().st_size - 2))
+    data = good.read_bytes()
+    found = mended(run)
+    assert found.actions[0].startswith("run.ckpt/step-00000008.safetensors is removed")
+    assert not bad.exists()
+    assert good.read_bytes() == data
+
+
+def test_a_model_of_somebody_else_beside_the_run_is_left_alone(run: Path) -> None:
+    model = run.with_name("run.ckpt") / "model.safetensors"
+    write_checkpoint(model)
+    flip(model, 8 * (model.stat().st_size - 2))
+    assert verify(run).clean
+    assert repair(run, yes=True).actions == ()
+    assert model.exists()
+
+
+def test_it_does_not_touch_what_somebody_records(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    with RunWriter.create(path, token=[0], hidden=1, variables={"W": "float32"}) as writer:
+        writer.append(step=0, W=np.zeros((1, 1), "float32"))
+        before = contents(path)
+        for yes in (False, True):
+            with pytest.raises(RunLocked):
+                repair(path, yes=yes)
+        assert contents(path) == before
+    assert repair(path).actions == ()
+
+
+def test_what_would_be_done_is_said_where_nothing_can_be_written(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+
+    def refuse(path: Any, flags: int, *more: Any, **options: Any) -> int:
+        if flags & (os.O_CREAT | os.O_WRONLY | os.O_RDWR):
+            raise OSError(30, "Read-only file system", str(path))
+        return real(path, flags, *more, **options)
+
+    (run / "W" / "c.2.0.0").unlink()
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK)
+    monkeypatch.setattr(os, "open", refuse)
+    found = repair(run)
+    assert (found.rows_before, found.rows, found.done) == (11, 8, False)
+    with pytest.raises(OSError, match="Read-only"):
+        repair(run, yes=True)
+
+
+@pytest.mark.parametrize("writes", range(8))
+def test_a_repair_that_ends_in_the_middle_can_be_repaired(
+    run: Path, whole: Path, writes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Damage of every kind, and the power goes after so many writes."""
+    (run / "W" / "c.2.0.0").unlink()
+    (run / "zarr.json").unlink()
+    shutil.copy(run / "loss" / "c.2", run / "loss" / "c.3")
+    edit(run / "grad" / "zarr.json", lambda document: document["shape"].__setitem__(0, 15))
+    left = writes
+
+    def failing(*args: Any, **options: Any) -> int:
+        nonlocal left
+        if left == 0:
+            raise OSError("no power")
+        left -= 1
+        return real(*args, **options)
+
+    def failing_unlink(path: Path, **options: Any) -> None:
+        nonlocal left
+        if path.name.startswith("c."):
+            if left == 0:
+                raise OSError("no power")
+            left -= 1
+        real_unlink(path, **options)
+
+    module = import_module("trajstore.integrity.repair")  # the facade has the function of that name
+    real, real_unlink = module.put, Path.unlink
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "put", failing)
+        patch.setattr(Path, "unlink", failing_unlink)
+        with pytest.raises(OSError, match="no power"):
+            repair(run, yes=True)
+    mended(run)
+    assert_first_rows(run, whole, 8)
+
+
+def test_what_is_no_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RunNotFound):
+        repair(tmp_path / "nothing.zarr")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FormatError):
+        repair(tmp_path / "empty", yes=True)
+    with pytest.raises(InvalidArgument):
+        repair("s3://bucket/run.zarr")
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]

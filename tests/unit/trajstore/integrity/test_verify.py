@@ -1,0 +1,483 @@
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from damage import contents, cut, edit, flip, shard_index, wide_run, write_shard
+
+from trajstore import (
+    FormatError,
+    InvalidArgument,
+    RunNotFound,
+    RunWriter,
+    Verification,
+    repair,
+    verify,
+)
+from trajstore.integrity import metadata_checks as inspection
+from trajstore.schema import ENCODINGS
+from trajstore.store.zarr_json import CHANGING, COPY
+
+DATA = Path(__file__).parents[3] / "data"
+
+
+@pytest.fixture(scope="module", params=ENCODINGS)
+def whole(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    return wide_run(tmp_path_factory.mktemp("whole") / "run.zarr", request.param)
+
+
+@pytest.fixture
+def run(tmp_path: Path, whole: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(whole, tmp_path / "run.zarr"))
+
+
+def only(found: Verification) -> Any:
+    assert len(found.problems) == 1, [str(problem) for problem in found.problems]
+    return found.problems[0]
+
+
+def set_with_zarr(run: Path, name: str, where: Any, value: Any) -> None:
+    """Write a value with zarr itself: every checksum fits, the documents stay."""
+    zarr.open_array(run / name, mode="r+")[where] = value
+
+
+def test_a_sound_run_is_clean_and_all_of_it_was_read(run: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    found = verify(run, on_progress=lambda *call: calls.append(call))
+    assert found.clean
+    assert found.notes == ()
+    assert (found.rows, found.arrays, found.shards) == (11, 9, 15)
+    chunks = {key: data for key, data in contents(run).items() if not key.endswith("zarr.json")}
+    assert found.bytes == sum(map(len, chunks.values()))
+    # W, grad and exp_avg have three chunks of 128 tokens a shard.
+    assert found.chunks == 3 * (3 * 3 + 2) + 4
+    shards = sum(len(data) for key, data in chunks.items() if key.split("/")[0] in
+                 ("step", "W", "grad", "exp_avg", "loss"))  # fmt: skip
+    assert calls[-1] == (shards, shards)
+    assert verify(run, threads=1) == found
+    json.dumps(found.facts())
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_golden_stores_are_clean(encoding: str) -> None:
+    found = verify(DATA / f"format1-{encoding}.zarr")
+    assert found.clean
+    assert "no copy of the root's attributes" in found.notes[0]
+
+
+def test_a_run_is_clean_while_it_is_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    with RunWriter.create(
+        path, token=[0, 1], hidden=2, variables={"W": "float32"}, block_rows=2
+    ) as writer:
+        for step in range(9):
+            writer.append(step=step, W=np.zeros((2, 2), "float32"))
+            assert verify(path).clean
+    assert verify(path).rows == 9
+
+
+def test_a_run_that_is_cut_meanwhile_is_looked_at_again(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its root is read, and then a writer goes on after fewer rows."""
+    real = inspection.read_document
+    writers: list[RunWriter] = []
+
+    def read(path: Path, array: str | None) -> Any:
+        if array is not None and not writers:
+            writers.append(RunWriter.resume(run, rows=6))
+        return real(path, array)
+
+    monkeypatch.setattr(inspection, "read_document", read)
+    found = verify(run)
+    assert (found.problems, found.rows) == ((), 6)
+    writers[0].close()
+
+
+def test_a_run_that_is_made_anew_meanwhile_is_looked_at_again(
+    run: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = inspection.read_document
+    done: list[Path] = []
+
+    def read(path: Path, array: str | None) -> Any:
+        if array is not None and not done:
+            shutil.rmtree(run)
+            done.append(wide_run(run, "delta" if "delta" in str(whole) else "portable", rows=12))
+            other = {"created": "2020-01-01T00:00:00+00:00"}
+            edit(run / "zarr.json", lambda document: document["attributes"].update(other))
+            document = json.loads((run / "zarr.json").read_bytes())["attributes"]
+            fixed = {key: document[key] for key in document if key not in CHANGING}
+            for file in (run / "zarr.json", run / "step" / "zarr.json"):
+                edit(file, lambda document: _step(document).update({COPY: json.dumps(fixed)}))
+        return real(path, array)
+
+    monkeypatch.setattr(inspection, "read_document", read)
+    assert verify(run).problems == ()
+    assert verify(run).rows == 12
+
+
+def _step(document: dict[str, Any]) -> dict[str, Any]:
+    root = document.get("consolidated_metadata")
+    found: dict[str, Any] = (root["metadata"]["step"] if root else document)["attributes"]
+    return found
+
+
+def test_every_chunk_is_checked_and_named(run: Path) -> None:
+    for name, block in (("W", 1), ("grad", 2), ("exp_avg", 0), ("loss", 1), ("step", 2)):
+        path, index = shard_index(run, name, block)
+        for offset, length in index:
+            flip(path, 8 * (offset + length // 2))
+            problem = only(verify(run))
+            assert (problem.array, problem.block, problem.path) == (name, block, path)
+            assert (problem.first_byte, problem.stop_byte) == (offset, offset + length)
+            assert "checksum" in problem.message
+            flip(path, 8 * (offset + length // 2))
+
+
+def test_a_broken_index_is_named(run: Path) -> None:
+    path, index = shard_index(run, "W", 1)
+    end = sum(index[-1])
+    flip(path, 8 * end + 3)
+    problem = only(verify(run))
+    assert (problem.array, problem.block) == ("W", 1)
+    assert (problem.first_byte, problem.stop_byte) == (end, path.stat().st_size)
+
+
+@pytest.mark.parametrize("size", [0, 7, 200, -1])
+def test_a_shard_cut_short_is_named(run: Path, size: int) -> None:
+    path, _ = shard_index(run, "grad", 2)
+    cut(path, size)
+    problem = only(verify(run))
+    assert (problem.array, problem.block, problem.path) == ("grad", 2, path)
+    assert problem.stop_byte == path.stat().st_size
+    assert "index" in problem.message
+
+
+def test_a_missing_shard_is_named(run: Path) -> None:
+    (run / "loss" / "c.1").unlink()
+    problem = only(verify(run))
+    assert (problem.array, problem.block, problem.message) == ("loss", 1, "the shard is missing")
+
+
+def test_it_goes_on_after_what_is_broken(run: Path) -> None:
+    flip(shard_index(run, "W", 0)[0], 100)
+    flip(shard_index(run, "exp_avg", 1)[0], 100)
+    (run / "step" / "c.2").unlink()
+    flip(run / "token" / "c.0", 40)
+    found = {(problem.array, problem.block) for problem in verify(run).problems}
+    assert found == {("W", 0), ("exp_avg", 1), ("step", 2), ("token", 0)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message", "span"),
+    [
+        (lambda i, n: (b"", [i[0], i[1], (2**64 - 1, 2**64 - 1)]), "chunk 2 is not stored", None),
+        (lambda i, n: (b"", [i[0], i[1], (i[2][0], 10**9)]), "chunk 2 ends beyond", None),
+        (lambda i, n: (b"1234", i), "belong to no chunk", lambda i, n: (n, n + 4)),
+        (
+            lambda i, n: (b"", [i[0], i[0], i[2]]),
+            "belong to two chunks",
+            lambda i, n: (0, i[0][1]),
+        ),
+    ],
+)
+def test_chunks_must_cover_the_shard(
+    run: Path, change: Callable[..., Any], message: str, span: Callable[..., Any] | None
+) -> None:
+    path, index = shard_index(run, "W", 1)
+    end = sum(index[-1])
+    more, changed = change(index, end)
+    write_shard(path, path.read_bytes()[:end] + more, changed)
+    found = [problem for problem in verify(run).problems if message in problem.message]
+    assert [(problem.array, problem.block) for problem in found] == [("W", 1)]
+    if span is not None:
+        assert (found[0].first_byte, found[0].stop_byte) == span(index, end)
+
+
+def test_a_chunk_of_another_shape_is_found_though_its_checksum_fits(run: Path) -> None:
+    path, index = shard_index(run, "exp_avg", 1)
+    _, other = shard_index(run, "loss", 1)
+    data = (run / "loss" / "c.1").read_bytes()[: other[0][1]]
+    old = path.read_bytes()
+    (_, first), *rest = index
+    moved = [(offset - first + len(data), length) for offset, length in rest]
+    write_shard(path, data + old[first : sum(index[-1])], [(0, len(data)), *moved])
+    problem = only(verify(run))
+    assert (problem.array, problem.block, problem.first_byte) == ("exp_avg", 1, 0)
+    assert "another size" in problem.message
+
+
+@pytest.mark.parametrize("name", ["W", "grad"])
+def test_values_that_are_not_of_the_native_type_are_found(tmp_path: Path, name: str) -> None:
+    run = wide_run(tmp_path / "run.zarr", "portable")
+    set_with_zarr(run, name, (5, 200), 0.1)
+    problem = only(verify(run))
+    assert (problem.array, problem.block) == (name, 1)
+    assert "float16" in problem.message
+
+
+def test_steps_must_increase(run: Path) -> None:
+    set_with_zarr(run, "step", 8, 7)
+    problem = only(verify(run))
+    assert (problem.array, problem.block) == ("step", 2)
+    assert "row 8 is step 7 after step 7" in problem.message
+
+
+@pytest.mark.parametrize("name", ["token", "is_dead", "token_count", "token_text"])
+def test_coordinates_are_checked(run: Path, name: str) -> None:
+    path = run / name / "c.0"
+    good = path.read_bytes()
+    for damage in (
+        lambda: flip(path, 8 * len(good) // 2),
+        lambda: cut(path, -3),
+        lambda: cut(path, 0),
+        path.unlink,
+    ):
+        damage()
+        problem = only(verify(run))
+        assert (problem.array, problem.path) == (name, path)
+        path.write_bytes(good)
+
+
+def test_coordinates_must_agree(run: Path) -> None:
+    set_with_zarr(run, "token", 5, 4)
+    assert (only(verify(run)).array, "occur twice" in only(verify(run)).message) == ("token", True)
+    set_with_zarr(run, "token", 5, 5)
+    set_with_zarr(run, "is_dead", 4, True)
+    assert only(verify(run)).array == "is_dead"
+    assert "position 4" in only(verify(run)).message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d["attributes"].update(units="furlong"), "attributes.units"),
+        (lambda d: d["attributes"].update(native_dtype="float32"), "native_dtype|declared"),
+        (lambda d: d["shape"].__setitem__(1, 299), "shape.1"),
+        (lambda d: d.update(fill_value=0), "fill_value"),
+        (lambda d: d["codecs"][0]["configuration"].update(index_location="start"), "codecs.0"),
+        (lambda d: d["codecs"][0].update(name="sharding"), "zarr cannot open it"),
+        (lambda d: d.update(dimension_names=["step", "hidden", "token"]), "dimensions"),
+        (lambda d: d.update(node_type="group"), "zarr"),
+        (lambda d: d.update(data_type="float64"), "float64"),
+        (lambda d: d.pop("fill_value"), "no fill_value"),
+        (lambda d: d.update(colour="red"), "'colour'"),
+        (lambda d: d["shape"].__setitem__(0, 10), "10 rows"),
+    ],
+)
+@pytest.mark.parametrize("place", ["own", "root"])
+def test_the_document_that_is_wrong_is_named(
+    run: Path, change: Callable[[Any], Any], message: str, place: str
+) -> None:
+    path = run / ("W/zarr.json" if place == "own" else "zarr.json")
+    if place == "own":
+        edit(path, change)
+    else:
+        edit(path, lambda document: change(document["consolidated_metadata"]["metadata"]["W"]))
+    found = [problem for problem in verify(run).problems if problem.array == "W"]
+    assert any(re.search(message, problem.message) for problem in found), found
+    assert all(problem.block is None for problem in found)  # the data are read all the same
+    if message not in (
+        "10 rows",
+        "native_dtype|declared",
+    ):  # where nothing speaks for one of the two
+        assert {problem.path for problem in found} == {path}
+
+
+def test_an_array_that_is_ahead_is_a_note(run: Path) -> None:
+    edit(run / "W" / "zarr.json", lambda document: document["shape"].__setitem__(0, 15))
+    found = verify(run)
+    assert found.clean
+    assert "W is 4 rows ahead" in found.notes[0]
+
+
+@pytest.mark.parametrize("name", ["W", "step", "token"])
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: cut(path, 50)])
+def test_a_lost_document_is_named(run: Path, name: str, damage: Callable[[Path], None]) -> None:
+    path = run / name / "zarr.json"
+    damage(path)
+    problem = only(verify(run))
+    assert (problem.array, problem.path) == (name, path)
+    assert "cannot be read" in problem.message
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: cut(path, 500)])
+def test_without_a_root_the_rest_is_checked(run: Path, damage: Callable[[Path], None]) -> None:
+    damage(run / "zarr.json")
+    flip(shard_index(run, "W", 1)[0], 77)
+    found = verify(run)
+    assert found.rows == 11
+    assert [(problem.array, problem.block) for problem in found.problems] == [
+        (None, None),
+        ("W", 1),
+    ]
+
+
+def test_a_lost_consolidated_block_is_named(run: Path) -> None:
+    zarr.open_group(run, mode="r+", use_consolidated=False).attrs["mine"] = 1
+    messages = [problem.message for problem in verify(run).problems]
+    assert "consolidated metadata" in messages[0]
+    assert "mine" in messages[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("status", "recordinf", "recordinf"),
+        ("committed_rows", 10, "committed_rows is 10, the arrays have 11"),
+        ("committed_rows", "11", "committed_rows is '11'"),
+        ("updated", "yesterday", "updated"),
+        ("updated", "2026-01-01 00:00:00", "updated"),
+        ("created", "2020-01-01T00:00:00+00:00", "created is not as in its copy"),
+        ("encoding", "none", "encoding"),
+        ("timeline", "pre-step", "timeline"),
+        ("config", {"why": "a tess", "lr": 1.5e-05}, "config.why"),
+        ("config", {"why": "a test", "lr": 1.50001e-05}, "config.lr"),
+        ("trajstore_format", 9, "trajstore_format"),
+        ("block_rows", 5, "block_rows"),
+    ],
+)
+def test_attributes_of_the_root_are_checked(run: Path, name: str, value: Any, message: str) -> None:
+    edit(run / "zarr.json", lambda document: document["attributes"].update({name: value}))
+    found = verify(run)
+    assert any(message in problem.message for problem in found.problems)
+    assert found.rows == 11
+
+
+@pytest.mark.parametrize("name", ["status", "updated", "committed_rows", "config", "created"])
+def test_a_missing_attribute_is_named(run: Path, name: str) -> None:
+    edit(run / "zarr.json", lambda document: document["attributes"].pop(name))
+    assert any(name in problem.message for problem in verify(run).problems)
+
+
+def test_what_a_crash_leaves_is_a_note(run: Path) -> None:
+    shutil.copy(run / "W" / "c.2.0.0", run / "W" / "c.3.0.0")
+    (run / "W" / ".c.4.0.0.123.partial").write_bytes(b"half")
+    (run / "notes.txt").write_text("mine")
+    found = verify(run)
+    assert found.clean
+    assert "W has shards past the commit (1)" in found.notes[0]
+    assert "temporaries (1)" in found.notes[1]
+    assert found.notes[2] == "notes.txt is not part of the run"
+
+
+def test_numbers_before_the_first_step_are_a_note(small_run: tuple[Path, Any]) -> None:
+    found = verify(small_run[0])
+    assert found.clean
+    assert [note.split()[0] for note in found.notes] == ["grad", "logits", "loss"]
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+def test_a_run_stored_otherwise_is_read_through_zarr(tmp_path: Path, run: Path) -> None:
+    path = tmp_path / "other.zarr"
+    source = zarr.open_group(run, mode="r")
+    group = zarr.create_group(path, attributes=dict(source.attrs))
+    for name, array in source.arrays():
+        group.create_array(
+            name,
+            data=np.asarray(array),
+            chunks=(5, *array.shape[1:]),
+            dimension_names=array.metadata.dimension_names,
+            attributes=dict(array.attrs),
+        )
+    zarr.consolidate_metadata(path)
+    found = verify(path)
+    assert not [str(problem) for problem in found.problems if "block_rows" not in problem.message]
+    assert sum("read through zarr" in note for note in found.notes) == 9
+    cut(path / "W" / "c" / "1" / "0" / "0", 5)
+    broken = [problem for problem in verify(path).problems if problem.array == "W"]
+    assert [problem.block for problem in broken] == [1]
+    for name in ("W", "token"):
+        edit(path / name / "zarr.json", lambda document: document.update(codecs=[{"name": "x"}]))
+    broken = [problem for problem in verify(path).problems if "cannot be read" in problem.message]
+    assert [problem.array for problem in broken] == ["W", "token"]
+
+
+@pytest.mark.parametrize("array", ["W", "step", "token", ""])
+def test_a_document_that_cannot_be_read_is_named_and_nothing_is_put_in_its_place(
+    run: Path, array: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run / array / "zarr.json"
+    real = Path.read_bytes
+
+    def refuse(self: Path) -> bytes:
+        if self == path:
+            raise OSError(5, "Input/output error", str(self))
+        return real(self)
+
+    before = contents(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuse)
+        problem = only(verify(run))
+        assert (problem.array, problem.path, problem.remedy) == (array or None, path, "none")
+        assert "Input/output error" in problem.message
+        found = repair(run, yes=True)
+        assert (found.actions, len(found.unrepaired)) == ((), 1)
+    assert contents(run) == before
+    path.unlink()
+    path.mkdir()
+    assert "directory" in only(verify(run)).message
+    assert repair(run, yes=True).actions == ()
+
+
+@pytest.mark.parametrize("value", [None, -1, [], 10**30, True])
+@pytest.mark.parametrize("place", ["own", "root", "both"])
+def test_impossible_sizes_are_problems(run: Path, value: Any, place: str) -> None:
+    documents = {"own": ["W/zarr.json"], "root": ["zarr.json"]}
+    for key in (
+        ("shape", 0),
+        ("shape", 2),
+        ("shape",),
+        ("chunk_grid", "configuration", "chunk_shape", 0),
+        ("chunk_grid", "configuration", "chunk_shape"),
+        ("codecs", 0, "configuration", "chunk_shape", 1),
+        ("codecs", 0, "configuration", "chunk_shape"),
+    ):
+        old = {name: (run / name).read_bytes() for name in ("W/zarr.json", "zarr.json")}
+        for name in documents.get(place) or list(old):
+            edit(run / name, lambda document, key=key: _set(document, key, value))  # type: ignore[misc]
+        assert not verify(run).clean, key
+        repair(run)
+        for name, data in old.items():
+            (run / name).write_bytes(data)
+
+
+def _set(document: Any, key: tuple[Any, ...], value: Any) -> None:
+    if "consolidated_metadata" in document:
+        document = document["consolidated_metadata"]["metadata"]["W"]
+    for part in key[:-1]:
+        document = document[part]
+    document[key[-1]] = value
+
+
+def test_what_is_no_run_is_an_error(tmp_path: Path, run: Path) -> None:
+    with pytest.raises(RunNotFound):
+        verify(tmp_path / "nothing.zarr")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FormatError, match="is not a run"):
+        verify(tmp_path / "empty")
+    zarr.create_group(tmp_path / "group.zarr")
+    with pytest.raises(FormatError, match="no trajstore_format"):
+        verify(tmp_path / "group.zarr")
+    with pytest.raises(InvalidArgument, match="local folder"):
+        verify("s3://bucket/run.zarr")
+    with pytest.raises(InvalidArgument, match="0 threads"):
+        verify(run, threads=0)
+
+
+def test_a_newer_format_is_not_judged(tmp_path: Path) -> None:
+    run = tmp_path / "run.zarr"
+    shutil.copytree(DATA / "format1-delta.zarr", run)
+    newer = {"trajstore_format": 2, "trajstore_version": "9.1"}
+    edit(run / "zarr.json", lambda document: document["attributes"].update(newer))
+    with pytest.raises(FormatError, match=r"install trajstore 9\.1"):
+        verify(run)

@@ -1,0 +1,149 @@
+"""One flipped bit, in any file of a run: `verify` finds it, or it provably changes nothing.
+
+`make flips` flips 300 instead of 60, and prints what became of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xarray as xr
+from checkpoints import write_checkpoint
+from damage import flip, wide_run
+
+from trajstore import open_run, verify
+from trajstore.schema import ENCODINGS
+
+FLIPS = int(os.environ.get("TRAJSTORE_FLIPS", "60"))
+
+
+@pytest.fixture(scope="module", params=ENCODINGS)
+def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    path = wide_run(tmp_path_factory.mktemp("flips") / "run.zarr", request.param)
+    write_checkpoint(path.with_name("run.ckpt") / "step-00000008.safetensors")
+    return path
+
+
+def kinds(run: Path) -> dict[str, list[Path]]:
+    """Files of a run, by kind, so that small kinds get their share of flips."""
+    coordinates = ("token", "is_dead", "token_count", "token_text")
+    chunks = sorted(run.glob("*/c.*"))
+    return {
+        "shard": [path for path in chunks if path.parent.name not in coordinates],
+        "coordinate": [path for path in chunks if path.parent.name in coordinates],
+        "document of an array": sorted(run.glob("*/zarr.json")),
+        "root": [run / "zarr.json"],
+        "checkpoint": sorted(run.with_name("run.ckpt").iterdir()),
+    }
+
+
+def values(opener: Callable[[Path], xr.Dataset], run: Path) -> dict[str, Any]:
+    """Every variable as a reader gets it; None where it gets an error."""
+    try:
+        ds = opener(run)
+    except Exception:  # whatever xarray and zarr raise
+        return {}
+    found: dict[str, Any] = {}
+    for name in ds.variables:
+        try:
+            array = ds[name].values
+            found[str(name)] = array.tobytes() if array.dtype.kind in "bif" else array.tolist()
+        except Exception:  # likewise
+            found[str(name)] = None
+    return found
+
+
+def harmless(before: bytes, after: bytes) -> str | None:
+    """Why a change of a document that `verify` says nothing of changes nothing."""
+    old, new = json.loads(before), json.loads(after)
+    if json.dumps(old) == json.dumps(new):
+        return "another spelling of the same JSON value"
+    moment = {"updated": old["attributes"].get("updated")}
+    if json.dumps(new | {"attributes": new["attributes"] | moment}) == json.dumps(old):
+        return "a digit of the time of the last commit"
+    return None
+
+
+def longer(before: bytes, after: bytes) -> bool:
+    """Whether an array's own document has got more rows, and nothing else has changed."""
+    old, new = json.loads(before), json.loads(after)
+    ahead = new["shape"][0] > old["shape"][0]
+    return ahead and new | {"shape": [old["shape"][0], *new["shape"][1:]]} == old
+
+
+def test_every_flipped_bit_is_found_or_harmless(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clean = verify(run)
+    assert clean.clean
+    assert clean.notes == ()
+    readers = (open_run, xr.open_zarr)
+    good = {reader: values(reader, run) for reader in readers}
+    rng = random.Random(f"flips of {run.name}")
+    became: Counter[str] = Counter()
+    for number in range(FLIPS // len(ENCODINGS)):
+        kind, paths = list(kinds(run).items())[number % 5]
+        path = rng.choice(paths)
+        before = path.read_bytes()
+        bit = rng.randrange(8 * len(before))
+        flip(path, bit)
+        where = f"bit {bit} of {path}"
+        found = verify(run)
+        if not found.clean:
+            became[f"{kind}: found"] += 1
+            assert any(
+                path in (problem.path, problem.path / "zarr.json") or path.suffix == ".json"
+                for problem in found.problems
+            ), where
+        elif found.notes:
+            assert kind == "document of an array", where
+            assert longer(before, path.read_bytes()), where
+            became[f"{kind}: noted, as no reader of the run takes its length from there"] += 1
+        else:
+            assert kind in ("root", "document of an array"), where
+            reason = harmless(before, path.read_bytes())
+            assert reason is not None, where
+            became[f"{kind}: harmless, {reason}"] += 1
+        if kind in ("shard", "coordinate"):
+            for reader in readers:
+                for name, got in values(reader, run).items():
+                    assert got is None or got == good[reader][name], f"{where}: {name}"
+        flip(path, bit)
+    assert verify(run) == clean
+    assert {reader: values(reader, run) for reader in readers} == good
+    if "TRAJSTORE_FLIPS" in os.environ:
+        with capsys.disabled():
+            print()
+            for line, count in sorted(became.items()):
+                print(f"{count:5} {line}")
+
+
+def test_each_harmless_change_is_what_it_is_said_to_be(run: Path) -> None:
+    """The list in docs/integrity.md, one by one."""
+    root = run / "zarr.json"
+    text = root.read_bytes()
+    cases = {
+        "updated": text.replace(b'"updated": "20', b'"updated": "30'),
+        "spelling": text.replace(b"1.5e-05", b"1.5E-05", 1),
+    }
+    for name, changed in cases.items():
+        assert changed != text, name
+        root.write_bytes(changed)
+        assert verify(run).clean, name
+        assert harmless(text, changed) is not None
+    root.write_bytes(text)
+    path = run / "W" / "zarr.json"
+    text = path.read_bytes()
+    path.write_bytes(text.replace(b"\n  11,", b"\n  15,", 1))
+    assert longer(text, path.read_bytes())
+    found = verify(run)
+    assert found.clean
+    assert found.notes[0].startswith("W is 4 rows ahead")
+    path.write_bytes(text)

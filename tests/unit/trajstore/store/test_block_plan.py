@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trajstore.byte_sizes import EXCHANGE_MEMORY, parse_bytes
+from trajstore.errors import InvalidArgument
+from trajstore.store.block_plan import plan
+
+EVERYTHING = {
+    "W": "bfloat16",
+    "grad": "bfloat16",
+    "exp_avg": "bfloat16",
+    "exp_avg_sq": "bfloat16",
+    "logits": "bfloat16",
+    "loss": "float32",
+}
+
+
+def test_gatsby_and_wordybird_get_the_blocks_that_the_format_names() -> None:
+    assert plan(EVERYTHING, tokens=128, hidden=64).block_rows == 256
+    assert plan(EVERYTHING, tokens=50_257, hidden=64).block_rows in (16, 32)
+
+
+@given(
+    tokens=st.integers(1, 60_000),
+    hidden=st.integers(1, 1024),
+    memory=st.integers(1 << 10, 1 << 31),
+    rows=st.none() | st.integers(1, 64),
+    buffers=st.integers(1, 2),
+)
+def test_a_plan_keeps_its_promises(
+    tokens: int, hidden: int, memory: int, rows: int | None, buffers: int
+) -> None:
+    sizes = {"tokens": tokens, "hidden": hidden, "buffers": buffers}
+    try:
+        layout = plan(EVERYTHING, memory=memory, block_rows=rows, **sizes)
+    except InvalidArgument:
+        least = plan(EVERYTHING, memory=1 << 60, block_rows=rows or 8, **sizes)
+        assert least.memory > memory
+        return
+    assert layout.memory <= memory
+    assert rows in (None, layout.block_rows)
+    for array in layout.arrays.values():
+        for chunk, shard in zip(array.chunk, array.shard, strict=True):
+            assert shard % chunk == 0
+        assert array.shard[0] == layout.block_rows
+        assert all(whole >= row for whole, row in zip(array.shard[1:], array.row, strict=True))
+        # Rounding up wastes less than one chunk.
+        assert array.shard[1:] == array.row or array.shard[1] - array.row[0] < array.chunk[1]
+
+
+def test_a_budget_too_small_says_the_least_that_works() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        plan(EVERYTHING, tokens=128, hidden=64, memory=100_000)
+    least = str(caught.value).split("at least ")[1].split(" is needed")[0]
+    assert plan(EVERYTHING, tokens=128, hidden=64, memory=parse_bytes(least))
+
+
+def test_many_processors_fit_into_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What imports and exports take by default holds a block of Wordybird, here and there."""
+    monkeypatch.setattr("trajstore.store.block_plan.default_threads", lambda: 8)
+    sizes = {"tokens": 50_257, "hidden": 64, "buffers": 1, "encoding": "portable"}
+    memory = parse_bytes(EXCHANGE_MEMORY)
+    matrices = dict.fromkeys(("W", "grad", "exp_avg", "exp_avg_sq"), "bfloat16")
+    layout = plan(matrices, memory=memory, **sizes)
+    assert 1 <= layout.threads < 8
+    assert layout.memory <= memory
+    with pytest.raises(InvalidArgument, match="1 block of 8 rows"):
+        plan(matrices, memory=memory, threads=8, **sizes)

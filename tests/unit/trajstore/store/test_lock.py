@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trajstore import RunLocked
+from trajstore.store.lock import RunLock
+
+HOLDER = """
+import sys, pathlib
+from trajstore.store.lock import RunLock
+lock = RunLock.acquire(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run.zarr"
+
+
+def test_a_second_writer_is_told_who_the_first_is(run: Path) -> None:
+    with RunLock.acquire(run), pytest.raises(RunLocked, match=f"process {os.getpid()} on"):
+        RunLock.acquire(run)
+    assert not list(run.parent.iterdir()), "a released lock leaves nothing"
+    RunLock.acquire(run).release()
+
+
+def test_another_process_holds_it_until_it_is_killed(run: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, run],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RunLocked, match=f"process {holder.pid} on .* wait for it"):
+            RunLock.acquire(run)
+    finally:
+        holder.kill()
+        holder.communicate()
+    left = run.with_name(f".{run.name}.lock")
+    assert json.loads(left.read_text())["process"] == holder.pid, "killed, it could not tidy up"
+    RunLock.acquire(run).release()
+    assert not left.exists()
+
+
+def test_a_lock_of_another_machine_is_respected(run: Path) -> None:
+    left = run.with_name(f".{run.name}.lock")
+    left.write_text(json.dumps({"host": "elsewhere", "process": 7, "started": "2026-01-01"}))
+    with pytest.raises(RunLocked, match=f"process 7 on elsewhere.*remove {left}"):
+        RunLock.acquire(run)
+    left.unlink()
+    RunLock.acquire(run).release()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00\x01"])
+def test_a_lock_whose_owner_died_before_it_wrote_is_taken_over(run: Path, text: str) -> None:
+    run.with_name(f".{run.name}.lock").write_text(text)
+    RunLock.acquire(run).release()
+
+
+def test_released_twice_it_does_not_let_go_of_somebody_elses(run: Path) -> None:
+    first = RunLock.acquire(run)
+    first.release()
+    with RunLock.acquire(run):
+        first.release()
+        with pytest.raises(RunLocked):
+            RunLock.acquire(run)
+
+
+def test_a_lock_that_cannot_be_written_is_not_kept(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("trajstore.store.lock.os.pwrite", full)
+    with pytest.raises(OSError, match="No space"):
+        RunLock.acquire(run)
+    monkeypatch.undo()
+    RunLock.acquire(run).release()
+
+
+def test_a_lock_removed_by_hand_and_taken_by_another_stays_the_others(run: Path) -> None:
+    first = RunLock.acquire(run)
+    first.path.unlink()
+    with RunLock.acquire(run):
+        first.release()
+        with pytest.raises(RunLocked):
+            RunLock.acquire(run)
+
+
+def test_a_forked_child_does_not_keep_its_parents_lock(run: Path) -> None:
+    lock = RunLock.acquire(run)
+    there, here = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(here, b"!")
+        signal.pause()
+        os._exit(0)
+    os.read(there, 1)
+    os.close(lock._descriptor or -1)  # what the system does when the parent is killed
+    try:
+        RunLock.acquire(run).release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        lock._descriptor = None

@@ -1,0 +1,91 @@
+"""What `import trajstore` gives, and what it does not load for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import trajstore
+
+HEAVY = ("xarray", "dask", "pandas", "zarr", "numpy", "torch")
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    return done.stdout.strip()
+
+
+def test_every_promised_name_is_there_and_is_found_only_once() -> None:
+    for name in trajstore.__all__:
+        assert getattr(trajstore, name) is getattr(trajstore, name)
+    assert set(trajstore.__all__) <= set(dir(trajstore))
+    with pytest.raises(AttributeError, match="'trajstore' has no attribute 'opn_run'"):
+        trajstore.opn_run  # noqa: B018
+
+
+def test_importing_it_is_light() -> None:
+    loaded = f"import trajstore, sys; print([m for m in {HEAVY} if m in sys.modules])"
+    assert run(loaded) == "[]"
+
+
+def test_the_codec_is_loaded_without_xarray() -> None:
+    code = """
+import sys
+from importlib.metadata import entry_points
+(codec,) = entry_points(group="zarr.codecs", name="trajstore.delta")
+print(codec.load().__name__, [m for m in ("xarray", "dask", "pandas") if m in sys.modules])
+"""
+    assert run(code) == "DeltaCodec []"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import trajstore, xarray",
+        "import xarray, trajstore",
+        "import trajstore; from xarray import Dataset",
+        "import trajstore, importlib.util; importlib.util.find_spec('xarray')",
+        "import trajstore, xarray.core.dataset",
+        "from trajstore import open_run",
+    ],
+)
+def test_datasets_have_traj_in_whichever_order_they_are_imported(imports: str) -> None:
+    code = f"""
+{imports}
+import sys, xarray
+from importlib.resources import files
+assert "xarray" in str(files("xarray")), "its loader still gives its files"
+import inspect
+inspect.getsource(xarray)
+print(type(xarray.Dataset().traj).__name__, [f for f in sys.meta_path if "After" in repr(f)])
+"""
+    assert run(code) == "TrajAccessor []"
+
+
+def test_a_failing_import_of_xarray_is_told_as_ever() -> None:
+    code = """
+import sys
+sys.modules["xarray"] = None  # as if it were not installed
+import trajstore
+try:
+    import xarray
+except ModuleNotFoundError as error:
+    print(error.name)
+"""
+    assert run(code) == "xarray"
+
+
+def test_the_command_line_helps_without_loading_them() -> None:
+    code = f"""
+import sys
+from click.testing import CliRunner
+from trajstore.cli.main import main
+for name in main.commands:
+    assert CliRunner().invoke(main, [name, "--help"]).exit_code == 0
+print([m for m in {HEAVY} if m in sys.modules])
+"""
+    assert run(code) == "[]"

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+
+from trajstore.strict_json import differences, parse, same
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": 1, "a": 1}', "a name occurs twice"),
+        ("[NaN]", "NaN is no JSON value"),
+        ('{"a": -Infinity}', "-Infinity is no JSON value"),
+        ("{", "Expecting property name"),
+        ("", "Expecting value"),
+        ("[" * 100_000, "recursion"),
+    ],
+)
+def test_what_json_does_not_allow_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(text)
+
+
+def test_values_are_the_same_only_with_their_types() -> None:
+    assert same({"a": 1, "b": [2]}, {"b": [2], "a": 1})
+    assert not same(1, 1.0)
+    assert not same(1, True)
+
+
+def test_differences_are_named_by_their_place() -> None:
+    one = {"a": 1, "codecs": [{"name": "x"}, {"name": "y"}], "gone": 0}
+    other = {"a": 1, "codecs": [{"name": "z"}, {"name": "y"}], "new": 0}
+    assert differences(one, other) == ["codecs.0.name", "gone", "new"]
+    assert differences(one, one) == []
+    assert differences({"a": [1, 2]}, {"a": [1]}) == ["a"]

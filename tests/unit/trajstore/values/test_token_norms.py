@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from functools import reduce
+from operator import add
+
+import numpy as np
+import pytest
+
+from trajstore.values.token_norms import (
+    hidden_sum,
+    step_norm,
+    token_norm,
+    ulp_hops,
+    ulp_l1,
+    vector_norm,
+)
+
+ORDERS = [1, 2, np.inf]
+
+
+def in_order(values):
+    """The order of summation as the docstring of `hidden_sum` tells it."""
+    length = len(values)
+    if length > 128:
+        first = length // 2 // 8 * 8
+        return in_order(values[:first]) + in_order(values[first:])
+    whole = length // 8 * 8
+    total = 0.0
+    if whole:
+        # Not by `sum`, which from Python 3.12 on makes up for what additions round away.
+        a, b, c, d, e, f, g, h = (reduce(add, values[lane:whole:8]) for lane in range(8))
+        total = ((a + b) + (c + d)) + ((e + f) + (g + h))
+    for value in values[whole:]:
+        total += value
+    return total
+
+
+def test_sums_run_in_the_order_that_is_told():
+    # A NumPy that adds in another order would part what is computed from what was recorded.
+    rng = np.random.default_rng(2)
+    for length in [*range(300), 768, 1000, 1024, 4096, 5000, 8193, 10_000, 50_257]:
+        values = rng.normal(size=(2, 3, length)) * 2.0 ** rng.integers(-40, 40, (2, 3, length))
+        got = hidden_sum(np.asfortranarray(values))
+        assert got.tolist() == [[in_order(v.tolist()) for v in row] for row in values], length
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("hidden", [1, 7, 64, 200, 768])
+def test_norms_are_those_of_numpy_in_float64(order, hidden):
+    vectors = np.random.default_rng(0).normal(size=(5, 4, hidden)).astype(np.float32)
+    expected = np.linalg.norm(vectors.astype(np.float64), ord=order, axis=-1)
+    np.testing.assert_allclose(vector_norm(vectors, order), expected, rtol=1e-14)
+    assert token_norm(vectors, order).dtype == np.float32
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_norm_does_not_depend_on_what_lies_around_the_vector(order):
+    vectors = np.random.default_rng(1).normal(size=(6, 5, 100)).astype(np.float32)
+    whole = vector_norm(vectors, order)
+    strided = np.asfortranarray(vectors)
+    np.testing.assert_array_equal(vector_norm(strided, order), whole)
+    for row, token in np.ndindex(6, 5):
+        np.testing.assert_array_equal(vector_norm(vectors[row, token], order), whole[row, token])
+
+
+@pytest.mark.parametrize("name", ["float32", "float64"])
+def test_a_summary_that_is_nan_has_neither_sign_nor_payload(name):
+    quiet = np.array(np.nan, name)
+    values = np.array([[-np.nan], [np.inf]], name)
+    values.view(f"u{quiet.itemsize}")[0] |= 5
+    others = np.array([[1], [np.inf]], name)
+    assert [token_norm(values)[0].tobytes()] == [quiet.tobytes()]
+    for got in (step_norm(others, values), ulp_l1(others, values, name)[:1]):
+        assert {one.tobytes() for one in got} == {quiet.tobytes()}
+
+
+def test_norms_answer_with_nan_and_infinity():
+    vectors = np.float32([[np.nan, 1], [np.inf, 1], [3e38, 3e38]])
+    for order in ORDERS:
+        assert np.isnan(token_norm(vectors, order)[0])
+        assert token_norm(vectors, order)[1] == np.inf
+    assert token_norm(vectors, 2)[2] == np.inf  # more than float32 holds
+    assert token_norm(vectors.astype(np.float64), 2)[2] == pytest.approx(np.sqrt(2) * 3e38)
+
+
+def test_summaries_of_motion_by_hand():
+    earlier = np.float32([[1.0, 0.0, -1.0], [np.inf, np.nan, 2.0], [np.nan, 1.0, 1.0]])
+    later = np.float32([[1.0 + 2**-7, -0.0, -1.0 + 2**-8], [np.inf, np.nan, 2.0], [1.0, 1.0, 1.0]])
+    np.testing.assert_array_equal(
+        ulp_hops(earlier, later, "bfloat16"), [[1, 0, 0.5], [0, 0, 0], [np.nan, 0, 0]]
+    )
+    np.testing.assert_array_equal(ulp_l1(earlier, later, "bfloat16"), np.float32([1.5, 0, np.nan]))
+    expected = np.float32(np.hypot(2**-7, 2**-8))
+    np.testing.assert_array_equal(step_norm(earlier, later), np.float32([expected, np.nan, np.nan]))
+
+
+def test_hops_from_zero_are_counted_in_the_smallest_spacing():
+    hops = ulp_hops(np.float32([0.0]), np.float32([1.0]), "bfloat16")
+    assert hops[0] == 2.0**133
+    assert ulp_l1(np.float32([[0.0]]), np.float32([[1.0]]), "bfloat16")[0] == np.inf
+
+
+def test_ways_beyond_float64_are_infinite_and_no_mishap():
+    huge = np.float64([[1.7e308]])
+    assert step_norm(-huge, huge)[0] == np.inf
+    assert ulp_l1(np.float64([[0.0]]), huge, "float64")[0] == np.inf

@@ -1,0 +1,172 @@
+"""Attaching a recorder to a training: `attach` for any, `capture` for a loop of one's own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
+from trainers.recording.parameter_rows import ParameterRows
+from trainers.recording.parameters import find_parameters
+from trainers.recording.planned_run import plan_runs
+from trainers.recording.resumed_run import ExistingRun
+from trainers.recording.step_hooks import Recorder, real_optimizer
+from trajstore.errors import RecordingError
+
+__all__ = ["attach", "capture"]
+
+
+def attach(
+    model: torch.nn.Module,
+    optimizer: Any,
+    path: str | os.PathLike[str],
+    options: RecordingOptions,
+    loop: TrainingLoop,
+    *,
+    on_step: Callable[[Recorder], None] | None = None,
+) -> Recorder:
+    """Recorder that watches a training from now on.
+
+    In all processes but the first of a distributed training it only counts.
+
+    Parameters
+    ----------
+    model : Module
+    optimizer : Optimizer
+        Or accelerate's wrapper of it.
+    path : path-like
+        Where the run will be, by custom ``NAME.zarr``.
+    options : RecordingOptions
+    loop : TrainingLoop
+    on_step : callable, optional
+        Called with the recorder after every optimizer step.
+
+    Raises
+    ------
+    RecordingError
+        If a parameter cannot be recorded.
+    RunExists
+        If something is at the path, and it is not to be gone on with.
+    RunNotFound
+        If nothing is there to go on with.
+    NothingToResume
+        If the run that is there has not come to the step of the training, or has other weights.
+    """
+    real = real_optimizer(optimizer)
+    parameters = find_parameters(model, real, options.parameter)
+    planned = plan_runs(path, parameters, real, options, loop) if _is_first_process() else []
+    rows = [
+        ParameterRows(run, ExistingRun.find(run) if options.resume else None) for run in planned
+    ]
+    recorder = Recorder(
+        model, real, rows, loop=loop, logits_mode=options.logits_mode, on_step=on_step
+    )
+    try:
+        # Only now that nothing is refused any more: it drops rows.
+        for parameter in rows:
+            parameter.resume()
+    except BaseException:
+        recorder.close(complete=False)
+        raise
+    return recorder
+
+
+def _is_first_process() -> bool:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not distributed or torch.distributed.get_rank() == 0
+
+
+@takes_options
+@contextlib.contextmanager
+def capture(
+    model: torch.nn.Module,
+    optimizer: Any,
+    path: str | os.PathLike[str],
+    *,
+    scaler: Any = None,
+    max_grad_norm: float = 0.0,
+    first_step: int = 0,
+    on_step: Callable[[Recorder], None] | None = None,
+    **options: Any,
+) -> Iterator[Recorder]:
+    """Record a plain PyTorch loop, every optimizer step inside the ``with``.
+
+    The run is ``complete`` when the block ends, and ``interrupted`` when an exception leaves it.
+
+    Parameters
+    ----------
+    model : Module
+        Wrapped by `torch.compile` or `DistributedDataParallel` or not. In training mode while it
+        is trained: forward passes in evaluation mode are not recorded.
+    optimizer : Optimizer
+        Any; moments are recorded where it has Adam's.
+    path : path-like
+        Where the run will be, by custom ``NAME.zarr``.
+    scaler : GradScaler, optional
+        That scales the loss. Gradients are recorded unscaled, and steps it skips as ``skipped``.
+    max_grad_norm : float
+        Norm that the loop clips all gradients to. The recorded ``clip_coef`` is checked against
+        what became of the gradient, and NaN where they do not agree; 0 is no clipping.
+    first_step : int
+        Optimizer steps that the loop has taken before.
+    on_step : callable, optional
+        Called with the recorder after every optimizer step.
+    **options
+        Of `RecordingOptions`.
+
+    Yields
+    ------
+    Recorder
+        Its `~Recorder.observe` takes the loss where the model does not return it.
+
+    Raises
+    ------
+    RecordingError
+        If the parameter is not found, frozen, or not the optimizer's.
+    RunExists
+        If something is at `path`, and `resume` is not set.
+    NothingToResume
+        If `resume` is set, and the run has not come to `first_step`, or has other weights there.
+    InvalidArgument
+        If an option is impossible.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5))
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> with capture(model, optimizer, "run.zarr", parameter="0.weight") as run:
+    ...     for _ in range(3):
+    ...         ids = torch.randint(0, 5, (4, 7))
+    ...         loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    ...         loss.backward()
+    ...         run.observe(loss=loss)
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    >>> from trajstore import open_run
+    >>> open_run("run.zarr").grad.shape
+    (4, 5, 3)
+    """
+    wanted = RecordingOptions(**options)
+    wanted.check_path(path)
+    loop = TrainingLoop(
+        scaler=scaler,
+        max_grad_norm=max_grad_norm,
+        first_step=first_step,
+        schedule={"max_grad_norm": max_grad_norm},
+    )
+    recorder = attach(model, optimizer, path, wanted, loop, on_step=on_step)
+    try:
+        yield recorder
+    except BaseException:
+        recorder.close(complete=False)
+        raise
+    recorder.close(complete=True)
+    if recorder.writer is None and _is_first_process():
+        raise RecordingError(
+            f"no optimizer step was taken while {path} was to be recorded, so there is no run"
+        )

@@ -1,0 +1,136 @@
+"""Summaries per token, computed while recording, so that common questions read no big array.
+
+What they are is defined by `trajstore.values.token_norms`. This is a second implementation of that,
+in torch, for weights on an accelerator: every operation is one that IEEE 754 rounds in one way
+only, and the sums run in the same order, so that both agree to the last bit on any device. All are
+computed in float64 on the device of the weights (on the CPU for MPS, which has no float64) and kept
+as float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from trajstore.values.native_types import NATIVE_TYPES
+from trajstore.values.token_norms import hidden_sum
+
+__all__ = ["ULP_TYPES", "pairwise_sum", "token_norm", "ulp", "ulp_l1"]
+
+_NATIVE = {getattr(torch, name): native for name, native in NATIVE_TYPES.items()}
+
+ULP_TYPES = tuple(_NATIVE)
+"""Types whose spacing is known here."""
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in float64."""
+    tensor = tensor.detach()
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).to(torch.float64, copy=True)
+
+
+def pairwise_sum(values: torch.Tensor) -> torch.Tensor:
+    """Sum over the first dimension, in the order of `hidden_sum`, one addition after the other.
+
+    Parameters
+    ----------
+    values : tensor of float64, (hidden, …)
+
+    Returns
+    -------
+    tensor of float64, (…)
+    """
+    total: torch.Tensor
+    length = len(values)
+    if length > 128:
+        half = length // 2 // 8 * 8
+        if 2 * half == length:  # both at once
+            left, right = pairwise_sum(values.unflatten(0, (2, half)).transpose(0, 1))
+        else:
+            left, right = pairwise_sum(values[:half]), pairwise_sum(values[half:])
+        total = left + right
+        return total
+    whole = length // 8 * 8
+    if whole:
+        first, *others = values[:whole].unflatten(0, (-1, 8)).unbind()
+        sums = first.clone()
+        for other in others:
+            sums += other
+        while len(sums) > 1:
+            sums = sums[0::2] + sums[1::2]
+        (total,) = sums
+    else:
+        total = torch.zeros_like(values[0])
+    for value in values[whole:].unbind():
+        total += value
+    return total
+
+
+def _hidden_sum(values: torch.Tensor) -> torch.Tensor:
+    # On the host one call of NumPy takes less time than a dozen of torch.
+    if values.device.type == "cpu":
+        return torch.from_numpy(hidden_sum(values.numpy()))
+    return pairwise_sum(values.movedim(-1, 0))
+
+
+def _rounded(values: torch.Tensor) -> torch.Tensor:
+    rounded = values.float()
+    return rounded.masked_fill_(rounded.isnan(), math.nan)
+
+
+def token_norm(tensor: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
+    """L2 norm over hidden, of a tensor or of its change.
+
+    Parameters
+    ----------
+    tensor, before : tensor, (token, hidden)
+
+    Returns
+    -------
+    tensor of float32, (token,)
+    """
+    change = _double(tensor)
+    if before is not None:
+        change -= _double(before)
+    return _rounded(_hidden_sum(change.square_()).sqrt_())
+
+
+def _binade(wide: torch.Tensor, least_normal: float) -> torch.Tensor:
+    """Power of two at or below each magnitude, as `trajstore.values.ulp_lattice.binade`."""
+    exponent = NATIVE_TYPES["float64"].infinity_bits
+    # Cut out of the bits: a power computed by exp2 need not be exact on every device.
+    return (wide.view(torch.int64) & exponent).view(torch.float64).clamp_(min=least_normal)
+
+
+def ulp(tensor: torch.Tensor) -> torch.Tensor:
+    """Spacing of the tensor's own type at each element, as float64.
+
+    Parameters
+    ----------
+    tensor : tensor of one of `ULP_TYPES`
+
+    Returns
+    -------
+    tensor of float64, same shape
+        That of `trajstore.values.ulp_lattice.spacing`: subnormals and zero have the least one; NaN
+        where the value is infinite or NaN.
+    """
+    native = _NATIVE[tensor.dtype]
+    spacing = _binade(_double(tensor), native.least_normal).mul_(native.epsilon)
+    return spacing.masked_fill_(spacing.isinf(), math.nan)
+
+
+def ulp_l1(tensor: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """L1 norm over hidden of the change, in spacings of the type at `before`.
+
+    Returns
+    -------
+    tensor of float32, (token,)
+        0 exactly where no bit changed.
+    """
+    hops = _double(tensor).sub_(_double(before)).abs_().div_(ulp(before))
+    # An infinity or NaN that stays has not moved, though inf − inf is NaN.
+    integer = getattr(torch, f"int{8 * before.itemsize}")
+    still = tensor.detach().view(integer) == before.detach().view(integer)
+    return _rounded(_hidden_sum(hops.masked_fill_(still.to(hops.device), 0)))

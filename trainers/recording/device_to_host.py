@@ -1,0 +1,210 @@
+"""The way of one row from the training device into the writer's block.
+
+On the CPU a tensor is copied once, straight into its place in the block; from MPS the same copy
+crosses to the host. On CUDA the training stream only makes a copy on the device; a second stream
+carries it to pinned memory, and a thread puts it into the block when it has arrived, so neither the
+training stream nor the training thread waits for the bus.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trajstore.errors import RecordingError
+from trajstore.store.writer import RunWriter
+from trajstore.values.native_types import NATIVE_TYPES
+
+__all__ = ["DeferredTransfer", "DirectTransfer", "Transfer", "open_transfer", "place_tensor"]
+
+_SLOTS = 3
+"""Rows under way at most: one being filled, one on the bus, one being put into the block."""
+
+
+def place_tensor(place: npt.NDArray[Any], native: str) -> torch.Tensor:
+    """Tensor of the native type over the memory of native bits."""
+    signed = np.dtype(f"i{NATIVE_TYPES[native].itemsize}")
+    return torch.from_numpy(place.view(signed)).view(getattr(torch, native))
+
+
+def _places(writer: RunWriter) -> dict[str, torch.Tensor]:
+    return {
+        name: place_tensor(place, writer.layout.arrays[name].native.name)
+        for name, place in writer.next_row().items()
+    }
+
+
+def _fill(place: torch.Tensor, value: torch.Tensor, ids: torch.Tensor | None) -> None:
+    if ids is None:
+        place.copy_(value)
+    elif value.device == place.device:
+        torch.index_select(value, 0, ids, out=place)
+    else:
+        place.copy_(value.index_select(0, ids))
+
+
+class DirectTransfer:
+    """Copies at once, into the block itself.
+
+    Parameters
+    ----------
+    writer : RunWriter
+    """
+
+    def __init__(self, writer: RunWriter) -> None:
+        self._writer = writer
+        self._row: dict[str, torch.Tensor] = {}
+
+    def put(self, name: str, value: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """Copy a value, or the rows `ids` of it, into the row that is being filled.
+
+        Returns
+        -------
+        tensor
+            The copy, which stays as it is until the next `put` of that name.
+        """
+        if not self._row:
+            # Not before it is needed: at the end of a block the writer may have to make room.
+            self._row = _places(self._writer)
+        place = self._row[name]
+        _fill(place, value, ids)
+        return place
+
+    def commit(self, step: int) -> None:
+        """Hand the row over as the state after `step`, and begin the next."""
+        self._writer.commit_row(step)
+        self._row = {}
+
+    def close(self) -> None:
+        """Let go of the block."""
+        self._row = {}
+
+
+class DeferredTransfer:
+    """Copies on the device; carries to the host, and into the block, behind the training's back.
+
+    Parameters
+    ----------
+    writer : RunWriter
+        From now on used by this transfer's own thread.
+    device : torch.device
+        Of the tensors. With CUDA the host's side is pinned, and a stream of its own copies to it.
+    """
+
+    def __init__(self, writer: RunWriter, device: torch.device) -> None:
+        self._writer = writer
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        shapes = _places(writer)
+        self._slots = [
+            {
+                name: torch.empty_like(place, pin_memory=self._stream is not None)
+                for name, place in shapes.items()
+            }
+            for _ in range(_SLOTS)
+        ]
+        self._staging = {
+            name: torch.empty_like(place, device=device) for name, place in shapes.items()
+        }
+        self._carried: torch.cuda.Event | None = None
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(_SLOTS):
+            self._free.put(slot)
+        self._filled: queue.SimpleQueue[tuple[int, int, torch.cuda.Event | None] | None] = (
+            queue.SimpleQueue()
+        )
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._store, name="trajstore-transfer", daemon=True)
+        self._thread.start()
+
+    def put(self, name: str, value: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """As `DirectTransfer.put`; the copy is on the device."""
+        if self._carried is not None:
+            # The device waits, not the host, and only if the last row is still on the bus.
+            torch.cuda.current_stream(self._device).wait_event(self._carried)
+            self._carried = None
+        place = self._staging[name]
+        _fill(place, value, ids)
+        return place
+
+    def commit(self, step: int) -> None:
+        """Send the row off as the state after `step`.
+
+        Raises
+        ------
+        RecordingError
+            If an earlier row could not be stored.
+        """
+        self._check()
+        number = self._free.get()
+        event = None
+        if self._stream is None:
+            self._carry(number)
+        else:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                self._carry(number)
+                event = self._carried = torch.cuda.Event()
+                event.record()
+        self._filled.put((step, number, event))
+
+    def close(self) -> None:
+        """Wait until every row sent is in its block.
+
+        Raises
+        ------
+        RecordingError
+            If one could not be stored.
+        """
+        self._filled.put(None)
+        self._thread.join()
+        self._check()
+
+    def _carry(self, number: int) -> None:
+        for name, place in self._slots[number].items():
+            place.copy_(self._staging[name], non_blocking=True)
+
+    def _store(self) -> None:
+        while (item := self._filled.get()) is not None:
+            step, number, event = item
+            try:
+                if self._failure is None:
+                    if event is not None:
+                        event.synchronize()
+                    for name, place in _places(self._writer).items():
+                        place.copy_(self._slots[number][name])
+                    self._writer.commit_row(step)
+            except BaseException as error:
+                self._failure = error  # raised in the thread that trains
+            self._free.put(number)
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise RecordingError(
+                f"the recording stopped: {self._failure}; the rows until then are whole"
+            ) from self._failure
+
+
+Transfer = DirectTransfer | DeferredTransfer
+
+
+def open_transfer(
+    writer: RunWriter, device: torch.device, rows: Sequence[tuple[int, Mapping[str, torch.Tensor]]]
+) -> Transfer:
+    """Transfer that suits the device, after the rows that are on the host already.
+
+    Parameters
+    ----------
+    writer : RunWriter
+    device : torch.device
+    rows : sequence of (step, values)
+    """
+    for step, values in rows:
+        writer.append(step, **values)
+    return DeferredTransfer(writer, device) if device.type == "cuda" else DirectTransfer(writer)

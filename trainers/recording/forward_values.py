@@ -1,0 +1,229 @@
+"""What the forward passes of a step show: its loss, its logits, its mean hidden state.
+
+A step may have several micro-batches, and every one of them a forward pass. `ForwardPasses` has the
+hooks that see them, and adds up; the tensors are made one when the step ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from trainers.recording.torch_internals import outside_compile
+
+__all__ = ["ForwardPasses", "LogitsMode", "StepLogits", "StepLoss", "WeightedMean"]
+
+LogitsMode = Literal["last", "mean"]
+
+
+class ForwardPasses:
+    """Loss, logits and mean hidden state of the optimizer step in progress.
+
+    Parameters
+    ----------
+    logits_mode : {'last', 'mean'}
+        Logits at the last position: of the first sequence, or the mean over the step's sequences.
+    loss_scale : float
+        What the loop multiplies a loss by that the model was given ``num_items_in_batch`` for.
+    vocabularies : iterable of int
+        Lengths that the last dimension of logits may have.
+    """
+
+    def __init__(
+        self, *, logits_mode: LogitsMode, loss_scale: float, vocabularies: Iterable[int]
+    ) -> None:
+        self._logits_mode = logits_mode
+        self._loss_scale = loss_scale
+        self._vocabularies = frozenset(vocabularies)
+        self._unembedding_was_called = False
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self._loss = StepLoss(self._loss_scale)
+        self._logits = StepLogits(self._logits_mode)
+        self._logits_are_told = False
+        self._unembedding_was_called = False
+        self._hidden = WeightedMean()
+
+    def watch(
+        self, model: torch.nn.Module, head: torch.nn.Module | None, variables: set[str]
+    ) -> list[RemovableHandle]:
+        """Register the hooks that the variables need.
+
+        Parameters
+        ----------
+        model : Module
+        head : Module or None
+            What multiplies hidden states by a recorded parameter.
+        variables : set of str
+        """
+        output = outside_compile(self._on_model_output)
+        handles = [model.register_forward_hook(output, with_kwargs=True)]
+        if head is not None and "logits" in variables and _makes_logits(model, head):
+            handles.append(head.register_forward_hook(outside_compile(self._on_head_output)))
+        if head is not None and "hidden_mean" in variables:
+            handles.append(head.register_forward_pre_hook(outside_compile(self._on_head_input)))
+        return handles
+
+    def tell(self, *, loss: torch.Tensor | None, logits: torch.Tensor | None) -> None:
+        """Take what the loop tells of a micro-batch, in place of what the hooks have seen."""
+        if loss is not None:
+            self._loss.tell(loss)
+        if logits is not None:
+            if not self._logits_are_told:
+                self._logits = StepLogits(self._logits_mode)
+                self._logits_are_told = True
+            self._logits.add(logits)
+
+    def values(self) -> dict[str, torch.Tensor | None]:
+        """Of the step until now, by variable; None for what was not seen."""
+        return {
+            "loss": self._loss.value(),
+            "logits": self._logits.value(),
+            "hidden_mean": self._hidden.value(),
+        }
+
+    def _on_head_input(self, head: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if _is_trained(head) and isinstance(args[0], torch.Tensor):
+            hidden = args[0].detach()
+            mean = hidden.mean(dim=tuple(range(hidden.ndim - 1)), dtype=torch.float32)
+            self._hidden.add(mean, hidden[..., 0].numel())
+
+    def _on_head_output(self, head: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        if _is_trained(head):
+            self._unembedding_was_called = True
+            if not self._logits_are_told:
+                self._logits.add(output)
+
+    def _on_model_output(
+        self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if not _is_trained(model):
+            return
+        loss, logits = _loss_of(output), _logits_of(output)
+        if loss is not None:
+            self._loss.add(loss, share=kwargs.get("num_items_in_batch") is not None)
+        known = self._unembedding_was_called or self._logits_are_told
+        if not known and logits is not None and self._are_of_a_vocabulary(logits):
+            self._logits.add(logits)
+        self._unembedding_was_called = False
+
+    def _are_of_a_vocabulary(self, logits: torch.Tensor) -> bool:
+        return logits.ndim in (2, 3) and logits.shape[-1] in self._vocabularies
+
+
+class StepLoss:
+    """Loss of a step from those of its micro-batches."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+        self._values: list[torch.Tensor] = []
+        self._shares = False
+        self._is_told = False
+
+    def add(self, loss: torch.Tensor, *, share: bool) -> None:
+        """Of one micro-batch: its mean, or its share of the mean over the step."""
+        if not self._is_told:
+            self._values.append(loss.detach())
+            self._shares = share
+
+    def tell(self, loss: torch.Tensor) -> None:
+        """Of one micro-batch, as the loop tells it, in place of what was seen."""
+        if not self._is_told:
+            self._is_told, self._shares = True, False
+            self._values.clear()
+        self._values.append(loss.detach())
+
+    def value(self) -> torch.Tensor | None:
+        """Of the step until now; None if nothing was seen."""
+        if not self._values:
+            return None
+        if len(self._values) == 1:
+            loss = self._values[0].reshape(())
+        else:
+            stacked = torch.stack([value.reshape(()) for value in self._values])
+            loss = stacked.sum() if self._shares else stacked.mean()
+        return loss * self._scale if self._shares and self._scale != 1 else loss
+
+
+class WeightedMean:
+    """Mean of means, weighted by how many things each is the mean of."""
+
+    def __init__(self) -> None:
+        self._mean: torch.Tensor | None = None
+        self._count = 0
+
+    def add(self, mean: torch.Tensor, count: int) -> None:
+        """One more, of `count` things."""
+        if self._mean is None:
+            self._mean = mean
+        else:
+            weight = count / (self._count + count)
+            self._mean = self._mean + (mean.float() - self._mean) * weight
+        self._count += count
+
+    def value(self) -> torch.Tensor | None:
+        """Of the step until now; None if nothing was seen."""
+        return self._mean
+
+
+class StepLogits:
+    """Logits of a step at the last position of its sequences."""
+
+    def __init__(self, mode: LogitsMode) -> None:
+        self._mode = mode
+        self._first: torch.Tensor | None = None
+        self._mean = WeightedMean()
+
+    def add(self, logits: torch.Tensor) -> None:
+        """Of one micro-batch: (batch, position, token), or (batch, token)."""
+        last = logits.detach()[:, -1] if logits.ndim == 3 else logits.detach()
+        if self._mode == "mean":
+            self._mean.add(last.mean(dim=0), len(last))
+            self._dtype = last.dtype
+        elif self._first is None:
+            # A copy of one row: a view would keep the logits of the whole batch alive.
+            self._first = last[0].clone()
+
+    def value(self) -> torch.Tensor | None:
+        """Of the step until now; None if nothing was seen."""
+        mean = self._mean.value()
+        return self._first if mean is None else mean.to(self._dtype)
+
+
+def _is_trained(module: torch.nn.Module) -> bool:
+    """Whether a forward pass belongs to the training, not to an evaluation."""
+    return module.training and torch.is_grad_enabled()
+
+
+def _makes_logits(model: torch.nn.Module, head: torch.nn.Module) -> bool:
+    """Whether a module's output is logits: the model says so, or it is tied to an embedding."""
+    if getattr(model, "get_output_embeddings", lambda: None)() is head:
+        return True
+    return any(
+        isinstance(module, torch.nn.Embedding) and module.weight is getattr(head, "weight", None)
+        for module in model.modules()
+    )
+
+
+def _loss_of(output: Any) -> torch.Tensor | None:
+    """Loss in what a model returned: by name, first of a tuple, or alone; None without one."""
+    if isinstance(output, Mapping):
+        output = output.get("loss")
+    elif isinstance(output, tuple):
+        output = output[0] if output else None
+    scalar = isinstance(output, torch.Tensor) and output.numel() == 1 and output.ndim <= 1
+    return output if scalar and output.is_floating_point() else None
+
+
+def _logits_of(output: Any) -> torch.Tensor | None:
+    """What may be logits in what a model returned; None if nothing can be."""
+    if isinstance(output, Mapping):
+        output = output.get("logits")
+    elif isinstance(output, tuple):
+        output = next((o for o in output if isinstance(o, torch.Tensor) and o.ndim > 1), None)
+    return output if isinstance(output, torch.Tensor) and output.ndim > 1 else None

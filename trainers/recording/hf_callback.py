@@ -1,0 +1,135 @@
+"""Recording of any Hugging Face `Trainer`, by one callback."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from trainers.recording.capture import attach
+from trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
+from trainers.recording.step_hooks import Recorder
+from trajstore.errors import RecordingError
+
+__all__ = ["TrajectoryCallback"]
+
+
+class TrajectoryCallback(TrainerCallback):
+    """Records a parameter of the trained model at every optimizer step.
+
+    Gradient accumulation, clipping, mixed precision and distributed training are those of the
+    Trainer; the first process records.
+
+    Raises
+    ------
+    RunExists
+        If something is at `path`, and `resume` is not set.
+    RunNotFound
+        If `resume` is set, and there is no run.
+
+    Examples
+    --------
+    >>> from transformers import GPT2Config, GPT2LMHeadModel, Trainer
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=128, n_embd=8, n_layer=1, n_head=1))
+    >>> model.loss_type = "ForCausalLM"
+    >>> texts = [{"input_ids": [*text], "labels": [*text]} for text in (b"the cat", b"the mat")]
+    >>> arguments = TrainingArguments(
+    ...     "out", max_steps=3, use_cpu=True, report_to="none", save_strategy="no"
+    ... )
+    >>> callback = TrajectoryCallback("run.zarr")
+    >>> trained = Trainer(model, arguments, train_dataset=texts, callbacks=[callback]).train()
+    {'train_runtime': ...}
+    >>> from trajstore import open_run
+    >>> open_run("run.zarr").grad.shape
+    (4, 128, 8)
+    """
+
+    @takes_options
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        record: str | Sequence[str] = RecordingOptions.record,
+        *,
+        on_step: Callable[[Recorder], None] | None = None,
+        **options: Any,
+    ) -> None:
+        """Take what to record, and insist that it can be made at `path`.
+
+        Parameters
+        ----------
+        path : path-like
+            Where the run will be, by custom ``NAME.zarr``. One that is there can be gone on with
+            (``resume=True``) when the Trainer itself resumes from a checkpoint of its own.
+        on_step : callable, optional
+            Called with the `Recorder` after every optimizer step.
+        **options
+            Of `RecordingOptions`.
+        """
+        self._path = path
+        self._options = RecordingOptions(record=record, **options)
+        self._options.check_path(path)
+        self._on_step = on_step
+        self.recorder: Recorder | None = None
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: torch.nn.Module,
+        optimizer: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Attach to the model and the optimizer, and take the initial state."""
+        if args.n_gpu > 1:
+            raise RecordingError(
+                f"this Trainer spreads each batch over {args.n_gpu} GPUs in one process "
+                "(DataParallel), which cannot be recorded; start one process a GPU with torchrun, "
+                "or show it one GPU with CUDA_VISIBLE_DEVICES"
+            )
+        if self.recorder is not None:
+            raise RecordingError("this callback has recorded a run already; make a new one")
+        schedule = {
+            "name": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+            "warmup_steps": args.get_warmup_steps(state.max_steps),
+            "steps": state.max_steps,
+            "max_grad_norm": args.max_grad_norm,
+        }
+        loop = TrainingLoop(
+            scaler=getattr(optimizer, "scaler", None),  # of accelerate's wrapper
+            max_grad_norm=args.max_grad_norm or 0.0,
+            # The Trainer multiplies a loss that was averaged over all processes' tokens.
+            loss_scale=args.world_size if args.average_tokens_across_devices else 1.0,
+            first_step=state.global_step,
+            device=args.device,
+            schedule=schedule,
+        )
+        self.recorder = attach(
+            model, optimizer, self._path, self._options, loop, on_step=self._on_step
+        )
+        # The Trainer tells no callback that it failed: what is whole is committed at the latest
+        # when the interpreter ends.
+        atexit.register(self.close)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Commit what is left, and mark the run complete."""
+        self.close(complete=True)
+
+    def close(self, *, complete: bool = False) -> None:
+        """Stop recording and commit every whole row; twice does no harm.
+
+        Parameters
+        ----------
+        complete : bool
+            Mark the run ``complete``, not ``interrupted``.
+        """
+        atexit.unregister(self.close)
+        if self.recorder is not None:
+            self.recorder.close(complete=complete)

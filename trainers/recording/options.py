@@ -1,0 +1,242 @@
+"""What is asked of a recording, and what it must be told of the loop that it watches.
+
+The list of options is written once, here. `capture` and `TrajectoryCallback` take the same names as
+keywords: `takes_options` shows them in their signatures and their documentation.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ParamSpec, TypeVar, get_args
+
+import numpy.typing as npt
+import torch
+
+from trainers.recording.forward_values import LogitsMode
+from trainers.recording.token_selection import Tokens
+from trajstore.byte_sizes import DEFAULT_MEMORY, parse_bytes
+from trajstore.errors import InvalidArgument
+from trajstore.schema import ENCODINGS, TIERS, VARIABLES, resolve_record
+from trajstore.store.create import check_target
+from trajstore.store.open_group import open_group
+
+__all__ = ["RecordingOptions", "TrainingLoop", "takes_options"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecordingOptions:
+    """What to record of a training, and how.
+
+    Attributes
+    ----------
+    record : str or sequence of str
+        Variables, or tiers of them: ``weights``, ``weights+grads``, ``all``.
+    parameter : str or sequence of str, optional
+        Names of matrices (token, hidden); without it, the model's unembedding. Each of several has
+        a run of its own, ``NAME.<parameter>.zarr``: a run has one token dimension.
+    every : int
+        Steps from one row to the next; the last step is always recorded.
+    tokens : {'all', 'dead', 'live'} or array_like of int
+        Which rows of the matrix.
+    logits_mode : {'last', 'mean'}
+        Logits at the last position: of the first sequence, or the mean over the step's sequences.
+    is_dead, token_count, token_text : array_like, (token,), optional
+        What is known about the whole vocabulary.
+    config, origin : mapping, optional
+        JSON values for the root attributes: how to run it again, and what to add to its
+        provenance, such as the identity of the text.
+    memory : int or str
+        For all buffers of the recorder together.
+    block_rows : int, optional
+        Rows of a block; planned from the memory without it.
+    encoding : {'delta', 'portable'}, optional
+        The writer's own choice without it.
+    overwrite : bool
+        Replace a run that is there.
+    resume : bool
+        Go on with the run that is there, after the step that the training has taken; rows past it
+        are dropped.
+    fsync : bool
+        Have every commit survive a loss of power.
+    schedule : mapping, optional
+        How the learning rate changes, JSON values for the attribute ``optimizer``.
+    """
+
+    record: str | Sequence[str] = "all"
+    parameter: str | Sequence[str] | None = None
+    every: int = 1
+    tokens: Tokens = "all"
+    logits_mode: LogitsMode = "last"
+    is_dead: npt.ArrayLike | None = None
+    token_count: npt.ArrayLike | None = None
+    token_text: npt.ArrayLike | None = None
+    config: Mapping[str, Any] | None = None
+    origin: Mapping[str, Any] | None = None
+    memory: int | str = DEFAULT_MEMORY
+    block_rows: int | None = None
+    encoding: str | None = None
+    overwrite: bool = False
+    resume: bool = False
+    fsync: bool = False
+    schedule: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        resolve_record(self._names)
+        if self.every < 1:
+            raise InvalidArgument(f"every: got {self.every}, expected at least 1")
+        for name, value, allowed in (
+            ("logits_mode", self.logits_mode, get_args(LogitsMode)),
+            ("encoding", self.encoding, (None, *ENCODINGS)),
+        ):
+            if value not in allowed:
+                expected = " or ".join(repr(choice) for choice in allowed if choice is not None)
+                raise InvalidArgument(f"{name}: got {value!r}, expected {expected}")
+        if self.block_rows is not None and self.block_rows < 1:
+            raise InvalidArgument(f"block_rows: got {self.block_rows}, expected at least 1")
+        parse_bytes(self.memory)
+        if self.resume and self.overwrite:
+            raise InvalidArgument(
+                "resume and overwrite: got both; a run is either gone on with or replaced"
+            )
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """Names of all variables that are asked for, tiers resolved, in the schema's order."""
+        return resolve_record(self._names)
+
+    @property
+    def required(self) -> frozenset[str]:
+        """Those that are named themselves, which a run must not go without.
+
+        What only a tier names, and the training does not show, is left out.
+        """
+        entries = (self._names,) if isinstance(self._names, str) else self._names
+        asked = {name.strip() for entry in entries for name in entry.split(",")}
+        return frozenset(asked & VARIABLES.keys() - TIERS.keys())
+
+    @property
+    def has_one_run(self) -> bool:
+        """Whether one parameter is meant, whose run is at the path itself."""
+        return self.parameter is None or isinstance(self.parameter, str)
+
+    def check_path(self, path: str | os.PathLike[str]) -> None:
+        """Insist that what is wanted can be recorded at a path, as far as it shows already.
+
+        The runs of several parameters lie beside it, under names that the model has to tell.
+
+        Raises
+        ------
+        RunExists, RunNotFound
+            As `check_place`.
+        """
+        if self.has_one_run:
+            self.check_place(path)
+
+    def check_place(self, run: str | os.PathLike[str]) -> None:
+        """Insist that a run can be made in a place, or gone on with.
+
+        Raises
+        ------
+        RunExists
+            If something is there, and it is neither to be replaced nor gone on with.
+        RunNotFound
+            If nothing is there to go on with.
+        """
+        if self.resume:
+            open_group(run)
+        else:
+            check_target(run, overwrite=self.overwrite)
+
+    @property
+    def _names(self) -> str | tuple[str, ...]:
+        return self.record if isinstance(self.record, str) else tuple(self.record)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingLoop:
+    """What a recording must be told of the loop, because no hook sees it.
+
+    Attributes
+    ----------
+    scaler : GradScaler, optional
+        That the loop scales its loss with.
+    max_grad_norm : float
+        Global norm that the loop clips gradients to; 0 if it does not, or not to a global norm.
+    loss_scale : float
+        What the loop multiplies a loss by that the model was given ``num_items_in_batch`` for.
+    first_step : int
+        Optimizer steps taken before.
+    device : torch.device, optional
+        For the provenance; that of the recorded parameter without it.
+    schedule : mapping
+        How the loop changes the learning rate, JSON values; those of the options win.
+    """
+
+    scaler: Any = None
+    max_grad_norm: float = 0.0
+    loss_scale: float = 1.0
+    first_step: int = 0
+    device: torch.device | None = None
+    schedule: Mapping[str, Any] = field(default_factory=dict)
+
+
+def takes_options(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of a function that makes `RecordingOptions` of its ``**options``.
+
+    Its signature and its documentation show the options in the place of ``**options``. A keyword
+    that is neither one of them nor its own is a `TypeError` that names the closest one.
+    """
+    shown = _signature_with_options(function)
+    takes = [name for name in shown.parameters if name != "self"]
+
+    @functools.wraps(function)
+    def call(*arguments: P.args, **keywords: P.kwargs) -> R:
+        for name in keywords:
+            if name not in takes:
+                close = difflib.get_close_matches(name, takes, n=1)
+                raise TypeError(
+                    f"{function.__qualname__}() got an unexpected keyword argument {name!r}; "
+                    + (f"did you mean {close[0]}?" if close else f"it takes {', '.join(takes)}")
+                )
+        return function(*arguments, **keywords)
+
+    call.__signature__ = shown  # type: ignore[attr-defined]
+    call.__doc__ = _documentation_with_options(function)
+    return call
+
+
+def _signature_with_options(function: Callable[..., Any]) -> inspect.Signature:
+    signature = inspect.signature(function)
+    own = [entry for entry in signature.parameters.values() if entry.kind is not entry.VAR_KEYWORD]
+    options = [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=option.default,
+            annotation=option.type,
+        )
+        for option in fields(RecordingOptions)
+        if option.name not in signature.parameters
+    ]
+    return signature.replace(parameters=[*own, *options])
+
+
+def _documentation_with_options(function: Callable[..., Any]) -> str | None:
+    if not function.__doc__ or not RecordingOptions.__doc__:
+        return None  # under python -OO
+    options = inspect.cleandoc(RecordingOptions.__doc__).partition("----------\n")[2]
+    return re.sub(
+        r"^\*\*options\n(    .*\n?)+",
+        lambda _: f"{options}\n",
+        inspect.cleandoc(function.__doc__),
+        flags=re.MULTILINE,
+    )

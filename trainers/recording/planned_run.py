@@ -1,0 +1,189 @@
+"""The run of one parameter as it will be, decided before the training goes on.
+
+Nothing on the disk changes here. A new run is made from its plan when the first step has shown the
+type of every variable; one that is there already is compared with its plan (see `resumed_run`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.optim import Optimizer
+
+from trainers.recording.options import RecordingOptions, TrainingLoop
+from trainers.recording.parameters import RecordedParameter
+from trainers.recording.provenance import optimizer_attributes, provenance
+from trainers.recording.token_selection import select_tokens
+from trajstore.byte_sizes import parse_bytes
+from trajstore.errors import InvalidArgument
+from trajstore.store.writer import RunWriter
+
+__all__ = ["PlannedRun", "plan_runs", "run_path"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedRun:
+    """What is recorded of one parameter, and where to. Made by `plan_runs`.
+
+    Attributes
+    ----------
+    path : Path
+    parameter : RecordedParameter
+    ids : ndarray of int64, (token,), or None
+        Recorded rows of the matrix, in increasing order; None for all.
+    coordinates : dict of str to ndarray, (token,)
+        What is known of the recorded tokens.
+    memory : int
+        Bytes for all buffers of this run.
+    optimizer : Optimizer
+        That trains the parameter.
+    options : RecordingOptions
+    loop : TrainingLoop
+    """
+
+    path: Path
+    parameter: RecordedParameter
+    ids: npt.NDArray[np.int64] | None
+    coordinates: dict[str, npt.NDArray[Any]]
+    memory: int
+    optimizer: Optimizer
+    options: RecordingOptions
+    loop: TrainingLoop
+
+    @property
+    def token(self) -> npt.NDArray[np.int32]:
+        """Ids of the recorded tokens."""
+        ids = np.arange(len(self.parameter.tensor)) if self.ids is None else self.ids
+        return ids.astype(np.int32)
+
+    @property
+    def device(self) -> torch.device:
+        """Device that the parameter is trained on."""
+        return self.loop.device or self.parameter.tensor.device
+
+    @property
+    def schedule(self) -> dict[str, Any]:
+        """How the learning rate changes: as the loop tells, and as the options do."""
+        return {**self.loop.schedule, **(self.options.schedule or {})}
+
+    @property
+    def manner(self) -> dict[str, Any]:
+        """Root attribute ``recording``: what a run keeps when it goes on."""
+        return {
+            "parameter": self.parameter.name,
+            "vocabulary": len(self.parameter.tensor),
+            "every": self.options.every,
+            "logits_mode": self.options.logits_mode,
+        }
+
+    def create(self, types: Mapping[str, str]) -> RunWriter:
+        """Make the run, without rows.
+
+        Parameters
+        ----------
+        types : mapping of str to str
+            Native type of each variable that it holds.
+        """
+        options = self.options
+        chosen: dict[str, Any] = dict(self.coordinates)
+        if options.encoding is not None:
+            chosen["encoding"] = options.encoding
+        return RunWriter.create(
+            self.path,
+            token=self.token,
+            hidden=self.parameter.tensor.shape[1],
+            variables=types,
+            config=options.config,
+            attributes={
+                "optimizer": optimizer_attributes(
+                    self.optimizer, self.parameter.group, self.schedule
+                ),
+                "provenance": provenance(self.device, options.origin),
+                "recording": self.manner,
+            },
+            memory=self.memory,
+            block_rows=options.block_rows,
+            overwrite=options.overwrite,
+            fsync=options.fsync,
+            **chosen,
+        )
+
+
+def plan_runs(
+    path: str | os.PathLike[str],
+    parameters: Sequence[RecordedParameter],
+    optimizer: Optimizer,
+    options: RecordingOptions,
+    loop: TrainingLoop,
+) -> list[PlannedRun]:
+    """Plan the run of each parameter; they share the memory.
+
+    Raises
+    ------
+    RunExists, RunNotFound
+        If the place of a run is taken, or is empty where one is to go on.
+    InvalidArgument
+        If there is no such choice of tokens, or what is known of them is of another vocabulary.
+    """
+    planned = []
+    for parameter in parameters:
+        place = run_path(path, parameter.name if len(parameters) > 1 else None)
+        options.check_place(place)
+        known = _known_of_vocabulary(options, parameter)
+        dead = np.asarray(known["is_dead"], bool) if "is_dead" in known else None
+        ids = select_tokens(options.tokens, len(parameter.tensor), dead)
+        planned.append(
+            PlannedRun(
+                path=place,
+                parameter=parameter,
+                ids=ids,
+                coordinates=known if ids is None else {name: known[name][ids] for name in known},
+                memory=parse_bytes(options.memory) // len(parameters),
+                optimizer=optimizer,
+                options=options,
+                loop=loop,
+            )
+        )
+    return planned
+
+
+def run_path(path: str | os.PathLike[str], parameter: str | None) -> Path:
+    """Where the run of one of several parameters is: ``NAME.<parameter>.zarr``.
+
+    >>> run_path("run.zarr", "lm_head.weight").name
+    'run.lm_head.weight.zarr'
+    """
+    whole = Path(path)
+    if parameter is None:
+        return whole
+    return whole.with_name(f"{whole.name.removesuffix('.zarr')}.{parameter}.zarr")
+
+
+def _known_of_vocabulary(
+    options: RecordingOptions, parameter: RecordedParameter
+) -> dict[str, npt.NDArray[Any]]:
+    """Coordinates of a parameter's whole vocabulary.
+
+    Of several parameters, those have none whose first dimension is another one.
+    """
+    rows = len(parameter.tensor)
+    known = {}
+    for name in ("is_dead", "token_count", "token_text"):
+        if getattr(options, name) is None:
+            continue
+        values = np.asarray(getattr(options, name))
+        if values.shape == (rows,):
+            known[name] = values
+        elif options.has_one_run:
+            raise InvalidArgument(
+                f"{name}: got shape {values.shape}, expected one value for each of the {rows} "
+                f"rows of {parameter.name}"
+            )
+    return known

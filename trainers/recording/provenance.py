@@ -1,0 +1,119 @@
+"""Where a run comes from: what the root attributes say besides its configuration."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Mapping
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+import zarr
+from torch.optim import Optimizer
+
+from trajstore.store.zarr_json import utc_now
+from trajstore.version import __version__
+
+__all__ = ["changed_provenance", "optimizer_attributes", "provenance", "resumed_provenance"]
+
+_NUMERIC = ("torch", "transformers", "accelerate", "processor", "device", "device_name", "threads")
+"""What the bits of a training hang on."""
+
+
+def provenance(device: torch.device, origin: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Versions, machine and text.
+
+    Parameters
+    ----------
+    device : torch.device
+        That the model is trained on.
+    origin : mapping, optional
+        What else is known, such as the identities of the text and the tokenizer.
+    """
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "zarr": zarr.__version__,
+        "trajstore": __version__,
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        facts["device_name"] = torch.cuda.get_device_name(device)
+    facts |= origin or {}
+    commit = _git_commit()
+    if commit:
+        facts["git_commit"] = commit
+    return facts
+
+
+def changed_provenance(before: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """What is not as it was, of all that the bits of a training hang on."""
+    now = provenance(device)
+    return {name: now.get(name) for name in _NUMERIC if before.get(name) != now.get(name)}
+
+
+def resumed_provenance(
+    before: Mapping[str, Any], device: torch.device, step: int
+) -> dict[str, Any]:
+    """Provenance of a run that goes on: as it was, and when it went on with what else.
+
+    Parameters
+    ----------
+    before : mapping
+        Provenance of the run until now.
+    device : torch.device
+    step : int
+        After which it goes on.
+    """
+    entry = {"step": step, "time": utc_now(), **changed_provenance(before, device)}
+    return {**before, "resumed": [*before.get("resumed", []), entry]}
+
+
+def optimizer_attributes(
+    optimizer: Optimizer, group: dict[str, Any], schedule: dict[str, Any]
+) -> dict[str, Any]:
+    """Class and hyperparameters as the optimizer holds them for the recorded parameter.
+
+    Parameters
+    ----------
+    optimizer : Optimizer
+    group : dict
+        Parameter group of the recorded parameter.
+    schedule : dict
+        How its learning rate changes, and what the loop clips gradients to.
+    """
+    kind = type(optimizer)
+    hyperparameters = {key: _plain(value) for key, value in group.items() if key != "params"}
+    return {
+        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "hyperparameters": hyperparameters,
+        "schedule": schedule,
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.ndim == 0 else value.tolist()
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, bool | int | float | str) or value is None:
+        return value
+    return str(value)
+
+
+def _git_commit() -> str | None:
+    """Commit of the working directory; None outside a repository, or where there is no git."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

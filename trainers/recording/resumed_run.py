@@ -1,0 +1,178 @@
+"""A run that is there already, and is to go on: compared with its plan, opened after its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainers.recording.device_to_host import place_tensor
+from trainers.recording.planned_run import PlannedRun
+from trainers.recording.provenance import resumed_provenance
+from trajstore.errors import InvalidArgument, NothingToResume
+from trajstore.schema import COORDINATES, STEP
+from trajstore.store.open_group import open_group
+from trajstore.store.writer import RunWriter
+from trajstore.values.native_types import narrow, native_type
+
+__all__ = ["ExistingRun"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExistingRun:
+    """A run, cut to the rows that come before the next step. Made by `find`.
+
+    Attributes
+    ----------
+    planned : PlannedRun
+        What the training that goes on wants of it.
+    variables : tuple of str
+        Its own, in its own order.
+    rows : int
+        Rows that it keeps.
+    last_step : int
+        Step of the last of them.
+    last_weights : tensor, (token, hidden)
+        W in that row, of its native type, on the CPU.
+    attributes : mapping
+        Attributes of the root that change.
+    """
+
+    planned: PlannedRun
+    variables: tuple[str, ...]
+    rows: int
+    last_step: int
+    last_weights: torch.Tensor
+    attributes: Mapping[str, Any]
+
+    @classmethod
+    def find(cls, planned: PlannedRun) -> Self:
+        """Look at the run that is where one is planned, without changing anything.
+
+        Raises
+        ------
+        RunNotFound
+            If there is none.
+        NothingToResume
+            If it does not reach the step after which the training goes on.
+        InvalidArgument
+            If it was recorded in another way.
+        """
+        arrays: Any = open_group(planned.path)
+        attributes: dict[str, Any] = arrays.attrs.asdict()
+        held = tuple(name for name in arrays.array_keys() if name not in {STEP.name, *COORDINATES})
+        _check_manner(planned, attributes.get("recording", {}))
+        _check_variables(planned, held)
+        _check_tokens(planned, np.asarray(arrays["token"][...]))
+        steps = _kept_steps(planned, np.asarray(arrays[STEP.name][...]))
+        W = arrays["W"]
+        native = native_type(str(W.attrs["native_dtype"]))
+        return cls(
+            planned=planned,
+            variables=held,
+            rows=int(steps.size),
+            last_step=int(steps[-1]),
+            last_weights=place_tensor(narrow(np.asarray(W[steps.size - 1]), native), native.name),
+            attributes=_changed_attributes(planned, attributes),
+        )
+
+    def check(self, W: torch.Tensor) -> None:
+        """Insist that the training goes on with the weights that the run has.
+
+        Parameters
+        ----------
+        W : tensor, (token, hidden)
+            Of the recorded tokens, on the CPU.
+
+        Raises
+        ------
+        NothingToResume
+            If a bit differs.
+        """
+        step = self.planned.loop.first_step
+        if step == self.last_step and not _same_bits(W, self.last_weights):
+            raise NothingToResume(
+                f"the weights that the training goes on with are not those of {self.planned.path} "
+                f"at step {step}; load the checkpoint of that step, or record anew"
+            )
+
+    def open(self) -> RunWriter:
+        """Writer of the run after its rows.
+
+        Raises
+        ------
+        RunLocked
+            If another process writes to it.
+        """
+        return RunWriter.resume(
+            self.planned.path,
+            rows=self.rows,
+            attributes=self.attributes,
+            memory=self.planned.memory,
+            fsync=self.planned.options.fsync,
+        )
+
+
+def _check_manner(planned: PlannedRun, before: Mapping[str, Any]) -> None:
+    for name, value in planned.manner.items():
+        if before.get(name) != value:
+            raise InvalidArgument(
+                f"{name}: {planned.path} was recorded with {before.get(name)}, got {value}; a run "
+                "that goes on is recorded as before"
+            )
+
+
+def _check_variables(planned: PlannedRun, held: tuple[str, ...]) -> None:
+    wanted, required = planned.options.variables, planned.options.required
+    missing = sorted(set(held) - set(wanted)) + sorted(required - set(held))
+    if missing:
+        raise InvalidArgument(
+            f"record: {planned.path} holds {', '.join(held)}, and {', '.join(wanted)} are to be "
+            f"recorded; a run that goes on keeps its variables, so see to {', '.join(missing)}"
+        )
+
+
+def _check_tokens(planned: PlannedRun, held: npt.NDArray[Any]) -> None:
+    if not np.array_equal(held, planned.token):
+        raise InvalidArgument(
+            f"tokens: those of {planned.path} are not those that are to be recorded; a run that "
+            "goes on keeps its tokens"
+        )
+
+
+def _kept_steps(planned: PlannedRun, steps: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Steps of the rows that a run keeps, which must reach the one that the training has taken."""
+    step, every = planned.loop.first_step, planned.options.every
+    # A row that is only there because training ended is none of a longer training.
+    regular = steps[(steps % every == 0) | (np.arange(steps.size) == 0)]
+    kept: npt.NDArray[Any] = regular[regular <= step]
+    if not kept.size or kept[-1] != max(steps[0], step - step % every):
+        reached = f"step {steps[-1]}" if steps.size else "no step"
+        raise NothingToResume(
+            f"{planned.path} has come to {reached}, and the training goes on after step {step}; go "
+            "on from an earlier checkpoint, or record anew"
+        )
+    return kept
+
+
+def _changed_attributes(planned: PlannedRun, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes that do not stay as they were: what has changed since is added to them."""
+    changed: dict[str, Any] = {
+        "optimizer": {**before.get("optimizer", {}), "schedule": planned.schedule},
+        "provenance": resumed_provenance(
+            before.get("provenance", {}), planned.device, planned.loop.first_step
+        ),
+    }
+    if planned.options.config is not None:
+        changed["config"] = dict(planned.options.config)
+    return changed
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -1,0 +1,315 @@
+"""Capture of training through public hooks, whatever the loop.
+
+What each hook sees of step t, in the order in which it happens:
+
+========================================  ===================================================
+forward hooks on the unembedding          logits, mean hidden state, of every micro-batch
+forward hook on the model                 loss of every micro-batch
+end of a backward pass that reached a     the raw gradient, summed over the micro-batches until
+recorded parameter                        now and over all processes; the norm of all gradients
+step pre-hook of the optimizer            the learning rate, and what became of the gradient
+step post-hook of the optimizer           W and the moments; the row is complete
+`GradScaler.step`                         that a step was skipped; the row is complete
+========================================  ===================================================
+
+The forward hooks are those of `forward.ForwardPasses`, the others those of `Recorder`. Each tensor
+is copied once, straight into its place in the writer's block (see `transfer`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import GradientState
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from trainers.recording.forward_values import ForwardPasses, LogitsMode
+from trainers.recording.options import TrainingLoop
+from trainers.recording.parameter_rows import MOMENTS, ParameterRows
+from trainers.recording.parameters import unwrap
+from trainers.recording.torch_internals import call_when_backward_ends, found_overflow, version
+from trajstore.errors import RecordingError
+from trajstore.store.writer import RunWriter
+
+__all__ = ["Recorder", "clip_coefficient", "real_optimizer"]
+
+
+def clip_coefficient(total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Factor that `torch.nn.utils.clip_grad_norm_` multiplies gradients by, with its own roundings.
+
+    Parameters
+    ----------
+    total_norm : tensor, ()
+    max_norm : float
+        0 is no clipping.
+    """
+    if max_norm <= 0:
+        return torch.ones_like(total_norm)
+    return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+
+
+def real_optimizer(optimizer: Any) -> Optimizer:
+    """Optimizer inside accelerate's wrapper."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise RecordingError(f"got {type(optimizer).__name__}, expected a torch Optimizer")
+    return optimizer
+
+
+class _RawGradient(NamedTuple):
+    """A gradient as the backward pass left it: which tensor, its version, its unscaled norm."""
+
+    tensor: torch.Tensor
+    version: int
+    norm: torch.Tensor
+
+
+class Recorder:
+    """Records parameters of a model while an optimizer trains it.
+
+    Made by `trainers.capture`, or by the callback of a Trainer.
+
+    Parameters
+    ----------
+    model : Module
+        In training mode during training; forward passes in evaluation mode are not recorded.
+    optimizer : Optimizer
+        Or accelerate's wrapper of it.
+    parameters : sequence of ParameterRows
+        One for each recorded parameter; none in a process that does not record.
+    loop : TrainingLoop
+    logits_mode : {'last', 'mean'}
+        Logits at the last position: of the first sequence, or the mean over the step's sequences.
+    on_step : callable, optional
+        Called with the recorder after every optimizer step.
+
+    Attributes
+    ----------
+    step : int
+        Optimizer steps taken, those counted that a scaler skipped.
+    loss : tensor, ()
+        Of the last step.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        parameters: Sequence[ParameterRows],
+        *,
+        loop: TrainingLoop,
+        logits_mode: LogitsMode = "last",
+        on_step: Callable[[Recorder], None] | None = None,
+    ) -> None:
+        self.step = loop.first_step
+        self.loss = torch.tensor(float("nan"))
+        self._optimizer = real_optimizer(optimizer)
+        self._parameters = tuple(parameters)
+        self._forward = ForwardPasses(
+            logits_mode=logits_mode,
+            loss_scale=loop.loss_scale,
+            vocabularies=(len(rows.parameter.tensor) for rows in self._parameters),
+        )
+        scaler = loop.scaler
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._max_grad_norm = loop.max_grad_norm
+        self._on_step = on_step
+        inner = unwrap(model)
+        self._trained = [p for p in inner.parameters() if p.requires_grad]
+        self._backward_end_is_queued = False
+        self._total_norm: torch.Tensor | None = None
+        self._raw_gradients: list[_RawGradient] = []
+        self._handles: list[RemovableHandle] = [
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+        ]
+        if self._parameters:
+            self._watch_passes(inner)
+        if self._scaler is not None:
+            self._watch_scaler(self._scaler)
+
+    @property
+    def writer(self) -> RunWriter | None:
+        """Writer of the first parameter's run; None until the first step is complete."""
+        return self._parameters[0].writer if self._parameters else None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the first parameter's run, those included that are not committed yet."""
+        return self._parameters[0].rows if self._parameters else 0
+
+    @property
+    def at_block_end(self) -> bool:
+        """Whether the last step has a row, and that row is the last one of a block."""
+        if self.writer is None or self._parameters[0].last_step != self.step:
+            return False
+        return self.rows % self.writer.layout.block_rows == 0
+
+    def observe(
+        self, *, loss: torch.Tensor | None = None, logits: torch.Tensor | None = None
+    ) -> None:
+        """Tell what the hooks cannot see, once for each micro-batch, before the optimizer steps.
+
+        Parameters
+        ----------
+        loss : tensor, ()
+            Where the model does not return it. The mean over a step's micro-batches is recorded.
+        logits : tensor, (batch, position, token) or (batch, token)
+            Where they are not what the model returns or its unembedding makes.
+        """
+        self._forward.tell(loss=loss, logits=logits)
+
+    def close(self, *, complete: bool) -> None:
+        """Remove all hooks, and commit what is whole. Twice does no harm."""
+        if not self._handles:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._scaler is not None:
+            del self._scaler.step  # the class's own is seen again
+        for rows in self._parameters:
+            rows.close(complete=complete)
+
+    def _watch_passes(self, model: torch.nn.Module) -> None:
+        """Register the hooks of the forward and backward passes."""
+        recorded = [rows.parameter for rows in self._parameters]
+        head = next((parameter.head for parameter in recorded if parameter.head), None)
+        variables = {name for rows in self._parameters for name in rows.variables}
+        self._handles += self._forward.watch(model, head, variables)
+        self._handles += [
+            parameter.tensor.register_post_accumulate_grad_hook(self._on_gradient)
+            for parameter in recorded
+        ]
+
+    def _watch_scaler(self, scaler: Any) -> None:
+        """Have every call of the scaler's `step` tell whether the optimizer was called."""
+        original = scaler.step
+
+        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            before = self.step
+            result = original(optimizer, *args, **kwargs)
+            if real_optimizer(optimizer) is self._optimizer and self.step == before:
+                self._skip_step()
+            return result
+
+        scaler.step = step
+
+    # Backward --------------------------------------------------------------------------------
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        # Other gradients are still on their way, and of this one another process's share.
+        if not self._backward_end_is_queued:
+            self._backward_end_is_queued = True
+            call_when_backward_ends(self._on_backward_end)
+
+    def _on_backward_end(self) -> None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # Gradients are averaged over the processes by another such callback: be after it.
+            call_when_backward_ends(self._after_backward)
+        else:
+            self._after_backward()
+
+    @torch.no_grad()
+    def _after_backward(self) -> None:
+        """Take the raw gradient, before anyone can clip it."""
+        self._backward_end_is_queued = False
+        if not GradientState().sync_gradients:
+            return  # accelerate, or the Trainer, has more micro-batches for this step
+        unscale = 1.0 if self._scaler is None else 1.0 / self._scaler.get_scale()
+        self._raw_gradients.clear()
+        for rows in self._parameters:
+            gradient = rows.parameter.tensor.grad
+            if gradient is None:
+                raise RecordingError(f"{rows.parameter.name} got no gradient")
+            norm = torch.linalg.vector_norm(gradient) * unscale
+            self._raw_gradients.append(_RawGradient(gradient, version(gradient), norm))
+            raw = gradient if unscale == 1.0 else gradient * unscale
+            rows.set("grad", raw)
+            rows.set_gradient_norms(raw)
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        self._total_norm = torch.nn.utils.get_total_norm(gradients) * unscale
+
+    # The optimizer's step ----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Take the learning rate, and compare the gradient that is consumed with the raw one."""
+        self._set_learning_rates()
+        # There are no raw gradients where no backward pass has reached a recorded parameter.
+        for rows, raw in zip(self._parameters, self._raw_gradients, strict=False):
+            rows.set("clip_coef", self._observed_clip_coefficient(rows, raw))
+
+    def _set_learning_rates(self) -> None:
+        for rows in self._parameters:
+            rate = rows.parameter.group["lr"]
+            rows.set("lr", torch.as_tensor(rate, dtype=torch.float64))
+
+    def _observed_clip_coefficient(self, rows: ParameterRows, raw: _RawGradient) -> torch.Tensor:
+        """What the gradient was multiplied by since the backward pass; NaN if that is unknown."""
+        assert self._total_norm is not None
+        total = self._total_norm
+        consumed = rows.parameter.tensor.grad
+        if consumed is raw.tensor and version(consumed) == raw.version:
+            return torch.ones_like(total)
+        unknown = torch.full_like(total, float("nan"))
+        if consumed is None:
+            return unknown
+        recorded = rows.copy_of("grad")
+        seen = rows.recorded_tokens(consumed)
+        factor = unknown
+        for candidate in (torch.ones_like(total), clip_coefficient(total, self._max_grad_norm)):
+            if recorded is not None and recorded.device == seen.device:
+                expected = recorded * candidate
+                same = ((expected == seen) | (expected.isnan() & seen.isnan())).all()
+            else:
+                after = torch.linalg.vector_norm(consumed).double()
+                before = raw.norm.double()
+                same = torch.isclose(after, before * candidate.double(), rtol=1e-2, atol=0)
+            factor = torch.where(same, candidate, factor)
+        return factor
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._end_step(skipped=found_overflow(optimizer))
+
+    def _skip_step(self) -> None:
+        """End a step for which the scaler has not called the optimizer."""
+        self._set_learning_rates()
+        if self._total_norm is not None:
+            for rows in self._parameters:
+                rows.set("clip_coef", torch.full_like(self._total_norm, float("nan")))
+        self._end_step(skipped=True)
+
+    @torch.no_grad()
+    def _end_step(self, *, skipped: bool) -> None:
+        """Take what the step has made, complete its rows, and begin the next."""
+        scalars = {
+            **self._forward.values(),
+            "grad_norm": self._total_norm,
+            "skipped": torch.tensor(float(skipped)) if self._scaler is not None else None,
+        }
+        if scalars["loss"] is not None:
+            self.loss = scalars["loss"]
+        for rows in self._parameters:
+            parameter = rows.parameter.tensor
+            rows.set("W", parameter)
+            state = self._optimizer.state.get(parameter, {})
+            for name in MOMENTS:
+                if name in state:
+                    rows.set(name, state[name])
+            rows.set_change_norms()
+            for name, value in scalars.items():
+                if value is not None and (name != "logits" or len(value) == len(parameter)):
+                    rows.set(name, value)
+            rows.end_row(self.step + 1, skipped=skipped)
+        self.step += 1
+        self._forward.begin_step()
+        self._total_norm = None
+        self._raw_gradients.clear()
+        if self._on_step is not None:
+            self._on_step(self)

@@ -1,0 +1,185 @@
+"""What a replay collects on its way over the rows, until it is a `Replay`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainers.replay.replay_result import LISTED, CannotReplay, Compared, Finding, Kind, Unreplayed
+from trajstore.values.native_types import NativeType, widen
+from trajstore.values.ulp_lattice import ordinal
+
+__all__ = ["Comparisons", "Findings", "Suspect", "UnreplayedSteps", "finding_at", "ulps_apart"]
+
+Array = npt.NDArray[Any]
+
+
+class Suspect(NamedTuple):
+    """A variable of a row that may have been altered."""
+
+    variable: str
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.variable} at step {self.step}"
+
+
+class Findings:
+    """What is wrong: the first findings are kept, all are counted and can be looked up.
+
+    Attributes
+    ----------
+    total : int
+        Number of all findings.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._listed: list[Finding] = []
+        self._named: set[tuple[str, int, int | None]] = set()
+
+    def add(self, finding: Finding) -> None:
+        """Add one."""
+        self.total += 1
+        self._listed.append(finding)
+        if len(self._listed) > 8 * LISTED:  # kept in order of steps, whenever they are found
+            self._listed = list(self.first())
+        for variable in finding.variable.split(", "):
+            token = finding.token if finding.tokens == 1 else None
+            self._named.add((variable, finding.step, token))
+
+    def add_unlisted(self, number: int) -> None:
+        """Count findings that nobody looked at."""
+        self.total += number
+
+    def names(self, variable: str, step: int, token: int) -> bool:
+        """Whether a value of that token is named."""
+        return bool({(variable, step, token), (variable, step, None)} & self._named)
+
+    def first(self) -> tuple[Finding, ...]:
+        """The first `LISTED`, in order of steps."""
+        return tuple(sorted(self._listed, key=lambda finding: finding.step)[:LISTED])
+
+
+class Comparisons:
+    """Stored values beside the recomputed ones, counted for each variable.
+
+    Parameters
+    ----------
+    tokens : ndarray of int, (token,)
+        Vocabulary ids.
+    natives : dict of str to NativeType
+
+    Attributes
+    ----------
+    variables : dict of str to Compared
+    """
+
+    def __init__(self, tokens: Array, natives: dict[str, NativeType]) -> None:
+        self.variables: dict[str, Compared] = {}
+        self._tokens = tokens
+        self._natives = natives
+
+    def add(self, name: str, step: int, stored: Array, computed: Array) -> None:
+        """Compare one variable of one step.
+
+        Parameters
+        ----------
+        name : str
+        step : int
+        stored, computed : ndarray, (token, hidden), (token,) or ()
+            Native bits.
+        """
+        before = self.variables.get(name, Compared())
+        counted = replace(before, steps=before.steps + 1)
+        wrong = stored != computed
+        number = int(np.count_nonzero(wrong))
+        if number:
+            apart = ulps_apart(stored[wrong], computed[wrong], self._natives[name])
+            counted = replace(
+                counted,
+                differing=before.differing + number,
+                first=before.first or self._place(step, wrong),
+                ulps=None if apart is None or before.ulps is None else max(apart, before.ulps),
+            )
+        self.variables[name] = counted
+
+    def _place(self, step: int, wrong: Array) -> dict[str, int | None]:
+        """Step, token and hidden of the first value that differs."""
+        place = np.argwhere(wrong)[0].tolist() if wrong.ndim else []
+        return {
+            "step": step,
+            "token": int(self._tokens[place[0]]) if place else None,
+            "hidden": place[1] if len(place) > 1 else None,
+        }
+
+
+class UnreplayedSteps:
+    """Steps that could not be replayed, by the reason."""
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, Unreplayed] = {}
+
+    @contextmanager
+    def collect(self, *steps: int) -> Iterator[None]:
+        """Note these steps, and go on, where what is done inside raises `CannotReplay`."""
+        try:
+            yield
+        except CannotReplay as obstacle:
+            for step in steps:
+                self._add(str(obstacle), step)
+
+    def _add(self, reason: str, step: int) -> None:
+        before = self._reasons.get(reason, Unreplayed(reason=reason, steps=0, first=step, last=0))
+        self._reasons[reason] = replace(before, steps=before.steps + 1, last=step)
+
+    def all(self) -> tuple[Unreplayed, ...]:
+        """One entry for each reason, in the order in which they came up."""
+        return tuple(self._reasons.values())
+
+
+def finding_at(
+    chosen: Array,
+    tokens: Array,
+    *,
+    kind: Kind,
+    variable: str,
+    step: int,
+    ulps: int | None = None,
+    others: tuple[str, ...] = (),
+) -> Finding:
+    """Finding about values of one row.
+
+    Parameters
+    ----------
+    chosen : ndarray of bool, (token, hidden)
+        Which values; some.
+    tokens : ndarray of int, (token,)
+        Vocabulary ids.
+    """
+    token, hidden = np.argwhere(chosen)[0]
+    return Finding(
+        kind=kind,
+        variable=variable,
+        step=step,
+        token=int(tokens[token]),
+        hidden=int(hidden),
+        values=int(np.count_nonzero(chosen)),
+        tokens=int(np.count_nonzero(chosen.any(axis=1))),
+        ulps=ulps,
+        others=others,
+    )
+
+
+def ulps_apart(stored: Array, computed: Array, native: NativeType) -> int | None:
+    """Largest distance between bit patterns, in values of the native type; None for float64."""
+    if native.name == "float64":
+        return None
+    ordinals = (ordinal(widen(bits, native), native.name) for bits in (stored, computed))
+    left, right = (values.astype(np.int64) for values in ordinals)
+    return int(np.abs(left - right).max(initial=0))

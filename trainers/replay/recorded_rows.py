@@ -1,0 +1,125 @@
+"""What a replay reads of a run: its rows, one after the other, as native bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainers.replay.parameter_placement import tensor_of
+from trajstore.store.tiled_reader import TiledRun
+from trajstore.values.native_types import NativeType
+
+__all__ = ["RecordedRow", "RecordedRows"]
+
+Array = npt.NDArray[Any]
+
+_WINDOW = 512 << 20  # bytes of rows that are held at once
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RecordedRow:
+    """The state right after an optimizer step.
+
+    Attributes
+    ----------
+    number : int
+        Position along ``step``.
+    step : int
+        Of the optimizer.
+    bits : dict of str to ndarray, (token, hidden) or (token,)
+        Of the variables that were asked for.
+    """
+
+    number: int
+    step: int
+    bits: dict[str, Array]
+
+
+class RecordedRows:
+    """Rows of a run, one after the other.
+
+    Parameters
+    ----------
+    source : TiledRun
+
+    Attributes
+    ----------
+    steps : ndarray of int64, (step,)
+    tokens : ndarray of int, (token,)
+        Vocabulary ids.
+    natives : dict of str to NativeType
+    skipped : ndarray of bool, (step,)
+        Which rows are of a step that a gradient scaler skipped.
+    """
+
+    def __init__(self, source: TiledRun) -> None:
+        self.steps = source.steps
+        self.tokens = source.coordinates["token"]
+        self.natives: dict[str, NativeType] = {n: s.native for n, s in source.series.items()}
+        self._series = source.series
+        self._scalars = {
+            name: series.bits((slice(None),))
+            for name, series in source.series.items()
+            if series.dims == ("step",)
+        }
+        self.skipped = np.zeros(len(self), bool)
+        if "skipped" in self:
+            self.skipped[1:] = [self.value("skipped", row) == 1 for row in range(1, len(self))]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._series
+
+    @property
+    def from_start(self) -> bool:
+        """Whether row 0 is the state before training."""
+        return len(self) > 0 and self.steps[0] == 0
+
+    def steps_taken(self, number: int) -> int:
+        """Steps that the optimizer had taken at a row: skipped ones do not count."""
+        return int(self.steps[number]) - int(np.count_nonzero(self.skipped[: number + 1]))
+
+    def scalar(self, name: str, number: int) -> Array:
+        """Bits of a scalar of a row."""
+        bits: Array = self._scalars[name][number]
+        return bits
+
+    def value(self, name: str, number: int) -> float:
+        """Value of a scalar of a row."""
+        return float(tensor_of(self.scalar(name, number), self.natives[name]))
+
+    def read(self, names: Iterable[str]) -> Iterator[RecordedRow]:
+        """All rows, with variables that have a token dimension.
+
+        Reads a block at a time, or part of one where a block is large.
+
+        Parameters
+        ----------
+        names : iterable of str
+            What the run does not hold is left out.
+        """
+        series = [self._series[name] for name in names if name in self._series]
+        if not series:
+            yield from (self._row(number, {}) for number in range(len(self)))
+            return
+        row = sum(int(np.prod(s.shape[1:])) * s.native.itemsize for s in series)
+        most = max(1, _WINDOW // row)
+        block = series[0].tile[0]
+        start = 0
+        while start < len(self):
+            stop = min(len(self), start + most, (start // block + 1) * block)
+            window = {s.name: s.bits((slice(start, stop),)) for s in series}
+            for at in range(stop - start):
+                # The row outlives the window, which is gone before the next one is read.
+                yield self._row(start + at, {n: bits[at].copy() for n, bits in window.items()})
+            del window
+            start = stop
+
+    def _row(self, number: int, bits: dict[str, Array]) -> RecordedRow:
+        return RecordedRow(number=number, step=int(self.steps[number]), bits=bits)

@@ -1,0 +1,102 @@
+"""The device that a run is replayed on, and what it has in common with that of the recording."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["ReplayDevice", "replay_device", "torch_threads"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayDevice:
+    """Device that steps are carried out on, and how it compares with that of the recording.
+
+    Attributes
+    ----------
+    device : torch.device
+        To replay on.
+    exact : bool
+        Whether it is of the same kind, so that every bit has to agree.
+    recorded_on, replayed_on : str
+    threads : int, optional
+        That torch used; None where it does not matter, or is not known.
+    notes : tuple of str
+        What else may make values differ.
+    """
+
+    device: torch.device
+    exact: bool
+    recorded_on: str
+    replayed_on: str
+    threads: int | None
+    notes: tuple[str, ...]
+
+
+def replay_device(attributes: Mapping[str, Any]) -> ReplayDevice:
+    """Device to replay a run on: the kind that it was recorded on, or else the CPU.
+
+    Parameters
+    ----------
+    attributes : mapping
+        Of its root.
+    """
+    provenance = attributes.get("provenance")
+    facts = provenance if isinstance(provenance, Mapping) else {}
+    recorded = str(facts.get("device", "an unknown device"))
+    kind = recorded.partition(":")[0]
+    processor = facts.get("processor", platform.machine())
+    if kind == "cuda" and torch.cuda.is_available():
+        here = torch.cuda.get_device_name()
+        exact = here == facts.get("device_name")
+        device = torch.device("cuda")
+    elif kind == "mps" and torch.backends.mps.is_available():
+        here, exact, device = "mps", True, torch.device("mps")
+    else:
+        here, device = f"cpu ({platform.machine()})", torch.device("cpu")
+        exact = kind == "cpu" and processor == platform.machine()
+    detail = facts.get("device_name") or (processor if kind == "cpu" else None)
+    recorded_on = f"{recorded} ({detail})" if detail else recorded
+    replayed_on = f"cuda ({here})" if device.type == "cuda" else here
+    notes = []
+    if not exact:
+        notes.append(
+            f"recorded on {recorded_on}, replayed on {replayed_on}: values that differ are "
+            "counted, and are no errors"
+        )
+    if facts.get("torch", torch.__version__) != torch.__version__:
+        notes.append(
+            f"recorded with torch {facts['torch']}, replayed with {torch.__version__}, which may "
+            "round differently"
+        )
+    count = facts.get("threads")
+    return ReplayDevice(
+        device=device,
+        exact=exact,
+        recorded_on=recorded_on,
+        replayed_on=replayed_on,
+        threads=count if isinstance(count, int) and device.type == "cpu" and count > 0 else None,
+        notes=tuple(notes),
+    )
+
+
+@contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Let torch use as many threads as when a run was recorded: rounding hangs on their shares.
+
+    Parameters
+    ----------
+    count : int, optional
+        As many as now without it.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

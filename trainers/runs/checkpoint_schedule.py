@@ -1,0 +1,206 @@
+"""When a recorded training is checkpointed, and how it is put back and stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from trainers.recording.hf_callback import TrajectoryCallback
+from trainers.recording.step_hooks import Recorder
+from trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trainers.runs.training_setup import Training
+from trainers.runs.training_state import restore_random, restore_state, take_state
+from trajstore.errors import RunLocked
+from trajstore.store.lock import RunLock
+from trajstore.store.open_group import open_group
+
+__all__ = ["Checkpointing", "TrainerCheckpoints"]
+
+
+class Checkpointing:
+    """Takes the checkpoints of one recorded training.
+
+    Those in between are taken where a block of rows ends, so that a checkpoint and a commit
+    coincide. When the training ends, or is asked to stop, its state is taken after that step,
+    before the last rows are committed: a complete run always has the checkpoint of its last step.
+
+    Parameters
+    ----------
+    training : Training
+    run : Path
+    every : int, optional
+        Steps between two checkpoints at least; without it, there is only the last one.
+    sources : mapping of str to str
+        Paths of the text and the tokenizer, where they were given.
+    taken_from : Checkpoint, optional
+        That the training goes on from.
+    stop : callable
+        Asked after every step whether to stop.
+    fsync : bool
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        run: Path,
+        *,
+        every: int | None,
+        sources: Mapping[str, str],
+        taken_from: Checkpoint | None,
+        stop: Callable[[], bool],
+        fsync: bool,
+    ) -> None:
+        self._training = training
+        self._run = run
+        self._folder = CheckpointFolder(run, fsync=fsync)
+        self._every = every
+        self._sources = dict(sources)
+        self._taken_from = taken_from
+        self._last_step = 0 if taken_from is None else taken_from.step
+        self._stop = stop
+        self._created: str | None = None
+
+    def after_step(self, recorder: Recorder, scaler: Any) -> bool:
+        """Take a checkpoint if one is due.
+
+        Parameters
+        ----------
+        recorder : Recorder
+        scaler : GradScaler or None
+            Of the loop.
+
+        Returns
+        -------
+        bool
+            Whether to stop; the run is closed as interrupted then.
+        """
+        ends = recorder.step >= self._training.config.training.steps
+        stop = self._stop() and not ends
+        self._take_if_due(recorder, scaler, last=stop or ends)
+        if stop:
+            recorder.close(complete=False)
+        return stop
+
+    def finish(self, recorder: Recorder) -> None:
+        """Remove the checkpoints that are of no more use; the run is closed."""
+        if recorder.writer is None:
+            return
+        try:
+            with RunLock.acquire(self._run):
+                self._folder.prune(recorder.writer.committed_rows)
+        except RunLocked:
+            pass  # whoever goes on with the run already does that itself
+
+    def _take_if_due(self, recorder: Recorder, scaler: Any, *, last: bool) -> None:
+        writer = recorder.writer
+        if writer is None:
+            return
+        if self._created is None:
+            self._created = str(open_group(self._run).attrs["created"])
+            self._folder.begin(self._taken_from)
+        due = self._every is not None and recorder.step - self._last_step >= self._every
+        if last or (due and recorder.at_block_end):
+            self._folder.add(self._take(recorder, scaler), writer.committed_rows)
+            self._last_step = recorder.step
+
+    def _take(self, recorder: Recorder, scaler: Any) -> Checkpoint:
+        state, tensors = take_state(self._training, scaler)
+        return Checkpoint(
+            run=str(self._created),
+            name=self._run.name,
+            step=recorder.step,
+            rows=recorder.rows,
+            config=self._training.config.model_dump(mode="json"),
+            sources=self._sources,
+            state=state,
+            tensors=tensors,
+        )
+
+
+class TrainerCheckpoints(TrainerCallback):
+    """Puts a Trainer back to a checkpoint, and has its own taken.
+
+    To be given before the callback that records: what is put back must be there when that one
+    attaches.
+
+    Parameters
+    ----------
+    training : Training
+    checkpointing : Checkpointing
+    trajectory : TrajectoryCallback
+    taken_from : Checkpoint, optional
+        That the training goes on from.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        checkpointing: Checkpointing,
+        trajectory: TrajectoryCallback,
+        taken_from: Checkpoint | None,
+    ) -> None:
+        self._training = training
+        self._checkpointing = checkpointing
+        self._trajectory = trajectory
+        self._taken_from = taken_from
+        self._random_from = taken_from
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        optimizer: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Put back everything but the random states, after accelerate has moved it about."""
+        if self._taken_from is not None:
+            taken = self._taken_from
+            restore_state(self._training, taken, getattr(optimizer, "scaler", None))
+
+    def on_epoch_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        train_dataloader: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Put back the random states, where the checkpoint fell on the end of an epoch."""
+        steps = -(-len(train_dataloader) // args.gradient_accumulation_steps)
+        if state.global_step % steps == 0:
+            self._restore_random()
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Put back the random states, where it fell within one.
+
+        The Trainer has drawn the epoch's order and the first batches by now, as it had then.
+        """
+        self._restore_random()
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        optimizer: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Take a checkpoint if one is due, and stop if that is asked for."""
+        recorder = self._trajectory.recorder
+        assert recorder is not None
+        if self._checkpointing.after_step(recorder, getattr(optimizer, "scaler", None)):
+            control.should_training_stop = True
+
+    def _restore_random(self) -> None:
+        if self._random_from is not None:
+            restore_random(self._training, self._random_from)
+            self._random_from = None

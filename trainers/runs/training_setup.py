@@ -1,0 +1,244 @@
+"""A training as its configuration says: model, optimizer, schedule, examples, and the loop."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_model
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Dataset
+from transformers import (
+    GPT2LMHeadModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from trainers.config import RunConfig
+from trainers.runs.model import build_model, initialise
+from trainers.runs.optimizer import build_optimizer, build_schedule
+from trainers.runs.pytorch_loop import Batches, build_scaler, train
+from trainers.texts.corpus import Corpus
+from trajstore.errors import ConfigError
+
+__all__ = ["ExampleDataset", "Training", "build_training", "find_device"]
+
+
+class ExampleDataset(Dataset[dict[str, torch.Tensor]]):
+    """Every window of a text, with its labels.
+
+    GPT-2's loss shifts labels by one itself, so labels that equal the inputs train on the next
+    token, and labels one ahead on the token after next.
+
+    Parameters
+    ----------
+    ids : tensor of int64
+    context : int
+        Tokens of one example.
+    target_offset : {1, 2}
+    """
+
+    def __init__(self, ids: torch.Tensor, context: int, target_offset: int) -> None:
+        self._ids = ids
+        self._context = context
+        self._shift = target_offset - 1
+
+    def __len__(self) -> int:
+        return len(self._ids) - self._context - self._shift + 1
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        end = index + self._context
+        return {
+            "input_ids": self._ids[index:end],
+            "labels": self._ids[index + self._shift : end + self._shift],
+        }
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Training:
+    """Everything that is needed to train, seeded and initialised.
+
+    Attributes
+    ----------
+    config : RunConfig
+    device : torch.device
+    model : GPT2LMHeadModel
+        On the device.
+    optimizer : Optimizer
+    schedule : LambdaLR
+    scaler : GradScaler or None
+        Of the plain loop; the Trainer has its own.
+    dataset : ExampleDataset
+    batches : Batches or None
+        Of the plain loop; the Trainer has its own.
+    """
+
+    config: RunConfig
+    device: torch.device
+    model: GPT2LMHeadModel
+    optimizer: Optimizer
+    schedule: LambdaLR
+    scaler: torch.amp.GradScaler | None
+    dataset: ExampleDataset
+    batches: Batches | None
+
+    def run(
+        self,
+        callbacks: Sequence[TrainerCallback] = (),
+        *,
+        first_step: int = 0,
+        on_step_end: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Train until the configuration's number of steps is reached.
+
+        Parameters
+        ----------
+        callbacks : sequence of TrainerCallback
+            For the Trainer; the plain loop has none.
+        first_step : int
+            Steps taken before. The Trainer then goes on at their place in the data, and a callback
+            must put back the state when the training begins.
+        on_step_end : callable
+            For the plain loop, see `trainers.runs.pytorch_loop.train`.
+        """
+        if self.batches is not None:
+            train(
+                self.model,
+                self.optimizer,
+                self.schedule,
+                self.batches,
+                self.config,
+                self.device,
+                self.scaler,
+                first_step=first_step,
+                on_step_end=on_step_end,
+            )
+            return
+        with tempfile.TemporaryDirectory(prefix="trajstore-") as scratch:
+            trainer = Trainer(
+                model=self.model,
+                args=_training_arguments(self.config, self.device, scratch),
+                train_dataset=self.dataset,
+                optimizers=(self.optimizer, self.schedule),
+                callbacks=list(callbacks),
+            )
+            trainer.remove_callback(PrinterCallback)
+            if not first_step:
+                trainer.train()
+                return
+            # A checkpoint in the Trainer's eyes: the step, from which it finds its place in the
+            # data, and weights, which it insists on.
+            taken = Path(scratch) / f"checkpoint-{first_step}"
+            taken.mkdir()
+            save_model(self.model, str(taken / SAFE_WEIGHTS_NAME))
+            state = TrainerState(
+                global_step=first_step, train_batch_size=self.config.training.batch_size
+            )
+            state.save_to_json(str(taken / TRAINER_STATE_NAME))
+            trainer.train(resume_from_checkpoint=str(taken))
+
+
+def build_training(config: RunConfig, text: Corpus) -> Training:
+    """Seed, and build the model, its optimizer and its examples.
+
+    Raises
+    ------
+    ConfigError
+        If the device is not there, or cannot do what the configuration asks for.
+    """
+    device = find_device(config.training.device)
+    plain = config.training.loop == "plain"
+    if config.training.autocast == "float16" and not plain and device.type != "cuda":
+        raise ConfigError(
+            f"training.autocast = 'float16': the Trainer scales gradients on CUDA only, and this "
+            f"run is on {device.type}; set training.loop=plain or training.autocast=bfloat16"
+        )
+    # The Trainer seeds Python's generator, too; checkpoints hold its state whatever the loop.
+    random.seed(config.training.seed)
+    torch.manual_seed(config.training.seed)
+    np.random.seed(config.training.seed)
+    model = build_model(config.model)
+    initialise(model, config.initialisation, config.training.seed)
+    model.to(device)
+    optimizer = build_optimizer(model, config.optimizer)
+    ids = torch.from_numpy(text.ids)
+    dataset = ExampleDataset(ids, config.model.context, config.data.target_offset)
+    batches = None
+    if plain:
+        batches = Batches(
+            dataset,
+            config.training.batch_size,
+            seed=config.training.seed,
+            skipped_shuffles=config.data.skipped_shuffles,
+        )
+    return Training(
+        config=config,
+        device=device,
+        model=model,
+        optimizer=optimizer,
+        schedule=build_schedule(optimizer, config.schedule, config.decay_steps),
+        scaler=build_scaler(config, device) if plain else None,
+        dataset=dataset,
+        batches=batches,
+    )
+
+
+def find_device(wanted: str) -> torch.device:
+    """Device that is meant, ``auto`` being the first there is of cuda, mps and cpu.
+
+    Raises
+    ------
+    ConfigError
+        If it is not there.
+    """
+    there = {
+        "cpu": True,
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if wanted == "auto":
+        return torch.device(next((name for name in ("cuda", "mps") if there[name]), "cpu"))
+    if not there[wanted]:
+        available = ", ".join(name for name, yes in there.items() if yes)
+        raise ConfigError(
+            f"training.device = {wanted!r}: this machine has none that torch can use; "
+            f"available: {available}"
+        )
+    return torch.device(wanted)
+
+
+def _training_arguments(config: RunConfig, device: torch.device, scratch: str) -> TrainingArguments:
+    training = config.training
+    return TrainingArguments(
+        output_dir=scratch,
+        max_steps=training.steps,
+        per_device_train_batch_size=training.batch_size,
+        gradient_accumulation_steps=training.accumulation,
+        max_grad_norm=training.max_grad_norm,
+        # The optimizer and its schedule are built by us; this is what the Trainer tells of them.
+        learning_rate=config.optimizer.lr,
+        lr_scheduler_type=config.schedule.name,
+        warmup_steps=config.schedule.warmup_steps,
+        bf16=training.autocast == "bfloat16",
+        fp16=training.autocast == "float16",
+        use_cpu=device.type == "cpu",
+        seed=training.seed,
+        dataloader_num_workers=0,
+        dataloader_pin_memory=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+    )

@@ -1,0 +1,170 @@
+"""The state of a training: everything that the next optimizer step depends on.
+
+It is taken between two steps, as tensors on the CPU and JSON values, and put back in place: a
+model's parameters, and an optimizer's, stay the objects that they are.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainers.config import RunConfig
+from trainers.runs.checkpoint import Checkpoint
+from trainers.runs.training_setup import Training
+from trajstore.errors import FormatError
+
+__all__ = ["restore_random", "restore_state", "take_state"]
+
+Tensors = dict[str, torch.Tensor]
+
+
+def take_state(training: Training, scaler: Any) -> tuple[dict[str, Any], Tensors]:
+    """State of a training, random states included.
+
+    Parameters
+    ----------
+    training : Training
+    scaler : GradScaler or None
+        Of the loop.
+
+    Returns
+    -------
+    state : dict
+        JSON values.
+    tensors : dict of str to tensor
+        Copies on the CPU; tied weights once.
+    """
+    optimizer = training.optimizer.state_dict()
+    state: dict[str, Any] = {
+        "optimizer": {"param_groups": optimizer["param_groups"], "values": {}},
+        "schedule": training.schedule.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "random": {"python": random.getstate(), "numpy": _numpy_state()},
+        "data": None,
+    }
+    tensors = {name: _copy(tensor) for name, tensor in _model_tensors(training.model)}
+    for index, values in optimizer["state"].items():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"optimizer.{index}.{key}"] = _copy(value)
+            else:
+                state["optimizer"]["values"].setdefault(str(index), {})[key] = value
+    tensors["random.torch"] = torch.get_rng_state()
+    if training.device.type == "cuda":
+        tensors["random.cuda"] = torch.cuda.get_rng_state(training.device)
+    elif training.device.type == "mps":
+        tensors["random.mps"] = torch.mps.get_rng_state()
+    if training.batches is not None:
+        generator, consumed = training.batches.position
+        state["data"] = {"consumed": consumed}
+        tensors["data.generator"] = generator.clone()
+    return state, tensors
+
+
+def restore_state(training: Training, taken: Checkpoint, scaler: Any) -> None:
+    """Put a state back, all but the random states.
+
+    Where the configuration has another decay of the learning rate than the checkpoint's, the next
+    step already has the rate that it says.
+
+    Parameters
+    ----------
+    training : Training
+        Built from the same configuration.
+    taken : Checkpoint
+    scaler : GradScaler or None
+        Of the loop.
+
+    Raises
+    ------
+    FormatError
+        If the state is of another model or optimizer.
+    """
+    state, tensors = taken.state, taken.tensors
+    _restore_model(training.model, tensors)
+    saved = state["optimizer"]
+    values: dict[int, dict[str, Any]] = {
+        int(index): dict(entries) for index, entries in saved["values"].items()
+    }
+    for name, tensor in tensors.items():
+        if name.startswith("optimizer."):
+            _, index, key = name.split(".", 2)
+            values.setdefault(int(index), {})[key] = tensor
+    groups = [
+        {key: tuple(item) if isinstance(item, list) and key != "params" else item
+         for key, item in group.items()}
+        for group in saved["param_groups"]
+    ]  # fmt: skip
+    training.optimizer.load_state_dict({"state": values, "param_groups": groups})
+    schedule = training.schedule
+    schedule.load_state_dict(dict(state["schedule"]))
+    if RunConfig.parse(taken.config).decay_steps != training.config.decay_steps:
+        groups = training.optimizer.param_groups
+        for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+            group["lr"] = base * factor(schedule.last_epoch)
+    if scaler is not None and state["scaler"]:
+        scaler.load_state_dict(state["scaler"])
+    if training.batches is not None:
+        training.batches.restore(tensors["data.generator"], state["data"]["consumed"])
+
+
+def restore_random(training: Training, taken: Checkpoint) -> None:
+    """Put the random states back, of torch, its device, NumPy and Python.
+
+    Parameters
+    ----------
+    training : Training
+    taken : Checkpoint
+    """
+    state, tensors = taken.state, taken.tensors
+    version, internal, gauss = state["random"]["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, *rest = state["random"]["numpy"]
+    np.random.set_state((name, np.array(keys, np.uint32), *rest))
+    torch.set_rng_state(tensors["random.torch"])
+    if training.device.type == "cuda":
+        torch.cuda.set_rng_state(tensors["random.cuda"], training.device)
+    elif training.device.type == "mps":
+        torch.mps.set_rng_state(tensors["random.mps"])
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in model.named_parameters():
+        yield f"model.{name}", tensor
+    for name, buffer in model.named_buffers():
+        yield f"buffer.{name}", buffer
+
+
+@torch.no_grad()
+def _restore_model(model: torch.nn.Module, tensors: Tensors) -> None:
+    there = dict(_model_tensors(model))
+    saved = {name for name in tensors if name.startswith(("model.", "buffer."))}
+    for name in sorted(saved ^ there.keys()):
+        raise FormatError(
+            f"the checkpoint is of another model: {name} is only in "
+            f"{'the checkpoint' if name in saved else 'this one'}; resume with the versions of "
+            "torch and transformers that recorded the run"
+        )
+    for name, tensor in there.items():
+        if tensor.shape != tensors[name].shape or tensor.dtype != tensors[name].dtype:
+            raise FormatError(
+                f"the checkpoint is of another model: {name} is {tensors[name].dtype} of shape "
+                f"{tuple(tensors[name].shape)} there, expected {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)}"
+            )
+        tensor.copy_(tensors[name])
+
+
+def _numpy_state() -> list[Any]:
+    state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, gauss = state
+    return [name, keys.tolist(), int(position), int(has_gauss), float(gauss)]

@@ -1,0 +1,170 @@
+"""Texts as token ids."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainers.config import RunConfig
+from trainers.texts.cache import cached
+from trainers.texts.generated_corpus import gatsby_standin, id_stream
+from trainers.texts.tokenizer import AsciiTokenizer, FileTokenizer, Tokenizer
+from trajstore.errors import ConfigError, CorpusError, InvalidArgument
+
+__all__ = ["Corpus", "load_corpus", "tokenize"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Corpus:
+    """A tokenized text.
+
+    Attributes
+    ----------
+    name : str
+        File name, or what stands in for it.
+    ids : ndarray of int64
+    vocab_size : int
+        Number of ids that there are.
+    size, sha256 : int, str
+        Of the bytes it was made from.
+    tokenizer : dict of str to str
+        Name and sha256 of what made the ids.
+    token_text : tuple of str, optional
+        How each id of the vocabulary reads, where there is a tokenizer to tell.
+    """
+
+    name: str
+    ids: npt.NDArray[np.int64]
+    vocab_size: int
+    size: int
+    sha256: str
+    tokenizer: dict[str, str]
+    token_text: tuple[str, ...] | None
+
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Occurrences of each id."""
+        return np.bincount(self.ids, minlength=self.vocab_size)
+
+    def provenance(self) -> dict[str, Any]:
+        """What identifies the text and the tokenizer."""
+        text = {"name": self.name, "bytes": self.size, "sha256": self.sha256}
+        return {"corpus": text, "tokenizer": self.tokenizer}
+
+
+def tokenize(data: bytes, tokenizer: Tokenizer, name: str) -> Corpus:
+    """Corpus of a text.
+
+    Raises
+    ------
+    CorpusError
+        If it is empty, or not what the tokenizer takes.
+    """
+    if not data:
+        raise CorpusError(f"the corpus {name} is empty; give a plain text")
+    return Corpus(
+        name=name,
+        ids=tokenizer.ids(data, name),
+        vocab_size=tokenizer.vocab_size,
+        size=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
+        tokenizer=_identity(tokenizer),
+        token_text=tokenizer.texts(),
+    )
+
+
+def _identity(tokenizer: Tokenizer) -> dict[str, str]:
+    hashed = {"sha256": tokenizer.sha256} if tokenizer.sha256 else {}
+    return {"name": tokenizer.name, **hashed}
+
+
+def _embedded_ids(vocab_size: int, live: int, tokenizer: Tokenizer | None) -> Corpus:
+    ids = id_stream(vocab_size, live)
+    data = ids.astype("<i4").tobytes()
+    return Corpus(
+        name="stream of ids (embedded)",
+        ids=ids,
+        vocab_size=vocab_size,
+        size=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
+        tokenizer=_identity(tokenizer) if tokenizer else {"name": "none"},
+        token_text=tokenizer.texts() if tokenizer else None,
+    )
+
+
+def load_corpus(
+    config: RunConfig,
+    *,
+    corpus: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+) -> Corpus:
+    """Text of a run: the path given, else what was fetched, else the embedded one.
+
+    Parameters
+    ----------
+    config : RunConfig
+    corpus : path-like, optional
+        A text: plain ASCII for the tokenizer ``ascii``, otherwise UTF-8.
+    tokenizer : path-like, optional
+        In place of the one that the configuration names.
+
+    Raises
+    ------
+    InvalidArgument
+        If the text cannot be read.
+    CorpusError
+        If the tokenizer cannot be read, or the text is empty, of another encoding, or shorter than
+        one training example.
+    ConfigError
+        If the model has another vocabulary than the tokenizer, or there is none for the text.
+    """
+    data, model = config.data, config.model
+    maker = _tokenizer(data.tokenizer, tokenizer)
+    if maker is not None and maker.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size = {model.vocab_size}: the tokenizer {maker.name} has "
+            f"{maker.vocab_size} tokens; they must agree, so set "
+            f"model.vocab_size={maker.vocab_size} or give another tokenizer"
+        )
+    path = Path(corpus) if corpus is not None else cached(data.corpus) if maker else None
+    if path is not None:
+        if maker is None:
+            raise ConfigError(
+                f"data.tokenizer = {data.tokenizer!r}: a text needs its tokenizer, and it is not "
+                "in the cache; give --tokenizer PATH, or run: trajstore fetch gpt2"
+            )
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise InvalidArgument(f"cannot read the corpus {path}: {error.strerror}") from error
+        loaded = tokenize(content, maker, path.name)
+    elif isinstance(maker, AsciiTokenizer):
+        loaded = tokenize(gatsby_standin(), maker, "gatsby stand-in (embedded)")
+    else:
+        if data.live_tokens > model.vocab_size:
+            raise ConfigError(
+                f"data.live_tokens = {data.live_tokens}: the model has only "
+                f"{model.vocab_size} tokens (model.vocab_size)"
+            )
+        loaded = _embedded_ids(model.vocab_size, data.live_tokens, maker)
+    shortest = model.context + data.target_offset - 1
+    if loaded.ids.size < shortest:
+        raise CorpusError(
+            f"the corpus {loaded.name} has {loaded.ids.size} tokens, and one training example "
+            f"needs {shortest}; give a longer text, or a smaller model.context"
+        )
+    return loaded
+
+
+def _tokenizer(name: str, path: str | os.PathLike[str] | None) -> Tokenizer | None:
+    if path is not None:
+        return FileTokenizer(path)
+    if name == "ascii":
+        return AsciiTokenizer()
+    fetched = cached(name)
+    return FileTokenizer(fetched) if fetched else None

@@ -1,0 +1,234 @@
+"""Downloads of the notebooks' texts and tokenizer into the user's cache.
+
+Nothing else in the package uses the network. What is fetched is checked before it is put in place:
+the book by its beginning, end and bytes, the tokenizer by the hash of its vocabulary and merges,
+and anything by its sha256 where one is given. What was fetched is written down beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainers.texts.cache import CACHED, cache_folder
+from trajstore.errors import CorpusError, InvalidArgument, MissingExtra
+
+__all__ = ["FETCHED", "Fetched", "clean_book", "fetch"]
+
+_GATSBY = "https://www.gutenberg.org/cache/epub/64317/pg64317.txt"
+_FINEWEB = "HuggingFaceFW/fineweb"
+_FINEWEB_BYTES = 2 << 20
+_GPT2 = "openai-community/gpt2"
+_GPT2_SHA256 = "66c45d6416f9a0db46be14a0ce962b7e0f281b953f5e64d35e842175b4100ff4"
+"""Of GPT-2's vocabulary and merges, as `_vocabulary_sha256` takes it."""
+
+_START, _END = "*** START OF", "*** END OF"
+
+_ASCII = {
+    "“": '"', "”": '"', "‘": "'", "’": "'", "—": "--", "–": "-", "…": "...", "\u00a0": " ",
+    "é": "e", "è": "e", "ê": "e", "ç": "c", "à": "a", "ô": "o", "ï": "i", "ü": "u", "œ": "oe",
+    "\ufeff": "",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fetched:
+    """What was fetched.
+
+    Attributes
+    ----------
+    path : Path
+        A text, or the folder of a tokenizer.
+    source : str
+    sha256 : str
+        Of the text as it is on disk, or of the tokenizer's vocabulary and merges.
+    size : int
+        Bytes of the text; tokens of the vocabulary.
+    """
+
+    path: Path
+    source: str
+    sha256: str
+    size: int
+
+
+def fetch(name: str, *, source: str | None = None, sha256: str | None = None) -> Fetched:
+    r"""Download a text or a tokenizer into the cache, where `trainers.record` finds it.
+
+    Parameters
+    ----------
+    name : {'gatsby', 'fineweb', 'gpt2'}
+        The Great Gatsby from Project Gutenberg, unwrapped and in plain ASCII; the first 2 MiB of
+        FineWeb's sample; GPT-2's tokenizer.
+    source : str, optional
+        Another place: an address or a file for gatsby, a data set's name or folder for fineweb,
+        a model's name or folder for gpt2.
+    sha256 : str, optional
+        What the result must have. gpt2 has one of its own.
+
+    Raises
+    ------
+    InvalidArgument
+        If there is nothing of that name.
+    CorpusError
+        If it cannot be had, or is not what it should be. What was in the cache stays.
+    MissingExtra
+        If the extra ``hub`` is not installed.
+
+    Examples
+    --------
+    >>> book = "*** START OF A BOOK ***\nA line.\n*** END OF A BOOK ***"
+    >>> _ = Path("book.txt").write_text(book)
+    >>> fetched = fetch("gatsby", source="book.txt")  # without a source, The Great Gatsby
+    >>> fetched.path.read_text()
+    'A line.\n'
+    """
+    if name not in FETCHED:
+        raise InvalidArgument(f"cannot fetch {name!r}; choose from {', '.join(FETCHED)}")
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / CACHED[name]
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as scratch:
+        fetched = FETCHED[name](Path(scratch) / target.name, source)
+        wanted = sha256 or (_GPT2_SHA256 if name == "gpt2" and source is None else None)
+        if wanted is not None and wanted.lower() != fetched.sha256:
+            raise CorpusError(
+                f"{name} from {fetched.source} has sha256 {fetched.sha256}, expected {wanted}; "
+                "nothing was kept"
+            )
+        if target.is_dir():
+            shutil.rmtree(target)
+        fetched.path.replace(target)
+    facts = {"source": fetched.source, "sha256": fetched.sha256, "size": fetched.size}
+    (folder / f"{name}.json").write_text(json.dumps(facts, indent=1))
+    return replace(fetched, path=target)
+
+
+def _fetch_gatsby(path: Path, source: str | None) -> Fetched:
+    address = source or _GATSBY
+    if "://" in address:
+        pooch = _hub("pooch")
+        pooch.get_logger().setLevel("WARNING")
+        try:
+            raw = pooch.retrieve(address, known_hash=None, path=path.parent, fname="raw.txt")
+        except Exception as error:  # whatever the connection does
+            raise CorpusError(f"cannot download {address}: {error}") from error
+    else:
+        raw = address
+    try:
+        book = Path(raw).read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorpusError(f"cannot read {address}: {error}") from error
+    return _write(path, clean_book(book, address).encode("ascii"), address)
+
+
+def clean_book(book: str, name: str = "the book") -> str:
+    r"""Plain ASCII text of a Project Gutenberg book, one paragraph a line.
+
+    The licence before and after it is dropped, accents and typographic marks are transliterated,
+    lines of a paragraph are joined by a space.
+
+    Raises
+    ------
+    CorpusError
+        If the marks of its beginning and end are not there, or a character has no ASCII form here.
+
+    Examples
+    --------
+    >>> clean_book("*** START OF X ***\nA “b”\nc.\n\nD.\n*** END OF X ***")
+    'A "b" c.\nD.\n'
+    """
+    start, end = book.find(_START), book.find(_END)
+    if start < 0 or end < start:
+        raise CorpusError(
+            f"{name} is not a plain text of Project Gutenberg: it has no lines that begin with "
+            f"{_START!r} and {_END!r}"
+        )
+    body = book[book.index("\n", start) + 1 : end].replace("\r\n", "\n")
+    for mark, plain in _ASCII.items():
+        body = body.replace(mark, plain)
+    if not body.isascii():
+        foreign = sorted({character for character in body if not character.isascii()})
+        raise CorpusError(
+            f"{name} holds characters with no ASCII form here: {' '.join(foreign[:10])}"
+        )
+    paragraphs = (" ".join(part.split()) for part in body.split("\n\n"))
+    return "".join(f"{paragraph}\n" for paragraph in paragraphs if paragraph)
+
+
+def _fetch_fineweb(path: Path, source: str | None) -> Fetched:
+    datasets = _hub("datasets")
+    place = source or _FINEWEB
+    options: dict[str, Any] = {} if source else {"name": "sample-10BT"}
+    try:
+        stream = datasets.load_dataset(place, split="train", streaming=True, **options)
+        data = _head(str(row["text"]) for row in stream)
+    except Exception as error:  # whatever the connection does
+        raise CorpusError(f"cannot read the data set {place}: {error}") from error
+    return _write(path, data, place)
+
+
+def _head(texts: Iterator[str]) -> bytes:
+    """First 2 MiB of documents, a line break between them, cut at a whole character."""
+    parts: list[bytes] = []
+    size = 0
+    for text in texts:
+        parts.append(text.encode() + b"\n")
+        size += len(parts[-1])
+        if size >= _FINEWEB_BYTES:
+            break
+    return b"".join(parts)[:_FINEWEB_BYTES].decode(errors="ignore").encode()
+
+
+def _fetch_gpt2(path: Path, source: str | None) -> Fetched:
+    transformers = _hub("transformers")
+    place = source or _GPT2
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            place, local_files_only=os.path.isdir(place)
+        )
+        tokenizer.save_pretrained(path)
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+    except Exception as error:  # whatever the connection does
+        raise CorpusError(f"cannot get the tokenizer {place}: {error}") from error
+    return Fetched(path=path, source=place, sha256=_vocabulary_sha256(state), size=len(tokenizer))
+
+
+def _vocabulary_sha256(state: dict[str, Any]) -> str:
+    """Hash of what makes the ids: the same however the files are laid out."""
+    model = state["model"]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    text = json.dumps([sorted(model["vocab"].items()), merges], separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _write(path: Path, data: bytes, source: str) -> Fetched:
+    if not data:
+        raise CorpusError(f"{source} holds no text")
+    path.write_bytes(data)
+    sha256 = hashlib.sha256(data).hexdigest()
+    return Fetched(path=path, source=source, sha256=sha256, size=len(data))
+
+
+def _hub(module: str) -> Any:
+    try:
+        return __import__(module)
+    except ModuleNotFoundError as error:
+        raise MissingExtra(
+            f"fetching needs {module}, which is not installed; run: pip install 'trajstore[hub]'"
+        ) from error
+
+
+FETCHED: dict[str, Callable[[Path, str | None], Fetched]] = {
+    "gatsby": _fetch_gatsby,
+    "fineweb": _fetch_fineweb,
+    "gpt2": _fetch_gpt2,
+}
+"""What can be fetched."""

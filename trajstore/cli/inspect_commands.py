@@ -1,0 +1,168 @@
+"""Commands that look into a run: info, summary, analyze, compare."""
+
+from __future__ import annotations
+
+import click
+from rich.text import Text
+
+from trajstore.cli.options import JSON, RUN, sentences
+from trajstore.cli.progress import AnalysisProgress
+from trajstore.cli.tables import (
+    out,
+    print_comparison,
+    print_description,
+    print_information,
+    print_json,
+    print_summary,
+)
+
+__all__ = ["analyze", "compare", "info", "summary"]
+
+
+@click.command()
+@RUN
+@JSON
+@sentences
+def info(run: str, as_json: bool) -> None:
+    """Tell what a run is: rows, arrays, sizes, configuration, origin. Also while it is recorded.
+
+    \b
+    Example:
+      trajstore info gatsby.zarr
+    """
+    from trajstore.store.run_info import information
+
+    facts = information(run)
+    if as_json:
+        print_json(facts)
+        return
+    print_information(run, facts)
+
+
+@click.command()
+@RUN
+@JSON
+@sentences
+def summary(run: str, as_json: bool) -> None:
+    """Print the tables of the notebooks: gradients, displacement, centroid, logits, loss.
+
+    \b
+    Example:
+      trajstore summary gatsby.zarr
+    """
+    import analysis
+    from trajstore.store.open_run import open_run
+
+    ds = open_run(run)
+    facts = analysis.summary(ds).compute()
+    if as_json:
+        print_json(
+            {
+                name: {"dims": list(da.dims), "values": da.values.tolist()}
+                for name, da in facts.variables.items()
+            }
+        )
+        return
+    print_summary(facts, ds)
+
+
+@click.command()
+@RUN
+@click.argument("quantities", nargs=-1, required=True, metavar="QUANTITY…")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(),
+    help="What to write, streamed: .nc, .zarr, or .csv (a file for each set of dimensions).",
+)
+@click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="An option of a single quantity, such as since=previous. Repeatable.",
+)
+@click.option("--by-population", is_flag=True, help="Statistics over dead, live and all tokens.")
+@click.option("--scheduler", metavar="ADDRESS", help="A dask cluster to compute on.")
+@click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
+@JSON
+@sentences
+def analyze(
+    run: str,
+    quantities: tuple[str, ...],
+    output: str | None,
+    assignments: tuple[str, ...],
+    by_population: bool,
+    scheduler: str | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Compute quantities of a run in one pass, and write them or tell what they are like.
+
+    \b
+    Example:
+      trajstore analyze gatsby.zarr freeze
+      trajstore analyze gatsby.zarr grad_norms --by-population -o grad_norms.csv
+      trajstore analyze gatsby.zarr displacement --set since=previous -o steps.nc
+      trajstore analyze gatsby.zarr grad_norms freeze regimes -o motion.zarr
+    """
+    import analysis
+    from analysis.write_results import describe, write_result
+    from trajstore.store.open_run import open_run
+
+    result = analysis.answer(open_run(run), quantities, assignments, by_population=by_population)
+    with AnalysisProgress(scheduler) as progress:
+        if output is not None:
+            files = write_result(result, output, overwrite=overwrite, report=progress.show)
+        else:
+            files = []
+            facts = describe(result, report=progress.show)
+    if output is None and as_json:
+        print_json(facts)
+    elif output is None:
+        print_description(facts)
+    elif as_json:
+        print_json({"files": [str(file) for file in files], "variables": [*map(str, result)]})
+    else:
+        out.print(Text(f"Wrote {', '.join(map(str, files))}: {', '.join(map(str, result))}."))
+
+
+@click.command()
+@RUN
+@click.argument("other", type=click.Path())
+@JSON
+@sentences
+def compare(run: str, other: str, as_json: bool) -> None:
+    """Tell at which step two runs first differ in any bit, in what, and how far they go apart.
+
+    Exits with 0 also when they differ; scripts read that from --json.
+
+    \b
+    Example:
+      trajstore compare straight.zarr resumed.zarr
+    """
+    import analysis
+    from trajstore.store.open_run import open_run
+
+    first, second = open_run(run), open_run(other)
+    found = analysis.compare(first, second).compute()
+    facts = {
+        "steps": {"common": found.sizes["step"], "first": first.sizes["step"],
+                  "second": second.sizes["step"]},
+        "differing_settings": found.attrs["differing_settings"],
+        "only_first": [str(name) for name in first.data_vars if name not in second.data_vars],
+        "only_second": [str(name) for name in second.data_vars if name not in first.data_vars],
+        "variables": {
+            str(name): {
+                "first_difference": int(found.first_difference[at]),
+                "differing_steps": int(found.differs[:, at].sum()),
+                "distance": found.distance[:, at].values.tolist(),
+            }
+            for at, name in enumerate(found["variable"].values)
+        },
+        "step": found.step.values.tolist(),
+    }  # fmt: skip
+    if as_json:
+        print_json(facts)
+    else:
+        print_comparison(facts)

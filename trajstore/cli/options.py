@@ -1,0 +1,46 @@
+"""What every command of the command line shares: its run, its --json, and how errors are told."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import ParamSpec
+
+import click
+from rich.text import Text
+
+from trajstore.cli.tables import err
+from trajstore.errors import TrajstoreError
+
+__all__ = ["JSON", "RUN", "sentences"]
+
+P = ParamSpec("P")
+
+RUN = click.argument("run", type=click.Path())
+JSON = click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
+
+
+def sentences(command: Callable[P, None]) -> Callable[P, None]:
+    """Turn the errors that are meant for people into one sentence and an exit code."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except TrajstoreError as error:
+            if click.get_current_context().find_root().params["debug"]:
+                raise
+            _fail(str(error), error.exit_code)
+        except OSError as error:
+            if click.get_current_context().find_root().params["debug"]:
+                raise
+            where = f" {error.filename}" if error.filename else ""
+            _fail(f"the system refused{where}: {error.strerror or error}", 1)
+
+    return wrapped
+
+
+def _fail(sentence: str, code: int) -> None:
+    err.print(Text(f"trajstore: {sentence}"))
+    sys.exit(code)

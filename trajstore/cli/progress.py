@@ -1,0 +1,220 @@
+"""Progress of the commands, on standard error, and what ends them early."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.text import Text
+
+from trajstore.byte_sizes import format_bytes
+from trajstore.cli.tables import err
+from trajstore.errors import InvalidArgument, MissingExtra
+
+if TYPE_CHECKING:
+    from trainers.recording.step_hooks import Recorder
+    from trainers.texts.corpus import Corpus
+
+__all__ = [
+    "AnalysisProgress",
+    "BytesProgress",
+    "RecordingProgress",
+    "StepsProgress",
+    "stopped_by_signals",
+]
+
+
+class _Rate(ProgressColumn):
+    """Steps a second."""
+
+    def render(self, task: Any) -> Text:
+        return Text(f"{task.finished_speed or task.speed or 0:.1f} steps/s")
+
+
+class _Bar:
+    """A bar on a terminal, nothing elsewhere; shown while the ``with`` block runs."""
+
+    def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
+        self._bar = Progress(*columns, console=err, disable=not err.is_terminal, **options)
+        self._task = self._bar.add_task("", total=None, state="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def show(self, done: int, total: int) -> None:
+        """Show how much of how much is done."""
+        self._bar.update(self._task, completed=done, total=total)
+
+
+class BytesProgress(_Bar):
+    """Progress of something that is measured in bytes.
+
+    Parameters
+    ----------
+    verb : str
+        What is going on.
+    """
+
+    def __init__(self, verb: str) -> None:
+        super().__init__(
+            TextColumn(verb),
+            BarColumn(bar_width=30),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            transient=True,
+        )
+
+
+class StepsProgress(_Bar):
+    """Progress of something that goes through the rows of a run.
+
+    Parameters
+    ----------
+    verb : str
+        What is going on.
+    """
+
+    def __init__(self, verb: str) -> None:
+        super().__init__(
+            TextColumn(f"{verb} row {{task.completed}}/{{task.total}}"),
+            BarColumn(bar_width=30),
+            TimeRemainingColumn(),
+            transient=True,
+        )
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """Let SIGTERM end a command as Ctrl-C does, so that it takes its unfinished result away."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class RecordingProgress(_Bar):
+    """Progress of a recording: a bar on a terminal, a line now and then elsewhere.
+
+    Parameters
+    ----------
+    steps : int
+        Optimizer steps of the whole run.
+    """
+
+    def __init__(self, steps: int) -> None:
+        # Seconds between two looks at the loss, which may have to wait for the device.
+        self._interval = 0.2 if err.is_terminal else 30.0
+        super().__init__(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(bar_width=20),
+            _Rate(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[state]}"),
+            speed_estimate_period=10,
+        )
+        self._steps = steps
+        self.show(0, steps)
+        self._next = 0.0  # the first step is shown at once
+        self._waited = 0.0
+
+    def show_corpus(self, corpus: Corpus) -> None:
+        """Say which text is trained on."""
+        dead = int((corpus.counts() == 0).sum())
+        err.print(
+            f"Corpus: {corpus.name}, {corpus.size:,} bytes, {corpus.ids.size:,} tokens, "
+            f"{dead} of {corpus.vocab_size} ids dead (sha256 {corpus.sha256[:12]}…)"
+        )
+
+    def show_note(self, note: str) -> None:
+        """Say what should be known about a run that goes on."""
+        err.print(Text(f"Note: {note}."))
+
+    def show_step(self, recorder: Recorder) -> None:
+        """Show the step, its loss, what is recorded and how far the writer is behind."""
+        now = time.monotonic()
+        if now < self._next and recorder.step != self._steps:
+            return
+        self._next = now + self._interval
+        state = f"loss {recorder.loss.item():.3f}"
+        writer = recorder.writer
+        if writer is not None:
+            state += (
+                f", {format_bytes(writer.bytes_recorded)} recorded, "
+                f"{format_bytes(writer.bytes_written)} on disk, "
+                f"{writer.rows - writer.committed_rows} rows to commit"
+            )
+            if writer.seconds_waited > self._waited:
+                state += f", waiting for the disk ({writer.seconds_waited:.1f} s so far)"
+                self._waited = writer.seconds_waited
+        if err.is_terminal:
+            self._bar.update(self._task, completed=recorder.step, state=state)
+        else:
+            err.print(f"step {recorder.step}/{self._steps}: {state}")
+
+
+class AnalysisProgress(_Bar):
+    """Progress of a computation: a bar on a terminal; on a dask cluster, its own.
+
+    Parameters
+    ----------
+    address : str, optional
+        Of the cluster's scheduler. Without it, the threads of this process compute.
+
+    Raises
+    ------
+    MissingExtra
+        If there is an address, and dask.distributed is not installed.
+    InvalidArgument
+        If no scheduler answers.
+    """
+
+    def __init__(self, address: str | None = None) -> None:
+        self._client = _client(address) if address else None
+        super().__init__(
+            TextColumn("{task.completed}/{task.total} tasks"),
+            BarColumn(bar_width=20),
+            TimeRemainingColumn(),
+        )
+
+    def __enter__(self) -> Self:
+        return self if self._client is not None else super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self._client is not None:
+            self._client.close()
+
+
+def _client(address: str) -> Any:
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise MissingExtra(
+            "computing on a cluster needs dask.distributed; install trajstore[cluster]"
+        ) from error
+    try:
+        return Client(address, timeout=10)
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"no dask scheduler answers at {address}: {error}") from error

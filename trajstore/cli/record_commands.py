@@ -1,0 +1,316 @@
+"""Commands that train, or prepare a training: record, plan, fetch, presets.
+
+torch, and the packages that need it, are imported inside them.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.text import Text
+
+from trajstore.byte_sizes import format_bytes
+from trajstore.cli.options import JSON, sentences
+from trajstore.cli.progress import RecordingProgress
+from trajstore.cli.stop_signals import StopRequest
+from trajstore.cli.tables import err, out, print_json, print_plan
+from trajstore.errors import InvalidArgument
+from trajstore.schema import ENCODINGS
+
+__all__ = ["fetch", "plan", "presets", "record"]
+
+
+def _configuration(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that make a configuration, the same for all commands that take one."""
+    options = (
+        click.option("--preset", "preset_name", metavar="NAME", help="One of `trajstore presets`."),
+        click.option(
+            "--config",
+            "config_file",
+            type=click.Path(dir_okay=False),
+            help="A TOML file instead of a preset, as `trajstore presets NAME` prints it.",
+        ),
+        click.option(
+            "--set",
+            "assignments",
+            multiple=True,
+            metavar="SECTION.KEY=VALUE",
+            help="Change one field of the configuration, such as optimizer.lr=3e-4. Repeatable.",
+        ),
+        click.option("--steps", type=int, help="Optimizer steps to train."),
+        click.option(
+            "--corpus", type=click.Path(), help="A text; default: as fetched, or embedded."
+        ),
+        click.option(
+            "--tokenizer",
+            type=click.Path(),
+            help="Folder of a tokenizer; default: as fetched, or none.",
+        ),
+        click.option(
+            "--record",
+            "variables",
+            metavar="W,grad,…",
+            help="Variables, or a tier: weights, weights+grads, all.",
+        ),
+        click.option("--every", type=int, metavar="K", help="Steps from one row to the next."),
+        click.option("--tokens", metavar="all|dead|live|FILE", help="Which tokens to record."),
+        click.option(
+            "--memory", metavar="SIZE", help="For all buffers of the recorder, such as 512MiB."
+        ),
+        click.option(
+            "--block-rows", type=int, help="Rows of a block; default: planned from the memory."
+        ),
+        click.option(
+            "--encoding",
+            type=click.Choice(ENCODINGS),
+            help="delta (default): smaller, faster; portable: for any reader of Zarr v3.",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+_PLACES = {
+    "steps": "training.steps",
+    "device": "training.device",
+    "seed": "training.seed",
+    "every": "recording.every",
+    "tokens": "recording.tokens",
+    "memory": "recording.memory",
+    "block_rows": "recording.block_rows",
+    "encoding": "recording.encoding",
+    "checkpoint_every": "recording.checkpoint_every",
+}
+
+
+def _configured(
+    preset_name: str | None,
+    config_file: str | None,
+    assignments: tuple[str, ...],
+    variables: str | None,
+    fields: dict[str, Any],
+    run: Path | None = None,
+) -> Any:
+    """Configuration that is asked for; of a run that goes on, where none is named, its own.
+
+    The steps of a preset or a file are those of a new run: one that goes on keeps its own.
+    """
+    import trainers
+
+    recorded = None if run is None else trainers.recorded_config(run)
+    if preset_name is None and config_file is None and recorded is not None:
+        config = recorded
+    elif (preset_name is None) == (config_file is None):
+        raise InvalidArgument("name either a preset (--preset gatsby) or a file (--config FILE)")
+    elif preset_name is not None:
+        config = trainers.preset(preset_name)
+    else:
+        config = trainers.RunConfig.from_toml(str(config_file))
+    if recorded is not None:
+        config = config.with_values([f"training.steps={recorded.training.steps}"])
+    given = [
+        f"{_PLACES[name]}={json.dumps(value)}"
+        for name, value in fields.items()
+        if value is not None
+    ]
+    if variables is not None:
+        given.append(f"recording.record={json.dumps(variables.split(','))}")
+    return config.with_values([*assignments, *given])
+
+
+@click.command()
+@_configuration
+@click.option("-o", "--output", type=click.Path(), help="The run, by default NAME.zarr.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), help="Where to train.")
+@click.option("--seed", type=int, help="Of everything random.")
+@click.option(
+    "--checkpoint-every",
+    type=int,
+    metavar="K",
+    help="Steps between checkpoints, rounded up to whole blocks; default: only the last step.",
+)
+@click.option("--resume", is_flag=True, help="Go on with a run, also with more --steps.")
+@click.option("--overwrite", is_flag=True, help="Replace a run that is there.")
+@click.option("--fsync", is_flag=True, help="Have every commit survive a loss of power.")
+@JSON
+@sentences
+def record(
+    preset_name: str | None,
+    config_file: str | None,
+    assignments: tuple[str, ...],
+    output: str | None,
+    corpus: str | None,
+    tokenizer: str | None,
+    variables: str | None,
+    resume: bool,
+    overwrite: bool,
+    fsync: bool,
+    as_json: bool,
+    **fields: Any,
+) -> None:
+    """Train a model and record every optimizer step.
+
+    Ctrl-C and SIGTERM stop it after the step in progress, so that --resume can go on.
+
+    \b
+    Example:
+      trajstore record --preset gatsby --steps 300 -o gatsby.zarr
+      trajstore record --preset gatsby --corpus book.txt --set optimizer.lr=3e-4
+      trajstore record --preset wordybird-1b --every 10 --tokens dead
+      trajstore record --preset gatsby --checkpoint-every 500 -o long.zarr
+      trajstore record --resume --steps 20000 -o long.zarr
+    """
+    import trainers
+
+    if resume and output is None and preset_name is None and config_file is None:
+        raise InvalidArgument("name the run to go on with: --resume -o RUN.zarr")
+    if output is not None and "://" in output:  # a Path would make a folder of it
+        raise InvalidArgument(f"cannot record to {output}: a run is recorded to a local folder")
+    path = Path(output or f"{preset_name or Path(str(config_file)).stem}.zarr")
+    config = _configured(
+        preset_name, config_file, assignments, variables, fields, path if resume else None
+    )
+
+    with StopRequest() as stop, RecordingProgress(config.training.steps) as progress:
+
+        def begin(text: Any) -> None:
+            progress.show_corpus(text)
+            stop.begin()
+
+        try:
+            trainers.record(
+                config,
+                path,
+                corpus=corpus,
+                tokenizer=tokenizer,
+                overwrite=overwrite,
+                resume=resume,
+                fsync=fsync,
+                stop=stop,
+                on_corpus=begin,
+                on_step=progress.show_step,
+                on_note=progress.show_note,
+            )
+        except SystemExit:
+            left = f"{path} is as it was" if resume else "nothing has been recorded"
+            err.print(Text(f"Stopped before the training began; {left}."))
+            raise
+    from trajstore.store.run_info import information
+
+    facts = information(path)
+    if as_json:
+        print_json(facts)
+    if facts["status"] == "interrupted":
+        again = f"trajstore record --resume -o {shlex.quote(str(path))}{' --fsync' * fsync}"
+        err.print(
+            Text(
+                f"Interrupted after step {facts['steps']['last']}; "
+                f"{facts['committed_rows']} rows are whole. Go on with: {again}"
+            )
+        )
+        sys.exit(stop.exit_code)
+    if not as_json:
+        out.print(
+            f"Recorded {facts['committed_rows']} rows to {path}: "
+            f"{format_bytes(facts['bytes_native'])} in {format_bytes(facts['bytes_on_disk'])} "
+            f"on disk (ratio {facts['ratio']:.2f})."
+        )
+        out.print(f"Look at it with: trajstore summary {path}")
+
+
+@click.command()
+@_configuration
+@JSON
+@sentences
+def plan(
+    preset_name: str | None,
+    config_file: str | None,
+    assignments: tuple[str, ...],
+    corpus: str | None,
+    tokenizer: str | None,
+    variables: str | None,
+    as_json: bool,
+    **fields: Any,
+) -> None:
+    """Tell what a run will cost before it is made: rows, chunks, bytes, memory, files.
+
+    \b
+    Example:
+      trajstore plan --preset wordybird-1b
+    """
+    import trainers
+    from trajstore.schema import TIERS
+
+    config = _configured(preset_name, config_file, assignments, variables, fields)
+    wanted = trainers.plan(config, corpus=corpus, tokenizer=tokenizer)
+    tiers = {}
+    for tier in TIERS:
+        recording = config.recording.model_copy(update={"record": (tier,)})
+        alternative = config.model_copy(update={"recording": recording})
+        tiers[tier] = trainers.plan(alternative, corpus=corpus, tokenizer=tokenizer)
+    facts = wanted.facts() | {"tiers": {tier: made.totals() for tier, made in tiers.items()}}
+    if as_json:
+        print_json(facts)
+    else:
+        print_plan(facts)
+
+
+@click.command()
+@click.argument("name", metavar="gatsby|fineweb|gpt2")
+@click.option("--source", help="Another place: an address, a data set, or a local path.")
+@click.option("--sha256", metavar="HEX", help="What the result must have.")
+@JSON
+@sentences
+def fetch(name: str, source: str | None, sha256: str | None, as_json: bool) -> None:
+    """Download a corpus or tokenizer into the cache, where `record` finds it.
+
+    \b
+    Example:
+      trajstore fetch gpt2
+    """
+    import trainers
+
+    fetched = trainers.fetch(name, source=source, sha256=sha256)
+    if as_json:
+        print_json({**vars(fetched), "path": str(fetched.path)})
+    else:
+        unit = "tokens" if fetched.path.is_dir() else "bytes"
+        out.print(
+            f"Fetched {fetched.path}: {fetched.size:,} {unit} from {fetched.source}, "
+            f"sha256 {fetched.sha256}"
+        )
+
+
+@click.command()
+@click.argument("name", required=False)
+@JSON
+@sentences
+def presets(name: str | None, as_json: bool) -> None:
+    """List the presets, or print one as TOML that `record --config` takes.
+
+    \b
+    Example:
+      trajstore presets gatsby > mine.toml
+    """
+    import trainers
+
+    if name is not None:
+        config = trainers.preset(name)
+        if as_json:
+            print_json(config.model_dump(mode="json"))
+        else:
+            click.echo(config.to_toml(), nl=False)
+        return
+    listed = {key: (make.__doc__ or "").strip() for key, make in trainers.PRESETS.items()}
+    if as_json:
+        print_json(listed)
+    else:
+        for key, text in listed.items():
+            out.print(Text(f"{key}  {text}"))

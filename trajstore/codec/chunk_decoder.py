@@ -1,0 +1,135 @@
+"""How the bytes of one chunk become values again: all of them, or those that are wanted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from numcodecs import blosc
+
+from trajstore.codec.blosc_frame import HEADER, cut
+from trajstore.codec.codec_chain import Chain
+from trajstore.codec.crc32c_check import CHECKSUM, is_intact
+from trajstore.codec.delta import unfold
+from trajstore.codec.scratch_memory import scratch
+
+__all__ = ["Decoder"]
+
+Array = npt.NDArray[np.generic]
+
+
+class Decoder:
+    """Decodes the chunks of one array.
+
+    Parameters
+    ----------
+    chain : Chain
+        That encoded them.
+    shape : tuple of int
+        Of a whole chunk.
+    """
+
+    def __init__(self, chain: Chain, shape: tuple[int, ...]) -> None:
+        self._chain = chain
+        order = chain.order(len(shape))
+        self._natural = tuple(order.index(axis) for axis in range(len(shape)))
+        self._lead = order[0]  # the axis that comes first in the bytes
+        # A row is the sum of all before it, a token stands for itself.
+        self._from_start = chain.kind == "delta" and self._lead == 0
+        self._length = shape[self._lead]
+        self._rest = tuple(shape[axis] for axis in order[1:])
+        self._row = math.prod(self._rest) * chain.itemsize
+        self._size = self._length * self._row
+        self._bits = np.dtype(f"<u{chain.itemsize}")
+
+    def decode(self, data: bytes, window: tuple[slice, ...], out: npt.NDArray[np.generic]) -> None:
+        """Decode part of a chunk.
+
+        Parameters
+        ----------
+        data : bytes
+            As `Chain.encode` made it.
+        window : tuple of slice
+            What is wanted, with start and stop.
+        out : ndarray of ``native.stored`` or ``native.bits``, shape of the window
+            Receives the values, or their native bits.
+
+        Raises
+        ------
+        ValueError
+            If the checksum does not fit, or what is inside is not a chunk of that shape.
+        """
+        values = self._unpack(data, *self._stretch(window[self._lead]))
+        key = list(window)
+        key[self._lead] = slice(None)
+        if self._chain.kind != "delta":
+            out[...] = values.view(out.dtype)[tuple(key)]
+            return
+        steps = window[0]
+        key[0] = slice(steps.stop)
+        folded = values[tuple(key)]
+        if not folded.flags.c_contiguous:
+            ordered = scratch.array("ordered", folded.shape, folded.dtype)
+            np.copyto(ordered, folded)
+            folded = ordered
+        unfold(folded, self._chain.native, out.view(f"u{out.itemsize}"), steps.start)
+
+    def unpack(self, data: bytes) -> Array:
+        """Check and decompress a chunk: all of decoding that can fail.
+
+        What is left, adding up differences, is defined for every bit pattern.
+
+        Parameters
+        ----------
+        data : bytes
+            As `Chain.encode` made it.
+
+        Returns
+        -------
+        ndarray of unsigned integers
+            Of the chunk's shape: folded differences of the native bits, or bits of the stored
+            values. It is scratch of this thread, until the next call.
+
+        Raises
+        ------
+        ValueError
+            If the checksum does not fit, or what is inside is not a chunk of that shape.
+        """
+        return self._unpack(data, 0, self._length)
+
+    def work(self, windows: Sequence[Sequence[slice]]) -> int:
+        """Bytes that are decompressed for windows, or somewhat fewer.
+
+        Parameters
+        ----------
+        windows : sequence of sequence of slice
+            Of each axis those that are taken of its chunks; each of one axis with each of the
+            others.
+        """
+        stretches = [self._stretch(lead) for lead in windows[self._lead]]
+        chunks = math.prod(map(len, windows)) // len(stretches)
+        return sum(stop - start for start, stop in stretches) * chunks * self._row
+
+    def _stretch(self, lead: slice) -> tuple[int, int]:
+        """What must be decompressed for a window, of the axis that comes first in the bytes."""
+        return (0 if self._from_start else lead.start), lead.stop
+
+    def _unpack(self, data: bytes, start: int, stop: int) -> Array:
+        """As `unpack`, but only so much of the axis that comes first in the bytes."""
+        if len(data) < HEADER + CHECKSUM or not is_intact(data):
+            raise ValueError("the checksum does not fit")
+        if int.from_bytes(data[4:8], "little") != self._size:  # of what Blosc compressed
+            raise ValueError("it has another size than the metadata says")
+        if int.from_bytes(data[12:16], "little") != len(data) - CHECKSUM:  # which Blosc trusts
+            raise ValueError("it is not a whole Blosc frame")
+        frame, size = memoryview(data)[:-CHECKSUM], self._size
+        skip = start * self._row
+        if stop - start < self._length:
+            frame, skip = cut(frame, skip, stop * self._row)
+            size = int.from_bytes(frame[4:8], "little")
+        values = scratch.array("values", (size,), "u1")
+        blosc.decompress(frame, values)
+        wanted = values[skip : skip + (stop - start) * self._row].view(self._bits)
+        return wanted.reshape(stop - start, *self._rest).transpose(self._natural)

@@ -1,0 +1,238 @@
+"""How one chunk of a block becomes bytes.
+
+An encoding is a chain of Zarr v3 codecs for each array. `Chain.codecs` is what the array's metadata
+says; `Chain.encode` does the same to the native bits of a chunk, without the generic pipeline and
+its copies between, and `trajstore.codec.chunk_decoder` the reverse.
+
+``delta``
+    Differences of the native bits along step (`trajstore.codec.delta`), then Blosc with bitshuffle.
+    Of large weights the differences are put in order of tokens, with a shuffle of bytes: one
+    token's history is then a small part of a chunk, and a step's snapshot decodes twice as fast.
+``portable``
+    Core specification only: the stored floats with step last, then Blosc with bitshuffle.
+
+Both end in a crc32c, so that a flipped bit is an error on reading and never a number. Per-step
+scalars and types without a delta are stored as they are, under either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from numcodecs import blosc
+from zarr.abc.codec import Codec
+from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, TransposeCodec
+
+from trajstore.codec.crc32c_check import checksum
+from trajstore.codec.delta import DELTA, DeltaCodec, fold
+from trajstore.codec.scratch_memory import scratch
+from trajstore.errors import InvalidArgument
+from trajstore.schema import ENCODINGS
+from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE, NativeType, widen
+
+__all__ = ["Chain", "chain", "chain_of"]
+
+Compressor = Literal["lz4", "zstd"]
+Kind = Literal["delta", "step-last", "plain"]
+Shuffle = Literal["bitshuffle", "shuffle"]
+
+
+_SHUFFLES = {"shuffle": blosc.Blosc.SHUFFLE, "bitshuffle": blosc.Blosc.BITSHUFFLE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """Codecs of one array.
+
+    Attributes
+    ----------
+    native : NativeType
+    kind : {'delta', 'step-last', 'plain'}
+        What is done to the values before they are compressed.
+    compressor : {'lz4', 'zstd'}
+    level : int
+    token_first : bool
+        Whether differences are compressed token by token instead of row by row.
+    shuffle : {'bitshuffle', 'shuffle'}
+        Whether the bits or the bytes of the values are put together, by their rank.
+    blocksize : int
+        Bytes that Blosc is asked to compress together, and hence to decompress for any of them; for
+        lz4 it takes as many of each byte of a value. 0 leaves it to Blosc.
+    """
+
+    native: NativeType
+    kind: Kind
+    compressor: Compressor
+    level: int
+    token_first: bool = False
+    shuffle: Shuffle = "bitshuffle"
+    blocksize: int = 0
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one value when it is compressed."""
+        return (self.native if self.kind == "delta" else self.native.stored).itemsize
+
+    def codecs(self, ndim: int) -> dict[str, Any]:
+        """Codec arguments of `zarr.create_array` for an array of that many dimensions."""
+        filters: list[Any] = []
+        if self.kind == "delta":
+            filters.append(DeltaCodec(native_dtype=self.native.name))
+        order = self.order(ndim)
+        if order != tuple(range(ndim)):
+            filters.append(TransposeCodec(order=order))
+        return {
+            "filters": filters,
+            "serializer": BytesCodec(endian="little"),
+            "compressors": [
+                BloscCodec(
+                    cname=self.compressor,
+                    clevel=self.level,
+                    shuffle=self.shuffle,
+                    typesize=self.itemsize,
+                    blocksize=self.blocksize,
+                ),
+                Crc32cCodec(),
+            ],
+        }
+
+    def encode(self, bits: npt.NDArray[Any], shape: tuple[int, ...]) -> bytes:
+        """Encode one chunk.
+
+        Parameters
+        ----------
+        bits : ndarray of ``native.bits``, (step, …)
+            May be smaller than the chunk at the end of an axis.
+        shape : tuple of int
+            Of the whole chunk; what `bits` does not cover is 0 and lies outside the array.
+
+        Returns
+        -------
+        bytes
+        """
+        if bits.shape != shape:
+            whole = np.zeros(shape, bits.dtype)
+            whole[tuple(slice(length) for length in bits.shape)] = bits
+            bits = whole
+        if self.kind == "delta":
+            values = scratch.array("values", shape, bits.dtype)
+            fold(bits, values)
+            if self.token_first:
+                ordered = values.transpose(self.order(values.ndim))
+                values = scratch.array("ordered", ordered.shape, bits.dtype)
+                np.copyto(values, ordered)
+        else:
+            unsigned = np.dtype(f"u{self.native.stored.itemsize}")
+            bits = bits.transpose(self.order(bits.ndim))
+            values = scratch.array("values", bits.shape, unsigned)
+            widen(bits, self.native, out=values)
+        packed: bytes = blosc.Blosc(
+            cname=self.compressor,
+            clevel=self.level,
+            shuffle=_SHUFFLES[self.shuffle],
+            blocksize=self.blocksize,
+            typesize=self.itemsize,
+        ).encode(values)
+        return packed + checksum(packed)
+
+    def order(self, ndim: int) -> tuple[int, ...]:
+        """Axes of a chunk in the order in which they are compressed."""
+        if self.kind == "step-last":
+            return _step_last(ndim)
+        return (1, 0, *range(2, ndim)) if self.token_first else tuple(range(ndim))
+
+
+def _step_last(ndim: int) -> tuple[int, ...]:
+    """Order of the axes that puts step last, so that the history of one element is contiguous."""
+    return (*range(1, ndim), 0)
+
+
+def chain(
+    encoding: str, native: NativeType, ndim: int, *, small: bool, history: bool = False
+) -> Chain:
+    """Codecs of an array.
+
+    Parameters
+    ----------
+    encoding : {'delta', 'portable'}
+    native : NativeType
+    ndim : int
+    small : bool
+        Whether the rows of the run are so small that no training makes them faster than the
+        slower compressor takes them. The figures behind the choice are in docs/benchmarks.md.
+    history : bool
+        Whether histories of single tokens are what the array is read for most.
+
+    Raises
+    ------
+    InvalidArgument
+        For an unknown encoding.
+    """
+    if encoding not in ENCODINGS:
+        raise InvalidArgument(
+            f"there is no encoding {encoding!r}; choose from {', '.join(ENCODINGS)}"
+        )
+    if ndim == 1:
+        return Chain(native=native, kind="plain", compressor="zstd", level=1)
+    if encoding == "portable":
+        return Chain(native=native, kind="step-last", compressor="zstd", level=3 if small else 1)
+    if small:
+        return Chain(native=native, kind="delta", compressor="zstd", level=3)
+    coding = Chain(native=native, kind="delta", compressor="lz4", level=5, blocksize=1 << 17)
+    if history:
+        return replace(coding, token_first=True, shuffle="shuffle", blocksize=1 << 16)
+    return coding
+
+
+def chain_of(codecs: Sequence[Codec], stored: np.dtype[Any], ndim: int) -> Chain | None:
+    """Chain of which an array's metadata speaks.
+
+    Parameters
+    ----------
+    codecs : sequence of Codec
+        Of an inner chunk, as zarr read them.
+    stored : numpy.dtype
+        Of the array.
+    ndim : int
+
+    Returns
+    -------
+    Chain or None
+        None if it is none of ours; zarr can still read the array.
+    """
+    described = [codec.to_dict() for codec in codecs]
+    options = [item for item in described if item["name"] in ("blosc", DELTA)]
+    parameters: dict[str, Any] = {}
+    for item in options:
+        parameters.update(item["configuration"])  # type: ignore[arg-type]
+    name = parameters.get("native_dtype", stored.name)
+    types = NATIVE_TYPES | {STEP_TYPE.name: STEP_TYPE}
+    if "cname" not in parameters or name not in types:
+        return None
+    kinds: tuple[tuple[Kind, bool], ...] = (
+        ("delta", False), ("delta", True), ("step-last", False), ("plain", False)
+    )  # fmt: skip
+    compressor, shuffle = (
+        getattr(parameters[option], "value", parameters[option]) for option in ("cname", "shuffle")
+    )
+    if shuffle not in _SHUFFLES:
+        return None
+    for kind, token_first in kinds:
+        candidate = Chain(
+            native=types[name],
+            kind=kind,
+            compressor=compressor,
+            level=parameters["clevel"],
+            token_first=token_first,
+            shuffle=shuffle,
+            blocksize=parameters["blocksize"],
+        )
+        ours = candidate.codecs(ndim)
+        sequence = [*ours["filters"], ours["serializer"], *ours["compressors"]]
+        if [codec.to_dict() for codec in sequence] == described:
+            return candidate
+    return None

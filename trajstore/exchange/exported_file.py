@@ -1,0 +1,41 @@
+"""What a file will hold of a run, whatever its format: tensors, texts, and what to say of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from trajstore.exchange.selection import Selection
+from trajstore.formats.streamed_tensor import Tensor
+from trajstore.schema import COORDINATES
+from trajstore.store.tiled_reader import TiledRun
+
+__all__ = ["ExportedFile", "json_texts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedFile:
+    """A file that is to be written.
+
+    Attributes
+    ----------
+    tensors : tuple of Tensor
+    texts : dict of str to str
+        What it says besides: the metadata of a safetensors file, datasets of bytes in HDF5.
+    notes : tuple of str
+        What whoever reads the file should know.
+    """
+
+    tensors: tuple[Tensor, ...]
+    texts: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def json_texts(run: TiledRun, selection: Selection) -> dict[str, str]:
+    """Attributes of the run and of its variables, and the coordinates that are texts, as JSON."""
+    attributes = {name: run.series[name].attributes for name in selection.variables}
+    texts = {"attributes": json.dumps(run.attributes), "variables": json.dumps(attributes)}
+    for name, values in run.coordinates.items():
+        if COORDINATES[name].dtype == "string":
+            texts[name] = json.dumps([str(text) for text in selection.along_token(values)])
+    return texts

@@ -1,0 +1,202 @@
+"""What of a run is exported: steps, tokens, variables, as words or as numbers."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
+from trajstore.schema import VARIABLES
+from trajstore.store.tiled_reader import TiledRun, positions
+
+__all__ = ["Selection", "Steps", "Tokens", "select"]
+
+Array = npt.NDArray[Any]
+
+Steps = str | int | slice | Iterable[int] | None
+"""Steps: a number, a slice of step numbers, several numbers, or such a text: ``0:200:10,500``."""
+
+Tokens = str | os.PathLike[str] | Iterable[int] | None
+"""Tokens: ``all``, ``dead``, ``live``, ids, or a text file with ids."""
+
+_RANGE = re.compile(r"\s*(\d*)\s*(?::\s*(\d*)\s*(?::\s*(\d*)\s*)?)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Part of a run.
+
+    Attributes
+    ----------
+    rows : ndarray of int, (step,)
+        Positions along ``step``, increasing.
+    tokens : ndarray of int, (token,), optional
+        Positions along ``token``, increasing; None for all.
+    variables : tuple of str
+        In the order of the schema.
+    """
+
+    rows: Array
+    tokens: Array | None
+    variables: tuple[str, ...]
+
+    def along_token(self, values: Array) -> Array:
+        """Values of a coordinate at the selected tokens."""
+        return values if self.tokens is None else values[self.tokens]
+
+
+def select(
+    run: TiledRun,
+    *,
+    steps: Steps = None,
+    tokens: Tokens = None,
+    variables: str | Iterable[str] | None = None,
+) -> Selection:
+    """Find a selection in a run.
+
+    Parameters
+    ----------
+    run : TiledRun
+    steps : str, int, slice or iterable of int, optional
+        Step numbers. A slice, or ``start:stop:stride`` in a text, means the recorded steps from
+        start on and before stop whose distance from start is a multiple of stride.
+    tokens : str, path-like or iterable of int, optional
+        ``all``, ``dead``, ``live``, vocabulary ids (also as a text: ``1,2,3``), or a text file with
+        ids between spaces, commas or line ends.
+    variables : str or iterable of str, optional
+        Names, also as one text with commas.
+
+    Raises
+    ------
+    StepNotFound
+        If a single step is named that was not recorded.
+    VariableNotRecorded
+        If a variable is named that the run does not hold.
+    InvalidArgument
+        If the text cannot be read, or nothing is selected.
+    """
+    return Selection(
+        rows=_rows(run.steps, steps),
+        tokens=_tokens(run, tokens),
+        variables=_variables(run, variables),
+    )
+
+
+def _rows(recorded: Array, steps: Steps) -> Array:
+    if steps is None:
+        return np.arange(len(recorded))
+    chosen = np.zeros(len(recorded), bool)
+    if isinstance(steps, str):
+        items: list[int | slice] = [_range(item, steps) for item in steps.split(",")]
+    elif isinstance(steps, int | slice):
+        items = [steps]
+    else:
+        items = [int(step) for step in steps]
+    for item in items:
+        if isinstance(item, slice):
+            chosen |= _in_slice(recorded, item)
+        else:
+            at = int(positions(recorded, np.array([item]))[0])
+            if at < 0:
+                span = f"{recorded[0]} to {recorded[-1]}" if len(recorded) else "none"
+                raise StepNotFound(f"step {item} was not recorded; the run holds steps {span}")
+            chosen[at] = True
+    rows = np.flatnonzero(chosen)
+    if not len(rows):
+        span = f"steps {recorded[0]} to {recorded[-1]}" if len(recorded) else "no steps"
+        raise InvalidArgument(f"no recorded step is in {steps!r}; the run holds {span}")
+    return rows
+
+
+def _range(item: str, text: str) -> int | slice:
+    match = _RANGE.fullmatch(item)
+    if not match or not item.strip():
+        raise InvalidArgument(
+            f"cannot read {text!r} as steps; write numbers and start:stop:stride, such as "
+            "0:200:10 or 0,100,500:"
+        )
+    if ":" not in item:
+        return int(match[1])
+    return slice(*(int(part) if part else None for part in match.groups()))
+
+
+def _in_slice(recorded: Array, item: slice) -> Array:
+    start, stop, stride = item.start, item.stop, 1 if item.step is None else item.step
+    if stride < 1 or any(bound is not None and bound < 0 for bound in (start, stop)):
+        raise InvalidArgument(
+            f"got steps {start}:{stop}:{stride}, expected step numbers from 0 on and a stride "
+            "from 1 on"
+        )
+    if start is None:
+        start = int(recorded[0]) if len(recorded) else 0
+    chosen: Array = (recorded >= start) & ((recorded - start) % stride == 0)
+    return chosen if stop is None else chosen & (recorded < stop)
+
+
+def _tokens(run: TiledRun, tokens: Tokens) -> Array | None:
+    if tokens is None or (isinstance(tokens, str) and tokens == "all"):
+        return None
+    if isinstance(tokens, str) and tokens in ("dead", "live"):
+        if "is_dead" not in run.coordinates:
+            raise VariableNotRecorded(
+                "this run does not say which tokens are dead; name the tokens by their ids"
+            )
+        is_dead = run.coordinates["is_dead"].astype(bool)
+        found = np.flatnonzero(is_dead == (tokens == "dead"))
+    else:
+        ids = _ids(tokens)
+        found = positions(run.coordinates["token"], ids)
+        if (found < 0).any():
+            raise InvalidArgument(f"token {ids[found < 0][0]} was not recorded")
+        found = np.unique(found)
+    if not len(found):
+        raise InvalidArgument(f"tokens {tokens!r} selects no token of this run")
+    return found
+
+
+def _ids(tokens: str | os.PathLike[str] | Iterable[int]) -> Array:
+    if not isinstance(tokens, str | os.PathLike):
+        return np.array([int(token) for token in tokens], np.int64)
+    text = os.fspath(tokens)
+    if not re.fullmatch(r"[\d\s,]+", text):
+        try:
+            text = Path(tokens).read_text("ascii")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidArgument(
+                f"cannot read tokens {os.fspath(tokens)!r}; give all, dead, live, ids such as "
+                "1,2,3, or a text file with ids"
+            ) from error
+    words = re.split(r"[\s,]+", text.strip(" \t\r\n,"))
+    try:
+        return np.array([int(word) for word in words], np.int64)
+    except (ValueError, OverflowError):
+        raise InvalidArgument(
+            f"{os.fspath(tokens)!r} does not hold token ids; write whole numbers between spaces, "
+            "commas or line ends"
+        ) from None
+
+
+def _variables(run: TiledRun, variables: str | Iterable[str] | None) -> tuple[str, ...]:
+    if variables is None:
+        return tuple(run.series)
+    listed = variables.split(",") if isinstance(variables, str) else variables
+    names = [name.strip() for name in listed]
+    for name in names:
+        if name not in VARIABLES:
+            raise InvalidArgument(
+                f"there is no variable {name!r}; this run holds {', '.join(run.series)}"
+            )
+        if name not in run.series:
+            raise VariableNotRecorded(
+                f"{name} was not recorded; this run holds {', '.join(run.series)}"
+            )
+    if not names:
+        raise InvalidArgument("variables is empty; leave it out to export all")
+    return tuple(name for name in run.series if name in names)

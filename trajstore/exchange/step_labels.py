@@ -1,0 +1,64 @@
+"""Steps of the rows of a file: some labels count callbacks instead, and some files have none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import FormatError
+
+__all__ = ["true_steps", "unlabelled_steps"]
+
+Array = npt.NDArray[Any]
+
+
+def true_steps(labels: Array, *, trusted: bool = False) -> tuple[Array, str | None]:
+    """Optimizer steps of the rows of a file.
+
+    The recorder of notebooks 14.1a, 15.1a and 1.12f counted a callback that fires after every step
+    and once more at the end of an epoch, when nothing is recorded. So its labels skip a number
+    after every epoch: 10,001 rows are labelled 0 to 10001, and every label past step 8,306 is one
+    too high. Holes at every multiple of one number of rows are this mistake; any other labels are
+    taken as they are.
+
+    Parameters
+    ----------
+    labels : ndarray of int64, (step,)
+    trusted : bool
+        Whether the file says that its labels count optimizer steps.
+
+    Returns
+    -------
+    steps : ndarray of int64, (step,)
+    note : str, optional
+        What was corrected.
+
+    Raises
+    ------
+    FormatError
+        If labels are negative or do not increase.
+    """
+    if len(labels) and (
+        labels[0] < 0 or labels[-1] >= 1 << 62 or (labels[1:] <= labels[:-1]).any()
+    ):
+        raise FormatError("recorded_steps must be step numbers from 0 on that increase")
+    spacing = np.diff(labels)
+    holes = np.flatnonzero(spacing == 2)
+    if trusted or not len(holes) or labels[0] != 0 or spacing.max() > 2:
+        return labels, None
+    epoch = int(holes[0])
+    if epoch == 0 or not np.array_equal(holes, np.arange(epoch, len(spacing), epoch)):
+        return labels, None
+    return np.arange(len(labels), dtype=np.int64), (
+        f"recorded_steps ran from 0 to {labels[-1]} in {len(labels)} rows and skipped a number "
+        f"every {epoch} rows, at the end of each epoch: it counted callbacks; the rows are "
+        f"optimizer steps 0 to {len(labels) - 1} and were labelled so"
+    )
+
+
+def unlabelled_steps(rows: int) -> tuple[Array, str]:
+    """Steps of the rows of a file that does not say them, and a note on how they were taken."""
+    note = f"the file labels no steps; its rows were taken as steps 0 to {rows - 1}"
+    return np.arange(rows, dtype=np.int64), note

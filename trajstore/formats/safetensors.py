@@ -1,0 +1,386 @@
+"""The safetensors file format: an untrusted header is checked whole before a byte of data is read.
+
+Source: the format's specification. An 8-byte little-endian length, a JSON header padded with
+spaces, then the data; each tensor is ``{"dtype", "shape", "data_offsets": [begin, end]}`` relative
+to the data, and together they cover it without holes or overlaps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import FormatError, RunNotFound
+from trajstore.formats.streamed_tensor import Part, Tensor, item_type
+from trajstore.strict_json import parse
+from trajstore.threads import Progress, in_parallel
+from trajstore.values.native_types import NATIVE_TYPES, NativeType
+
+__all__ = ["Entry", "SafetensorsFile", "write_safetensors"]
+
+Array = npt.NDArray[Any]
+
+_NAMES = {
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "int64": "I64",
+    "int32": "I32",
+    "bool": "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+# Types of the format that a run has no use for. A file may hold them beside what is imported.
+_OTHER_SIZES = {
+    "U8": 1,
+    "I8": 1,
+    "F8_E5M2": 1,
+    "F8_E4M3": 1,
+    "I16": 2,
+    "U16": 2,
+    "U32": 4,
+    "U64": 8,
+}
+
+_LONGEST_HEADER = 16 << 20
+_PIECE = 4 << 20
+_MOST_DIMS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A tensor as the header announces it.
+
+    Attributes
+    ----------
+    dtype : str
+        As torch calls it, or the format's own name where a run has no use for the type.
+    shape : tuple of int
+    begin, end : int
+        Bytes of the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class SafetensorsFile:
+    """A safetensors file, open for reading; a context manager.
+
+    Parameters
+    ----------
+    path : path-like
+
+    Attributes
+    ----------
+    entries : dict of str to Entry
+    metadata : dict of str to str
+    keys : tuple of str
+        Of the tensors.
+
+    Raises
+    ------
+    RunNotFound
+        If there is no file.
+    FormatError
+        If it is not such a file, or its header does not agree with its size.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise RunNotFound(f"there is no file at {path}")
+        self._file = self.path.open("rb", buffering=0)
+        try:
+            self.entries, self.metadata = self._header()
+        except BaseException:
+            self._file.close()
+            raise
+        self.keys = tuple(self.entries)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self.entries[key].shape
+
+    def native_type(self, key: str) -> NativeType:
+        """Type of a tensor of floating-point numbers.
+
+        Raises
+        ------
+        FormatError
+            If it is of another type.
+        """
+        dtype = self.entries[key].dtype
+        if dtype not in NATIVE_TYPES:
+            raise FormatError(
+                f"{self.path}: {key} is of type {dtype}, expected {', '.join(NATIVE_TYPES)}"
+            )
+        return NATIVE_TYPES[dtype]
+
+    def read(self, key: str, start: int | None = None, stop: int | None = None) -> Array:
+        """Bits of a tensor, or of its rows from `start` up to `stop`.
+
+        Raises
+        ------
+        FormatError
+            If the type has no use in a run, or the file has become shorter.
+        """
+        entry = self.entries[key]
+        if entry.dtype not in _NAMES:
+            raise FormatError(f"{self.path}: {key} is of type {entry.dtype}, which a run never has")
+        item = item_type(entry.dtype)
+        shape, offset = entry.shape, entry.begin
+        if start is not None and stop is not None:
+            shape = (stop - start, *shape[1:])
+            offset += start * math.prod(shape[1:]) * item.itemsize
+        bits = np.empty(shape, item.newbyteorder("<"))
+        view = bits.reshape(-1).view(np.uint8).data
+        self._file.seek(offset)
+        while view:
+            count = self._file.readinto(view)
+            if not count:
+                raise FormatError(f"{self.path}: the file ends within {key}; it was cut short")
+            view = view[count:]
+        return bits.astype(item, copy=False)
+
+    def vector(self, key: str, dtypes: Sequence[str], length: int | None = None) -> Array:
+        """Values of a tensor of one dimension that are numbers or truths.
+
+        Parameters
+        ----------
+        key : str
+        dtypes : sequence of str
+            Types that it may have.
+        length : int, optional
+            Any without it.
+
+        Raises
+        ------
+        FormatError
+            If it is of another type or shape, or a truth is neither 0 nor 1.
+        """
+        entry = self.entries[key]
+        fits = len(entry.shape) == 1 and (length is None or entry.shape[0] == length)
+        if entry.dtype not in dtypes or not fits:
+            raise FormatError(
+                f"{self.path}: {key} is {entry.dtype} of shape {entry.shape}, expected "
+                f"{' or '.join(dtypes)} of shape ({'any' if length is None else length},)"
+            )
+        values = self.read(key)
+        if entry.dtype == "bool" and values.view(np.uint8).max(initial=0) > 1:
+            raise FormatError(f"{self.path}: {key} holds other bytes than 0 and 1")
+        return values
+
+    def pieces(self, key: str) -> Iterator[bytes]:
+        """Bytes of a tensor of any type, a few MiB at a time.
+
+        Raises
+        ------
+        FormatError
+            If the file has become shorter.
+        """
+        entry = self.entries[key]
+        self._file.seek(entry.begin)
+        left = entry.end - entry.begin
+        while left:
+            piece = self._file.read(min(left, _PIECE))
+            if not piece:
+                raise FormatError(f"{self.path}: the file ends within {key}; it was cut short")
+            left -= len(piece)
+            yield piece
+
+    def _header(self) -> tuple[dict[str, Entry], dict[str, str]]:
+        size = os.fstat(self._file.fileno()).st_size
+        prefix = self._file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length < 2 or length > size - 8:
+            raise self._wrong(
+                f"its first 8 bytes announce a header of {length} bytes in {size} bytes"
+            )
+        if length > _LONGEST_HEADER:
+            raise self._wrong(
+                f"its header has {length} bytes, at most {_LONGEST_HEADER} are read; such a file "
+                "holds no run"
+            )
+        text = self._file.read(length)
+        try:
+            header = parse(text.decode())
+        except ValueError as error:
+            raise self._wrong(f"its header cannot be read ({error})") from None
+        if not isinstance(header, dict):
+            raise self._wrong("its header is no JSON object")
+        metadata = header.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(
+            isinstance(value, str) for value in metadata.values()
+        ):
+            raise self._wrong("its metadata are not texts by name")
+        data = 8 + length
+        entries = {key: self._entry(key, entry, data) for key, entry in header.items()}
+        at = data
+        for key, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
+            if entry.begin != at:
+                fault = "overlaps the tensor before it" if entry.begin < at else "leaves a hole"
+                raise self._wrong(f"{key} begins at byte {entry.begin - data} and {fault}")
+            at = entry.end
+        if at != size:
+            raise self._wrong(
+                f"its tensors need {at - data} bytes, {size - data} are there; it was cut short, "
+                "or holds something else"
+            )
+        return entries, metadata
+
+    def _entry(self, key: str, entry: Any, data: int) -> Entry:
+        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+            raise self._wrong(f"{key} is not described by dtype, shape and data_offsets")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or (dtype not in _DTYPES and dtype not in _OTHER_SIZES):
+            raise self._wrong(f"{key} is of the unknown type {dtype!r}")
+        if not _whole_numbers(shape) or len(shape) > _MOST_DIMS:
+            raise self._wrong(f"{key} has no shape of up to {_MOST_DIMS} lengths")
+        if not _whole_numbers(offsets) or len(offsets) != 2:
+            raise self._wrong(f"{key} has no data_offsets of two numbers")
+        itemsize = _OTHER_SIZES.get(dtype) or item_type(_DTYPES[dtype]).itemsize
+        begin, end = offsets
+        if end - begin != math.prod(shape) * itemsize:
+            raise self._wrong(
+                f"{key} has {end - begin} bytes, but shape {shape} of {dtype} needs "
+                f"{math.prod(shape) * itemsize}"
+            )
+        return Entry(
+            dtype=_DTYPES.get(dtype, dtype),
+            shape=tuple(shape),
+            begin=data + begin,
+            end=data + end,
+        )
+
+    def _wrong(self, fault: str) -> FormatError:
+        return FormatError(f"{self.path} is not a sound safetensors file: {fault}")
+
+
+def _whole_numbers(values: Any) -> bool:
+    # A huge number would make the products that follow slow; no file has 2**63 bytes.
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value < 1 << 63 for value in values
+    )
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Sequence[Tensor],
+    metadata: Mapping[str, str],
+    on_progress: Progress | None = None,
+) -> dict[str, int]:
+    """Write a file, part by part, each at its place.
+
+    Memory holds a few parts, whatever the size. The space is claimed first, so that a full disk is
+    found before anything is decoded.
+
+    Parameters
+    ----------
+    path : Path
+        An existing file, which is overwritten.
+    tensors : sequence of Tensor
+    metadata : mapping of str to str
+    on_progress : callable, optional
+
+    Returns
+    -------
+    dict of str to int
+        Values that had to be rounded, by key.
+    """
+    # Widest types first, so that each tensor is aligned.
+    ordered = sorted(tensors, key=lambda tensor: (-item_type(tensor.dtype).itemsize, tensor.key))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    offsets: dict[str, int] = {}
+    end = 0
+    for tensor in ordered:
+        offsets[tensor.key] = end
+        header[tensor.key] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    data = 8 + len(text)
+    rounded = dict.fromkeys(offsets, 0)
+    done = 0
+    with path.open("r+b", buffering=0) as file:
+        number = file.fileno()
+        _claim(number, data + end)
+        _write_all(number, len(text).to_bytes(8, "little") + text, 0)
+        jobs = (
+            partial(_write_part, number, tensor, part, data + offsets[tensor.key])
+            for tensor in ordered
+            for part in tensor.parts()
+        )
+        for key, size, changed in in_parallel(jobs):
+            rounded[key] += changed
+            done += size
+            if on_progress is not None:
+                on_progress(done, end)
+    assert done == end, f"{done} bytes were written, {end} announced"
+    return rounded
+
+
+def _write_part(number: int, tensor: Tensor, part: Part, offset: int) -> tuple[str, int, int]:
+    """Read a part and write it; return its tensor, its bytes, and what had to be rounded."""
+    bits, rounded = part.read()
+    _write_bits(number, tensor, part.where, bits, offset)
+    return tensor.key, bits.nbytes, rounded
+
+
+def _write_bits(
+    number: int, tensor: Tensor, where: tuple[slice, ...], bits: Array, offset: int
+) -> None:
+    little = np.ascontiguousarray(bits, bits.dtype.newbyteorder("<"))
+    if not where:
+        _write_all(number, little.reshape(-1).view(np.uint8).data, offset)
+        return
+    row = math.prod(tensor.shape[1:]) * little.itemsize
+    at = offset + where[0].start * row
+    if len(where) == 1 or len(little) == 0 or little[0].nbytes == row:
+        _write_all(number, little.reshape(-1).view(np.uint8).data, at)
+        return
+    at += where[1].start * math.prod(tensor.shape[2:]) * little.itemsize
+    for values in little:
+        _write_all(number, values.reshape(-1).view(np.uint8).data, at)
+        at += row
+
+
+def _write_all(number: int, data: bytes | memoryview, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(number, view, offset)
+        view, offset = view[count:], offset + count
+
+
+def _claim(number: int, size: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(number, 0, size)
+    else:  # macOS has none; the file grows as it is written
+        os.ftruncate(number, size)

@@ -1,0 +1,74 @@
+"""What a file will hold: tensors, each made of parts that are read when their turn comes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.values.native_types import NATIVE_TYPES
+
+__all__ = ["Part", "Tensor", "constant", "item_type"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Part of a tensor.
+
+    Attributes
+    ----------
+    where : tuple of slice
+        Its place, in the first one or two dimensions.
+    read : callable
+        Returns its bits, and how many values had to be rounded.
+    """
+
+    where: tuple[slice, ...]
+    read: Callable[[], tuple[Array, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
+    """A tensor to be.
+
+    Attributes
+    ----------
+    key : str
+        Its name in the file.
+    dtype : str
+        bfloat16, float16, float32, float64, int64, int32 or bool.
+    shape : tuple of int
+    parts : callable
+        Yields parts that cover it.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: Callable[[], Iterator[Part]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its values."""
+        return math.prod(self.shape) * item_type(self.dtype).itemsize
+
+
+def item_type(dtype: str) -> np.dtype[Any]:
+    """NumPy type of the bits of one value."""
+    return NATIVE_TYPES[dtype].bits if dtype in NATIVE_TYPES else np.dtype(dtype)
+
+
+def constant(key: str, dtype: str, value: npt.ArrayLike) -> Tensor:
+    """Tensor of values that are already at hand."""
+    array = np.ascontiguousarray(np.asarray(value, dtype)).reshape(np.shape(value))
+
+    def parts() -> Iterator[Part]:
+        yield Part(where=(), read=lambda: (array, 0))
+
+    return Tensor(key=key, dtype=dtype, shape=array.shape, parts=parts)

@@ -1,0 +1,108 @@
+"""Checks of the checkpoints beside a run: `NAME.ckpt/step-00000300.safetensors` and the like.
+
+Other files in that folder are somebody else's, and nobody's business here. The metadata of a
+checkpoint hold two texts: ``trajstore``, a JSON object that says dtype, shape and crc32c of every
+tensor under ``tensors``; and ``crc32c``, that of the first text, in decimal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+
+from trajstore.errors import FormatError
+from trajstore.formats.safetensors import Entry, SafetensorsFile
+from trajstore.integrity.problem import Problem
+from trajstore.store.object_keys import CHECKPOINT, checkpoint_folder
+
+__all__ = ["check_checkpoints"]
+
+
+# What the format calls types of torch that a run has no use for, and a random generator has.
+_NAMES = {
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "uint16": "U16",
+    "uint32": "U32",
+    "uint64": "U64",
+}
+
+
+def check_checkpoints(run: Path) -> Iterator[Problem]:
+    """Check every checkpoint of a run.
+
+    Parameters
+    ----------
+    run : Path
+
+    Yields
+    ------
+    Problem
+        Whose array is None; its path says which checkpoint it is in.
+    """
+    folder = checkpoint_folder(run)
+    if not folder.is_dir():
+        return
+    try:
+        names = sorted(filter(CHECKPOINT.fullmatch, os.listdir(folder)))
+    except OSError as error:
+        yield _unread(folder, error)
+        return
+    for path in (folder / name for name in names):
+        try:
+            with SafetensorsFile(path) as file:
+                yield from _check(file)
+        except FormatError as error:
+            yield _broken(path, str(error))
+        except FileNotFoundError:
+            # A recording removes the older ones at any time.
+            if path.exists():
+                yield _unread(path, "it is no file")
+        except OSError as error:
+            yield _unread(path, error)
+
+
+def _check(file: SafetensorsFile) -> Iterator[Problem]:
+    text = file.metadata.get("trajstore")
+    if text is None or file.metadata.get("crc32c") != str(google_crc32c.value(text.encode())):
+        yield _broken(file.path, "its description does not fit its checksum")
+        return
+    tensors = json.loads(text)["tensors"]
+    for name in sorted(tensors.keys() ^ file.entries.keys()):
+        where = "missing" if name in tensors else "not in its description"
+        yield _broken(file.path, f"the tensor {name} is {where}")
+    for name in sorted(tensors.keys() & file.entries.keys()):
+        entry, told = file.entries[name], tensors[name]
+        dtype = _NAMES.get(told["dtype"], told["dtype"])
+        if entry.dtype != dtype or list(entry.shape) != told["shape"]:
+            yield _broken(file.path, f"the tensor {name} is not of its type and shape", entry)
+        elif _checksum(file, name) != told["crc32c"]:
+            yield _broken(file.path, f"the tensor {name} does not fit its checksum", entry)
+
+
+def _unread(path: Path, reason: OSError | str) -> Problem:
+    told = reason if isinstance(reason, str) else reason.strerror or reason
+    message = f"the checkpoint cannot be read: {told}"
+    return Problem(array=None, path=path, message=message, remedy="none")
+
+
+def _broken(path: Path, fault: str, entry: Entry | None = None) -> Problem:
+    span: dict[str, Any] = {}
+    if entry is not None:
+        span = {"first_byte": entry.begin, "stop_byte": entry.end}
+    message = f"the checkpoint is broken: {fault}"
+    return Problem(array=None, path=path, message=message, remedy="remove", **span)
+
+
+def _checksum(file: SafetensorsFile, name: str) -> int:
+    """crc32c of a tensor's bytes."""
+    value = 0
+    for piece in file.pieces(name):
+        value = google_crc32c.extend(value, piece)
+    return value

@@ -1,0 +1,397 @@
+"""Checks of what the arrays of a run hold: shard by shard, chunk by chunk, in threads.
+
+Each job has the memory of a few chunks, and brings back what it has found; these are put together
+in the order of the arrays, whichever thread was first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import zarr
+
+from trajstore.codec.delta import unfold
+from trajstore.errors import FormatError, InvalidArgument
+from trajstore.integrity.array_json_checks import block_rows, is_series
+from trajstore.integrity.checked_metadata import CheckedMetadata
+from trajstore.integrity.decode_with_zarr import note_on_fallback, open_with_zarr
+from trajstore.integrity.problem import Problem
+from trajstore.schema import STEP, VARIABLES
+from trajstore.store.array_reader import StoredArray
+from trajstore.store.object_keys import chunk_key
+from trajstore.threads import Progress, in_parallel
+from trajstore.values.native_types import NATIVE_TYPES, NativeType, narrow
+from trajstore.values.rounding import is_bfloat16
+
+__all__ = ["CheckedChunks", "check_chunks"]
+
+Array = npt.NDArray[Any]
+
+_BATCH = 4 << 20
+_ABSENT = (1 << 64) - 1
+_NOT_NATIVE = "holds values that are not {}, as native_dtype says"
+
+
+@dataclass(kw_only=True)
+class CheckedChunks:
+    """What the chunks hold that were checked, and what is wrong with them.
+
+    Attributes
+    ----------
+    problems : list of Problem
+    row0 : list of str
+        Sentences on what row 0 holds, where it is the state before any step.
+    notes : list of str
+    steps : dict of int to ndarray
+        Values of `step`, by their first row.
+    shards, chunks, bytes : int
+        Checked.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    row0: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    steps: dict[int, Array] = field(default_factory=dict)
+    shards: int = 0
+    chunks: int = 0
+    bytes: int = 0
+
+    def add(self, other: CheckedChunks) -> None:
+        """Add what another check has found; a sentence on row 0 only once."""
+        self.problems += other.problems
+        self.row0 += [sentence for sentence in other.row0 if sentence not in self.row0]
+        self.notes += other.notes
+        self.steps |= other.steps
+        self.shards += other.shards
+        self.chunks += other.chunks
+        self.bytes += other.bytes
+
+
+Job = Callable[[], CheckedChunks]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    """Place of a chunk in its shard: its number in the index, and its bytes."""
+
+    number: int
+    offset: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """Byte of the shard behind it."""
+        return self.offset + self.length
+
+
+class _Shard:
+    """An open shard; closed when the last job that reads it is done."""
+
+    def __init__(self, stored: StoredArray, native: NativeType, block: int, path: Path) -> None:
+        self.file = -1
+        self.stored = stored
+        self.native = native
+        self.block = block
+        self.path = path
+        self.file = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if self.file >= 0:
+            os.close(self.file)
+
+    def problem(
+        self, message: str, first: int, stop: int, remedy: Literal["cut", "none"] = "cut"
+    ) -> Problem:
+        """Problem with some of its bytes."""
+        return Problem(
+            array=self.stored.name,
+            block=self.block,
+            first_byte=first,
+            stop_byte=stop,
+            path=self.path,
+            message=message,
+            remedy=remedy,
+        )
+
+
+def check_chunks(
+    metadata: CheckedMetadata,
+    *,
+    threads: int | None = None,
+    on_progress: Progress | None = None,
+) -> CheckedChunks:
+    """Check every chunk of the committed rows.
+
+    Parameters
+    ----------
+    metadata : CheckedMetadata
+    threads : int, optional
+    on_progress : callable, optional
+        Called with the bytes of the shards that are done, and those there are.
+    """
+    total = _size_of_shards(metadata)
+    found = CheckedChunks()
+    for part in in_parallel(_jobs(metadata), threads):
+        found.add(part)
+        if on_progress is not None:
+            on_progress(found.bytes, total)
+    found.problems += _check_steps(metadata, found.steps)
+    if 0 not in found.steps or found.steps[0][0] != 0:
+        # A run that begins later holds no initial state in its first row.
+        found.row0.clear()
+    return found
+
+
+def _size_of_shards(metadata: CheckedMetadata) -> int:
+    """Bytes of the shards of the committed rows, those that are there."""
+    size = 0
+    for name, document in metadata.arrays.items():
+        if not is_series(name) or metadata.stored(name) is None:
+            continue
+        for block in range(-(-metadata.rows // block_rows(document))):
+            path = metadata.path / chunk_key(name, block, len(document["shape"]))
+            with contextlib.suppress(OSError):  # which is a problem of its own
+                size += path.stat().st_size
+    return size
+
+
+def _jobs(metadata: CheckedMetadata) -> Iterator[Job]:
+    for name in filter(is_series, metadata.arrays):
+        stored = metadata.stored(name)
+        if stored is None:
+            yield from _jobs_through_zarr(metadata, name)
+            continue
+        declared = metadata.arrays[name]["attributes"].get("native_dtype")
+        native = NATIVE_TYPES.get(declared, stored.chain.native)
+        for block in range(-(-metadata.rows // stored.shard[0])):
+            yield from _jobs_of_shard(stored, native, block)
+
+
+def _jobs_of_shard(stored: StoredArray, native: NativeType, block: int) -> Iterator[Job]:
+    """Checks of a shard; the first one also brings back what was found when it was opened."""
+    found = CheckedChunks()
+    path = stored.path / chunk_key(stored.name, block, stored.ndim)
+    try:
+        shard = _Shard(stored, native, block, path)
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        found.problems.append(
+            Problem(
+                array=stored.name,
+                block=block,
+                path=path,
+                message="the shard is missing" if missing else f"cannot be read: {error}",
+                # What the system refuses today it may give tomorrow.
+                remedy="cut" if missing else "none",
+            )
+        )
+        yield lambda: found
+        return
+    found.shards += 1
+    for batch in _batches(_read_index(shard, found)):
+        yield partial(_check_batch, shard, batch, found)
+        found = CheckedChunks()
+
+
+def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
+    """Chunks that can be read, in the order of the file; report what does not cover the shard."""
+    stored, problems = shard.stored, found.problems
+    chunks: list[_Chunk] = []
+    size = os.fstat(shard.file).st_size
+    end = size - stored.index_length
+    if end < 0:
+        torn = f"the shard has {size} bytes, too few for its index of {stored.index_length}"
+        problems.append(shard.problem(torn, 0, size))
+        return chunks
+    try:
+        index = stored.index(shard.file, shard.block)
+    except FormatError:
+        problems.append(shard.problem("the index is broken", end, size))
+        return chunks
+    except OSError as error:
+        problems.append(shard.problem(f"the index cannot be read: {error}", end, size, "none"))
+        return chunks
+    found.bytes += stored.index_length
+    entries = [(int(offset), int(length)) for offset, length in index]
+    at = 0
+    for number in sorted(range(len(entries)), key=lambda number: entries[number]):
+        offset, length = entries[number]
+        if (offset, length) == (_ABSENT, _ABSENT):
+            problems.append(shard.problem(f"chunk {number} is not stored", end, size))
+            continue
+        if offset + length > end:
+            beyond = f"chunk {number} ends beyond the chunks"
+            problems.append(shard.problem(beyond, offset, offset + length))
+            continue
+        if offset != at:
+            fault = f"bytes of the shard belong to {'no chunk' if offset > at else 'two chunks'}"
+            problems.append(shard.problem(fault, min(at, offset), max(at, offset), "none"))
+        at = max(at, offset + length)
+        chunks.append(_Chunk(number=number, offset=offset, length=length))
+    if at < end:
+        problems.append(shard.problem("bytes of the shard belong to no chunk", at, end, "none"))
+    return chunks
+
+
+def _batches(chunks: list[_Chunk]) -> list[list[_Chunk]]:
+    """Chunks for one job each; at least one job, which may have none."""
+    batches: list[list[_Chunk]] = [[]]
+    size = 0
+    for chunk in chunks:
+        if size >= _BATCH:
+            batches.append([])
+            size = 0
+        batches[-1].append(chunk)
+        size += chunk.length
+    return batches
+
+
+def _check_batch(shard: _Shard, chunks: list[_Chunk], found: CheckedChunks) -> CheckedChunks:
+    """Check chunks of a shard, and add to what is found of it."""
+    for chunk in chunks:
+        found.chunks += 1
+        found.bytes += chunk.length
+        try:
+            values = _unpack(shard, chunk)
+        except OSError as error:
+            message = f"cannot be read: {error}"
+            found.problems.append(shard.problem(message, chunk.offset, chunk.stop, "none"))
+        except (ValueError, RuntimeError) as error:
+            message = f"a broken chunk ({error})"
+            found.problems.append(shard.problem(message, chunk.offset, chunk.stop))
+        else:
+            _check_values(shard, chunk, values, found)
+    return found
+
+
+def _unpack(shard: _Shard, chunk: _Chunk) -> Array:
+    data = os.pread(shard.file, chunk.length, chunk.offset)
+    if len(data) != chunk.length:
+        raise ValueError("the file ends before it")
+    return shard.stored.decoder.unpack(data)
+
+
+def _check_values(shard: _Shard, chunk: _Chunk, values: Array, found: CheckedChunks) -> None:
+    """Check values whose checksum fits."""
+    stored, native = shard.stored, shard.native
+    # Differences are of the native type by themselves.
+    widened = stored.chain.kind != "delta" and native.itemsize != stored.chain.itemsize
+    if widened and not _is_native(values, native):
+        message = _NOT_NATIVE.format(native.name)
+        found.problems.append(shard.problem(message, chunk.offset, chunk.stop, "none"))
+    elif stored.name == STEP.name:
+        first = shard.block * stored.shard[0] + chunk.number * stored.chunk[0]
+        if first < stored.shape[0]:
+            rows = stored.shape[0] - first
+            found.steps[first] = values.view(np.int64)[:rows].copy()
+    elif shard.block == 0:
+        row = _row0(stored, chunk.number, values)
+        found.row0 += () if row is None else _row0_notes(stored.name, row)
+
+
+def _is_native(values: Array, native: NativeType) -> bool:
+    """Whether bits of float32 are all of a 16-bit type."""
+    if native.name == "bfloat16":
+        return is_bfloat16(values)
+    try:
+        narrow(values.view(np.float32), native)
+    except InvalidArgument:
+        return False
+    return True
+
+
+def _row0(stored: StoredArray, number: int, values: Array) -> Array | None:
+    """Values of the first row of the array in a chunk, without the padding."""
+    grid = [whole // part for whole, part in zip(stored.shard, stored.chunk, strict=True)]
+    first, *at = (int(position) for position in np.unravel_index(number, grid))
+    if first:
+        return None
+    chain = stored.chain
+    if chain.kind == "delta":
+        row = np.empty((1, *stored.chunk[1:]), f"u{chain.native.stored.itemsize}")
+        unfold(values[:1], chain.native, row)
+        row = row[0, ...]
+    else:
+        row = values[0, ...]
+    window = tuple(
+        slice(max(0, length - position * part))
+        for position, part, length in zip(at, stored.chunk[1:], stored.shape[1:], strict=True)
+    )
+    return row[window].view(chain.native.stored)
+
+
+def _row0_notes(name: str, row: Array) -> Iterator[str]:
+    kind = VARIABLES[name].row0
+    if kind == "nan" and not np.isnan(row).all():
+        yield f"{name} holds numbers in row 0, before any step; NaN is the convention"
+    elif kind == "zero" and row.any():
+        yield f"{name} is not 0 in row 0, before any step, as is the convention"
+
+
+def _jobs_through_zarr(metadata: CheckedMetadata, name: str) -> Iterator[Job]:
+    """Checks of an array that is stored in a way of its own, block by block."""
+    if metadata.own[name] is None:
+        return  # which is a problem of its own
+    found = CheckedChunks(notes=[note_on_fallback(name)])
+    try:
+        array = open_with_zarr(metadata, name)
+    except FormatError as error:
+        path = metadata.path / name
+        found.problems.append(Problem(array=name, path=path, message=str(error)))
+        yield lambda: found
+        return
+    yield lambda: found
+    rows = block_rows(metadata.arrays[name])
+    for block in range(-(-metadata.rows // rows)):
+        span = slice(block * rows, min((block + 1) * rows, metadata.rows))
+        yield partial(_check_block, metadata.path / name, array, block, span)
+
+
+def _check_block(path: Path, array: zarr.Array[Any], block: int, span: slice) -> CheckedChunks:
+    found = CheckedChunks(chunks=1)
+    name = path.name
+    native = NATIVE_TYPES.get(str(array.attrs.get("native_dtype")))
+    try:
+        values = np.asarray(array[span])
+        if len(values) != span.stop - span.start:
+            raise ValueError(f"{len(values)} rows of {span.stop - span.start} are there")
+    except Exception as error:  # whatever its codecs raise
+        message = f"cannot be read ({error})"
+        found.problems.append(Problem(array=name, block=block, path=path, message=message))
+        return found
+    widened = native is not None and native.itemsize < values.itemsize
+    if native and widened and not _is_native(values.view(f"u{values.itemsize}"), native):
+        message = _NOT_NATIVE.format(native.name)
+        found.problems.append(Problem(array=name, block=block, path=path, message=message))
+    elif name == STEP.name:
+        found.steps[span.start] = values
+    elif block == 0:
+        found.row0 += _row0_notes(name, values[0])
+    return found
+
+
+def _check_steps(metadata: CheckedMetadata, steps: dict[int, Array]) -> Iterator[Problem]:
+    """Steps must increase strictly, from at least 0."""
+    last = -1
+    for first, values in sorted(steps.items()):
+        before = np.concatenate(([last], values[:-1]))
+        wrong = np.flatnonzero(values <= before)
+        if wrong.size:
+            at = int(wrong[0])
+            block = (first + at) // block_rows(metadata.arrays[STEP.name])
+            yield Problem(
+                array=STEP.name,
+                block=block,
+                path=metadata.path / chunk_key(STEP.name, block, 1),
+                message=f"row {first + at} is step {values[at]} after step {before[at]}; steps "
+                "must increase",
+            )
+        last = int(values[-1])

@@ -1,0 +1,135 @@
+"""Checks of the coordinates along `token`: readable, distinct, and of one mind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.codec.crc32c_check import is_intact
+from trajstore.errors import FormatError
+from trajstore.integrity.array_json_checks import open_document
+from trajstore.integrity.checked_metadata import CheckedMetadata
+from trajstore.integrity.decode_with_zarr import note_on_fallback, open_with_zarr
+from trajstore.integrity.problem import Problem
+from trajstore.schema import COORDINATES
+from trajstore.store.object_keys import chunk_key
+from trajstore.strict_json import Document
+
+__all__ = ["CheckedCoordinates", "check_coordinates"]
+
+
+@dataclass(kw_only=True)
+class CheckedCoordinates:
+    """The coordinates of a run that can be read, and what is wrong with them.
+
+    Attributes
+    ----------
+    values : dict of str to ndarray
+    problems : list of Problem
+    notes : list of str
+    chunks, bytes : int
+        Checked.
+    """
+
+    values: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    chunks: int = 0
+    bytes: int = 0
+
+
+def check_coordinates(metadata: CheckedMetadata) -> CheckedCoordinates:
+    """Read every coordinate of a run against its checksum, and compare them."""
+    found = CheckedCoordinates()
+    for name in COORDINATES:
+        if name not in metadata.arrays:
+            continue
+        if _is_as_recorded(metadata.arrays[name]):
+            _read(metadata, name, found)
+        else:
+            _read_through_zarr(metadata, name, found)
+    _compare(metadata, found)
+    return found
+
+
+def _is_as_recorded(document: Document) -> bool:
+    """Whether a coordinate is stored as a recorder stores it: one chunk, with a checksum."""
+    described = open_document(document)
+    return (
+        tuple(described.chunks) == tuple(described.shape)
+        and described.shards is None
+        and document["chunk_key_encoding"]
+        == {"name": "default", "configuration": {"separator": "."}}
+        and document["codecs"][-1].get("name") == "crc32c"
+    )
+
+
+def _read(metadata: CheckedMetadata, name: str, found: CheckedCoordinates) -> None:
+    key = chunk_key(name, 0, 1)
+    path = metadata.path / key
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        message = "its values are missing" if missing else f"cannot be read: {error.strerror}"
+        found.problems.append(Problem(array=name, path=path, message=message))
+        return
+    found.chunks += 1
+    found.bytes += len(data)
+    try:
+        if not is_intact(data):
+            raise ValueError("the checksum does not fit")
+        array = open_document(metadata.arrays[name], {key.partition("/")[2]: data})
+        found.values[name] = np.asarray(array[...])
+    except Exception as error:  # whatever the codecs raise for bytes that nobody wrote
+        found.problems.append(
+            Problem(
+                array=name,
+                block=0,
+                first_byte=0,
+                stop_byte=len(data),
+                path=path,
+                message=f"its values are broken ({error})",
+            )
+        )
+
+
+def _read_through_zarr(metadata: CheckedMetadata, name: str, found: CheckedCoordinates) -> None:
+    if metadata.own[name] is None:
+        return  # which is a problem of its own
+    found.notes.append(note_on_fallback(name))
+    path = metadata.path / name
+    try:
+        array = open_with_zarr(metadata, name)
+    except FormatError as error:
+        found.problems.append(Problem(array=name, path=path, message=str(error)))
+        return
+    try:
+        found.values[name] = np.asarray(array[...])
+    except Exception as error:  # whatever its codecs raise
+        message = f"its values cannot be read ({error})"
+        found.problems.append(Problem(array=name, path=path, message=message))
+
+
+def _compare(metadata: CheckedMetadata, found: CheckedCoordinates) -> None:
+    token = found.values.get("token")
+    if token is not None and len(np.unique(token)) != token.size:
+        message = f"{token.size - len(np.unique(token))} of {token.size} ids occur twice"
+        path = metadata.path / chunk_key("token", 0, 1)
+        found.problems.append(Problem(array="token", path=path, message=message))
+    dead, count = found.values.get("is_dead"), found.values.get("token_count")
+    if dead is None or count is None or dead.shape != count.shape:
+        return
+    wrong = np.flatnonzero(dead != (count == 0))
+    if wrong.size:
+        found.problems.append(
+            Problem(
+                array="is_dead",
+                path=metadata.path / chunk_key("is_dead", 0, 1),
+                message=f"{wrong.size} tokens are dead and occur, or live and never occur by "
+                f"token_count; the first is at position {wrong[0]}",
+            )
+        )

@@ -1,0 +1,132 @@
+"""The two documents of each array, its own and its copy in the root: which is the better."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from trajstore.integrity.array_json_checks import (
+    entry_of,
+    faults,
+    is_canonical,
+    is_length,
+    is_series,
+    open_document,
+    with_rows,
+)
+from trajstore.integrity.checked_metadata import CheckedMetadata
+from trajstore.integrity.root_attribute_checks import fixed_attributes, parsed_copy
+from trajstore.schema import COORDINATES, STEP, Coordinate
+from trajstore.store.array_reader import stored_array
+from trajstore.store.object_keys import DOCUMENT
+from trajstore.store.zarr_json import COPY
+from trajstore.strict_json import Document, differences, same
+
+__all__ = ["agreed_lengths", "choose_documents"]
+
+
+def choose_documents(found: CheckedMetadata) -> None:
+    """Compare each array's two documents, report what is wrong, and take the better."""
+    consolidated = found.consolidated()
+    copies = consolidated or {}
+    whole = [item for item in (*found.own.values(), *copies.values()) if isinstance(item, dict)]
+    lengths = agreed_lengths(whole)
+    # Writers keep an order of their own: the root's, where it is there.
+    for name in dict.fromkeys([*copies, *found.own]):
+        own, copy = found.own.get(name), copies.get(name)
+        if copy is None and consolidated is not None:
+            if name not in COORDINATES and not is_series(name):
+                found.notes.append(f"{name} is an array that is not part of the run")
+                continue
+            if own is not None:
+                found.report(name, "the root's metadata do not have it", found.path / DOCUMENT)
+        if name not in found.own:
+            found.own[name] = None
+            found.report(name, "its folder is missing")
+        sound: list[Document] = []
+        for document, path in (
+            (copy, found.path / DOCUMENT),
+            (own, found.path / name / DOCUMENT),
+        ):
+            if document is None:
+                continue
+            wrong = faults(name, document)
+            for fault in wrong:
+                found.report(name, fault, path)
+            if not wrong:
+                sound.append(document)
+        if len(sound) == 2:
+            found.arrays[name] = _better(found, name, sound[0], sound[1], lengths)
+        elif sound:
+            found.arrays[name] = sound[0]
+
+
+def _better(
+    found: CheckedMetadata, name: str, copy: Document, own: Document, lengths: dict[str, int]
+) -> Document:
+    """The better of an array's two documents; report where they differ."""
+    if is_series(name):
+        rows, copied = own["shape"][0], copy["shape"][0]
+        if rows > copied:
+            found.notes.append(
+                f"{name} is {rows - copied} rows ahead of the root, as a writer leaves it that "
+                "ends, or is, in the middle of a commit"
+            )
+        elif rows < copied:
+            found.report(name, f"has {rows} rows in its own document, {copied} in the root's")
+        own = with_rows(name, own, copied)
+    differing = differences(own, copy)
+    if not differing:
+        return copy
+    chosen = min(copy, own, key=lambda document: _rank(found, name, document, lengths))
+    found.report(
+        name,
+        f"its own document and its copy in the root differ in {', '.join(differing)}",
+        found.path / (name if chosen is copy else "") / DOCUMENT,
+    )
+    return chosen
+
+
+def _rank(
+    found: CheckedMetadata, name: str, document: Document, lengths: dict[str, int]
+) -> tuple[int, int]:
+    """What speaks against a document whose twin says something else; the less, the better."""
+    entry = entry_of(name)
+    assert entry is not None  # or it had a fault
+    pairs = zip(entry.dims, document["shape"], strict=True)
+    odd = sum(dim in lengths and length != lengths[dim] for dim, length in pairs)
+    attributes = document["attributes"]
+    if isinstance(entry, Coordinate):
+        known, fill = entry.attributes, entry.fill_value
+    else:
+        known = {"long_name": entry.long_name, "units": entry.units}
+        fill = -1 if name == STEP.name else "NaN"
+    odd += sum(attributes.get(key) != value for key, value in known.items())
+    odd += not same(document["fill_value"], fill)
+    odd += not is_canonical(document)
+    named = attributes.get("coordinates", "")
+    odd += not (isinstance(named, str) and COORDINATES.keys() >= set(named.split()))
+    if name == STEP.name and COPY in attributes:
+        odd += not same(parsed_copy(attributes[COPY]), fixed_attributes(found.attributes))
+    unreadable = 0
+    if is_series(name):
+        stored = stored_array(found.path, name, open_document(document))
+        odd += stored is None
+        if stored is not None and document["shape"][0]:
+            try:
+                stored[:1]
+            except Exception:  # whatever sizes that nobody wrote lead to
+                unreadable = 1
+    return unreadable, odd
+
+
+def agreed_lengths(documents: Iterable[Document]) -> dict[str, int]:
+    """Length of token and hidden that most documents agree on."""
+    seen: dict[str, Counter[int]] = {"token": Counter(), "hidden": Counter()}
+    for document in documents:  # which may say anything
+        dims, shape = document.get("dimension_names"), document.get("shape")
+        if isinstance(dims, list) and isinstance(shape, list) and len(dims) == len(shape):
+            for dim, length in zip(dims, shape, strict=True):
+                if isinstance(dim, str) and dim in seen and is_length(length):
+                    seen[dim][length] += 1
+    return {dim: counts.most_common(1)[0][0] for dim, counts in seen.items() if counts}

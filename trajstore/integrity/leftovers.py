@@ -1,0 +1,102 @@
+"""Files in the folder of a run that are no part of it: of a crash, or of somebody else."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trajstore.integrity.array_json_checks import block_rows, is_series
+from trajstore.integrity.checked_metadata import CheckedMetadata
+from trajstore.store.atomic import PARTIAL_SUFFIX, leftovers
+from trajstore.store.object_keys import DOCUMENT, block_of
+
+__all__ = ["Leftovers", "find_leftovers"]
+
+
+@dataclass(kw_only=True)
+class Leftovers:
+    """Files of a run's folder that no reader of the run opens.
+
+    Attributes
+    ----------
+    temporaries : list of Path
+        Of writes that did not end, or have not ended yet.
+    beyond : dict of str to list of Path
+        Shards past the committed rows, by array.
+    unknown : list of Path
+    unlisted : list of str
+        A sentence on each folder that the system did not let be read.
+    """
+
+    temporaries: list[Path] = field(default_factory=list)
+    beyond: dict[str, list[Path]] = field(default_factory=dict)
+    unknown: list[Path] = field(default_factory=list)
+    unlisted: list[str] = field(default_factory=list)
+
+    def notes(self) -> list[str]:
+        """A sentence on each kind that is there."""
+        notes = [
+            f"{name} has shards past the commit ({len(paths)}), which no reader sees"
+            for name, paths in self.beyond.items()
+        ]
+        if self.temporaries:
+            notes.append(
+                f"there are temporaries ({len(self.temporaries)}), as a writer leaves them that "
+                f"ends, or is, in the middle of a write; the first is {self.temporaries[0].name}"
+            )
+        notes += [f"{path.name} is not part of the run" for path in self.unknown]
+        return notes + self.unlisted
+
+
+def find_leftovers(metadata: CheckedMetadata, rows: int | None = None) -> Leftovers:
+    """Look for files that are not part of the run.
+
+    Parameters
+    ----------
+    metadata : CheckedMetadata
+    rows : int, optional
+        Rows of the run; those that are committed without it.
+    """
+    found = Leftovers(temporaries=leftovers(metadata.path))
+    rows = metadata.rows if rows is None else rows
+    for entry in _entries(metadata.path, found):
+        if not _is_known(entry) and entry.name not in metadata.own:
+            found.unknown.append(Path(entry.path))
+    for name in metadata.own:
+        _find_in_array(metadata, name, rows, found)
+    return found
+
+
+def _find_in_array(metadata: CheckedMetadata, name: str, rows: int, found: Leftovers) -> None:
+    document = metadata.arrays.get(name)
+    if document is None or not is_series(name) or metadata.stored(name) is None:
+        return  # how its files are called is its own affair
+    beyond = []
+    for entry in _entries(metadata.path / name, found):
+        if _is_known(entry):
+            continue
+        block = block_of(entry.name, len(document["shape"]))
+        if block is None:
+            found.unknown.append(Path(entry.path))
+        elif block * block_rows(document) >= rows:
+            beyond.append((block, Path(entry.path)))
+    if beyond:
+        found.beyond[name] = [path for _, path in sorted(beyond)]
+
+
+def _entries(folder: Path, found: Leftovers) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        found.unlisted.append(f"{folder.name} cannot be searched for leftovers: {error.strerror}")
+        return []
+
+
+def _is_known(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a document, or temporary."""
+    temporary = entry.name.startswith(".") and entry.name.endswith(PARTIAL_SUFFIX)
+    return entry.name == DOCUMENT or temporary

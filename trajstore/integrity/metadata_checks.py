@@ -1,0 +1,226 @@
+"""What the documents of a run say, read strictly and held against each other.
+
+Each fact about an array is written down twice: in its own `zarr.json` and in the root's
+consolidated metadata; the fixed attributes of the root have their copy in `step`. So a flipped bit
+in a document is seen, and mostly also which of the two is right.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from trajstore.errors import FormatError, InvalidArgument, RunNotFound
+from trajstore.integrity.array_json_checks import is_length, is_series, with_rows
+from trajstore.integrity.checked_metadata import CheckedMetadata
+from trajstore.integrity.duplicate_metadata import agreed_lengths, choose_documents
+from trajstore.integrity.problem import Problem
+from trajstore.integrity.root_attribute_checks import check_attributes
+from trajstore.schema import COORDINATES, STEP, VARIABLES
+from trajstore.store.object_keys import DOCUMENT
+from trajstore.strict_json import Document, parse
+
+__all__ = ["check_metadata", "has_gone_back", "read_document"]
+
+_ROOT_KEYS = {"zarr_format", "node_type", "attributes", "consolidated_metadata"}
+
+
+def check_metadata(path: str | os.PathLike[str]) -> CheckedMetadata:
+    """Read the documents of a run, and hold them against each other.
+
+    Parameters
+    ----------
+    path : path-like
+        A local run.
+
+    Raises
+    ------
+    RunNotFound
+        If there is nothing at `path`.
+    FormatError
+        If it is not a run, or one of a newer format.
+    InvalidArgument
+        If it is an address.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        raise InvalidArgument(f"cannot check {text}: copy the run to a local folder first")
+    found = CheckedMetadata(path=Path(text).absolute())
+    if not found.path.exists():
+        raise RunNotFound(f"there is no run at {text}")
+    if not found.path.is_dir():
+        raise FormatError(f"{text} is a file; a run is a folder")
+    folders = _array_folders(found.path)
+    if not folders and not os.path.lexists(found.path / DOCUMENT):
+        raise FormatError(f"{text} is not a run: it has no {DOCUMENT}, and no array in it has one")
+    found.root = _read(found, None)
+    for name in folders:
+        found.own[name] = _read(found, name)
+    if found.root is not None:
+        _check_root(found)
+    choose_documents(found)
+    _check_rows(found)
+    _check_lengths(found)
+    check_attributes(found)
+    if not found.arrays and found.root is not None and "trajstore_format" not in found.attributes:
+        raise FormatError(f"{text} is a Zarr group, but no run: it has no trajstore_format")
+    return found
+
+
+def _array_folders(path: Path) -> list[str]:
+    """Folders that hold an array, or have the name of one."""
+    known = {STEP.name, *VARIABLES, *COORDINATES}
+    with os.scandir(path) as entries:
+        names = [entry.name for entry in entries if entry.is_dir()]
+    return sorted(name for name in names if name in known or os.path.exists(path / name / DOCUMENT))
+
+
+def _read(found: CheckedMetadata, array: str | None) -> Document | None:
+    document = read_document(found.path / (array or "") / DOCUMENT, array)
+    if isinstance(document, Problem):
+        found.problems.append(document)
+        found.refused |= document.remedy == "none"
+        return None
+    return document
+
+
+def read_document(path: Path, array: str | None) -> Document | Problem:
+    """Read a JSON object, strictly; what is wrong where it is none.
+
+    Parameters
+    ----------
+    path : Path
+    array : str or None
+        Whose document it is; None for the root.
+    """
+    first: int | None = None
+    size = 0
+    try:
+        data = path.read_bytes()
+        size = len(data)
+        value = parse(data.decode())
+        if isinstance(value, dict):
+            return value
+        message = "it is no JSON object"
+    except FileNotFoundError:
+        message = "it is missing"
+    except OSError as error:
+        # What the system refuses today it may give tomorrow: nothing is written in its place.
+        message = f"{DOCUMENT} cannot be read: {error.strerror or error}"
+        return Problem(array=array, path=path, message=message, remedy="none")
+    except UnicodeDecodeError as error:
+        first, message = error.start, f"it is no JSON: {error.reason} at byte {error.start}"
+    except json.JSONDecodeError as error:
+        first, message = error.pos, f"it is no JSON: {error}"
+    except ValueError as error:
+        message = f"it is no JSON: {error}"
+    return Problem(
+        array=array,
+        path=path,
+        first_byte=first,
+        stop_byte=None if first is None else size,
+        message=f"{DOCUMENT} cannot be read: {message}",
+        remedy="rewrite",
+    )
+
+
+def _check_root(found: CheckedMetadata) -> None:
+    root = found.root or {}
+    for key in sorted(_ROOT_KEYS - root.keys() - {"consolidated_metadata"}):
+        found.report(None, f"the root's document has no {key}")
+    for key in sorted(root.keys() - _ROOT_KEYS):
+        found.report(None, f"the root's document has an unknown entry {key!r}")
+    if root.get("zarr_format") != 3 or root.get("node_type") != "group":
+        found.report(None, "the root's document is not that of a Zarr v3 group")
+    if found.consolidated() is None:
+        found.report(
+            None,
+            "the root has lost its consolidated metadata, by which readers know how many rows are "
+            "committed; setting an attribute with zarr does that",
+        )
+    else:
+        block = root["consolidated_metadata"]
+        if block.keys() != {"kind", "must_understand", "metadata"} or (
+            block["kind"] != "inline" or block["must_understand"] is not False
+        ):
+            found.report(None, "the root's consolidated metadata are not marked as such")
+    attributes = root.get("attributes")
+    if isinstance(attributes, dict):
+        found.attributes = attributes
+
+
+def _check_rows(found: CheckedMetadata) -> None:
+    """Settle how many rows are committed, and report who says otherwise."""
+    series = [name for name in found.arrays if is_series(name)]
+    committed = found.attributes.get("committed_rows")
+    if not is_length(committed):
+        if found.attributes:
+            found.report(None, f"committed_rows is {committed!r}, expected a number of rows")
+        committed = None
+    copies = found.consolidated() or {}
+    said = {name: copies[name]["shape"][0] for name in series if _has_shape(copies.get(name))}
+    votes = Counter(said.values())
+    if committed is not None:
+        votes[committed] += 1
+    if votes:
+        best = max(votes.values())
+        found.rows = min(rows for rows, count in votes.items() if count == best)
+    elif series:
+        # Without a root: the shards of a block are written before any document grows.
+        found.rows = min(found.arrays[name]["shape"][0] for name in series)
+    if committed is not None and committed != found.rows:
+        found.report(None, f"committed_rows is {committed}, the arrays have {found.rows} rows")
+    for name, rows in said.items():
+        if rows != found.rows:
+            found.report(
+                name,
+                f"has {rows} rows in the root's document, others have {found.rows}",
+                found.path / DOCUMENT,
+            )
+    for name in series:
+        own = found.own.get(name)
+        if name not in said and _has_shape(own) and own["shape"][0] < found.rows:  # type: ignore[index]
+            found.report(name, f"has {own['shape'][0]} rows of {found.rows}")  # type: ignore[index]
+        found.arrays[name] = with_rows(name, found.arrays[name], found.rows)
+
+
+def _has_shape(document: Any) -> bool:
+    shape = document.get("shape") if isinstance(document, dict) else None
+    return isinstance(shape, list) and bool(shape) and is_length(shape[0])
+
+
+def _check_lengths(found: CheckedMetadata) -> None:
+    """Check that the arrays agree with each other, and that those are there that must be."""
+    for name in (STEP.name, "token"):
+        if name not in found.arrays and name not in found.own:
+            found.report(name, "it is missing, and every run has it", remedy="none")
+    if not any(name in found.arrays or name in found.own for name in ("W", "delta")):
+        found.report(
+            "W", "it is missing, and every run holds W, or its changes as delta", remedy="none"
+        )
+    lengths = agreed_lengths(found.arrays.values())
+    for name, document in found.arrays.items():
+        for dim, length in zip(document["dimension_names"], document["shape"], strict=True):
+            if dim in lengths and length != lengths[dim]:
+                message = f"has {length} along {dim}, others have {lengths[dim]}"
+                found.report(name, message, remedy="none")
+    block = found.attributes.get("block_rows")
+    for name in filter(is_series, found.arrays):
+        stored = found.stored(name)
+        if stored is not None and block is not None and stored.shard[0] != block:
+            found.report(name, f"has blocks of {stored.shard[0]} rows, block_rows is {block}")
+
+
+def has_gone_back(metadata: CheckedMetadata) -> bool:
+    """Whether the root on disk is that of fewer rows, or of another run, than was checked."""
+    root = read_document(metadata.path / DOCUMENT, None)
+    if isinstance(root, Problem) or not isinstance(root.get("attributes"), dict):
+        return False
+    now, then = root["attributes"], metadata.attributes
+    rows, before = now.get("committed_rows"), then.get("committed_rows")
+    return now.get("created") != then.get("created") or (
+        is_length(rows) and is_length(before) and rows < before
+    )

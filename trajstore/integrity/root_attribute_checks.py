@@ -1,0 +1,129 @@
+"""The attributes of a run's root: which it has, what they can be, and their copy in `step`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, get_args
+
+from trajstore.errors import FormatError
+from trajstore.integrity.array_json_checks import is_moment
+from trajstore.integrity.checked_metadata import CheckedMetadata
+from trajstore.schema import ENCODINGS, FORMAT, STEP
+from trajstore.store.zarr_json import CHANGING, COPY, Status
+from trajstore.strict_json import Document, differences, parse, same
+
+__all__ = [
+    "REQUIRED",
+    "STATUSES",
+    "check_attributes",
+    "fixed_attributes",
+    "is_possible",
+    "parsed_copy",
+]
+
+REQUIRED = (
+    "trajstore_format",
+    "trajstore_version",
+    "status",
+    "committed_rows",
+    "created",
+    "updated",
+    "timeline",
+    "encoding",
+    "block_rows",
+    "config",
+)
+"""Attributes that every root has."""
+
+STATUSES: tuple[Status, ...] = get_args(Status)
+
+_POSSIBLE: dict[str, Callable[[Any], bool]] = {
+    "trajstore_format": lambda value: type(value) is int and 1 <= value <= FORMAT,
+    "status": lambda value: value in STATUSES,
+    "created": is_moment,
+    "updated": is_moment,
+    "timeline": lambda value: value == "post-step",
+    "encoding": lambda value: value in ENCODINGS,
+    "block_rows": lambda value: type(value) is int and value > 0,
+    "config": lambda value: isinstance(value, dict),
+}
+
+# How many rows a block has is held against the arrays, the number of the format has its own check.
+_EXPECTED = {
+    "status": f"one of {', '.join(STATUSES)}",
+    "created": "a time, ISO 8601",
+    "updated": "a time, ISO 8601",
+    "timeline": "post-step",
+    "encoding": f"one of {', '.join(ENCODINGS)}",
+    "config": "a JSON object",
+}
+
+
+def check_attributes(found: CheckedMetadata) -> None:
+    """Hold the attributes of the root against their copy, and against what they can be.
+
+    Raises
+    ------
+    FormatError
+        If the run is one of a newer format.
+    """
+    step = found.arrays.get(STEP.name)
+    text = None if step is None else step["attributes"].get(COPY)
+    if text is not None:
+        found.copy = parsed_copy(text)
+        if found.copy is None:
+            found.report(STEP.name, f"its attribute {COPY} is no JSON object")
+    elif step is not None:
+        found.notes.append(
+            "there is no copy of the root's attributes in step, as older versions left it out; "
+            "whether one has changed since cannot be told"
+        )
+    if found.root is None:
+        return
+    attributes = found.attributes
+    if found.copy is not None:
+        fixed = fixed_attributes(attributes)
+        for key in sorted(fixed.keys() | found.copy.keys()):
+            if key not in fixed or key not in found.copy:
+                where = "the root" if key not in fixed else f"its copy in {STEP.name}"
+                found.report(None, f"the attribute {key} is missing in {where}")
+            elif not same(fixed[key], found.copy[key]):
+                found.report(
+                    None,
+                    f"the attribute {key} is not as in its copy in {STEP.name}: "
+                    f"{', '.join(differences(fixed[key], found.copy[key], key))}",
+                )
+    for key in REQUIRED:
+        if key not in attributes and not (found.copy and key in found.copy):
+            found.report(None, f"the attribute {key} is missing")
+    number = attributes.get("trajstore_format")
+    copied = (found.copy or {}).get("trajstore_format", number)
+    if type(number) is int and number > FORMAT and copied == number:
+        raise FormatError(
+            f"{found.path} is of store format {number}, this version checks up to {FORMAT}; "
+            f"install trajstore {attributes.get('trajstore_version')} or newer"
+        )
+    if number is not None and not is_possible("trajstore_format", number):
+        found.report(None, f"trajstore_format is {number!r}, expected 1 to {FORMAT}")
+    for key, what in _EXPECTED.items():
+        if key in attributes and not is_possible(key, attributes[key]):
+            found.report(None, f"the attribute {key} is {attributes[key]!r}, expected {what}")
+
+
+def is_possible(key: str, value: Any) -> bool:
+    """Whether a root can have an attribute of that value."""
+    return key not in _POSSIBLE or _POSSIBLE[key](value)
+
+
+def fixed_attributes(attributes: Document) -> Document:
+    """Those that no commit changes."""
+    return {key: value for key, value in attributes.items() if key not in CHANGING}
+
+
+def parsed_copy(text: Any) -> Document | None:
+    """The fixed attributes as the attribute of `step` has them; None if it holds none."""
+    try:
+        value = parse(text)
+    except (TypeError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None

@@ -1,0 +1,198 @@
+"""`verify`: every stored byte of a run is read, checked and decoded; nothing is changed.
+
+Chunks are checked in parallel, each in the memory of the thread that does it, so memory stays flat
+whatever the size of the run. What is broken is named, and the rest is checked all the same.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trajstore.errors import InvalidArgument
+from trajstore.integrity.checked_metadata import CheckedMetadata
+from trajstore.integrity.checkpoint_checks import check_checkpoints
+from trajstore.integrity.chunk_checks import check_chunks
+from trajstore.integrity.coordinate_checks import check_coordinates
+from trajstore.integrity.leftovers import Leftovers, find_leftovers
+from trajstore.integrity.metadata_checks import check_metadata, has_gone_back
+from trajstore.integrity.problem import Problem
+from trajstore.threads import Progress
+
+__all__ = ["CheckedRun", "Verification", "check_run", "verify"]
+
+_ATTEMPTS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What `verify` found.
+
+    Attributes
+    ----------
+    path : Path
+    problems : tuple of Problem
+        What is wrong; empty for a sound run.
+    notes : tuple of str
+        What is not damage, and still worth knowing: what a crash leaves, what could not be checked.
+    rows : int
+        Committed rows.
+    arrays, shards, chunks : int
+        Checked.
+    bytes : int
+        Read.
+    """
+
+    path: Path
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    rows: int
+    arrays: int
+    shards: int
+    chunks: int
+    bytes: int
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def facts(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        problems = [asdict(item) | {"path": str(item.path)} for item in self.problems]
+        return asdict(self) | {
+            "path": str(self.path),
+            "clean": self.clean,
+            "problems": problems,
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRun:
+    """All that is known of a run when everything that is stored of it has been checked.
+
+    Attributes
+    ----------
+    metadata : CheckedMetadata
+    leftovers : Leftovers
+    problems : tuple of Problem
+        Of the documents first, then of what the arrays hold, then of the checkpoints.
+    notes : tuple of str
+    shards, chunks, bytes : int
+    """
+
+    metadata: CheckedMetadata
+    leftovers: Leftovers
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+    shards: int
+    chunks: int
+    bytes: int
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    on_progress: Progress | None = None,
+) -> Verification:
+    """Check everything that is stored of a run, also while it is being recorded.
+
+    Every chunk of every committed block is read, checked against its checksum and decompressed;
+    the chunks of a shard must cover it without gaps. The documents are held against each other,
+    and against the table of variables; checkpoints beside the run are checked too.
+
+    Parameters
+    ----------
+    path : path-like
+        A local run.
+    threads : int, optional
+        Without it as many as there are processors, at most 8.
+    on_progress : callable, optional
+        Called with the bytes of the shards that are done, and those there are.
+
+    Returns
+    -------
+    Verification
+        Problems are returned, never raised.
+
+    Raises
+    ------
+    RunNotFound
+        If there is nothing at `path`.
+    FormatError
+        If it is not a run, or one of a newer format.
+    InvalidArgument
+        If `path` is an address, or `threads` not positive.
+
+    Examples
+    --------
+    >>> found = verify("gatsby.zarr")
+    >>> found.clean, found.rows, found.problems
+    (True, 21, ())
+    """
+    if threads is not None and threads < 1:
+        raise InvalidArgument(f"got {threads} threads, expected at least 1")
+    checked = check_run(path, threads=threads, on_progress=on_progress)
+    return Verification(
+        path=checked.metadata.path,
+        problems=checked.problems,
+        notes=checked.notes,
+        rows=checked.metadata.rows,
+        arrays=len(checked.metadata.arrays),
+        shards=checked.shards,
+        chunks=checked.chunks,
+        bytes=checked.bytes,
+    )
+
+
+def check_run(
+    path: str | os.PathLike[str],
+    *,
+    threads: int | None = None,
+    on_progress: Progress | None = None,
+) -> CheckedRun:
+    """Check a run; the details of `verify`, for whoever goes on from there.
+
+    Readers take no lock. What looks broken because a writer has cut the run or made it anew since
+    its root was read is looked at again.
+    """
+    for _ in range(_ATTEMPTS):
+        checked = _check_once(path, threads, on_progress)
+        if not checked.problems or not has_gone_back(checked.metadata):
+            break
+    return checked
+
+
+def _check_once(
+    path: str | os.PathLike[str], threads: int | None, on_progress: Progress | None
+) -> CheckedRun:
+    metadata = check_metadata(path)
+    # Before what takes long: a shard that a recording commits meanwhile would be no leftover.
+    leftovers = find_leftovers(metadata)
+    coordinates = check_coordinates(metadata)
+    chunks = check_chunks(metadata, threads=threads, on_progress=on_progress)
+    checkpoints = check_checkpoints(metadata.path)
+    return CheckedRun(
+        metadata=metadata,
+        leftovers=leftovers,
+        problems=(
+            *metadata.problems,
+            *chunks.problems,
+            *coordinates.problems,
+            *checkpoints,
+        ),
+        notes=(
+            *metadata.notes,
+            *leftovers.notes(),
+            *chunks.notes,
+            *coordinates.notes,
+            *chunks.row0,
+        ),
+        shards=chunks.shards,
+        chunks=chunks.chunks + coordinates.chunks,
+        bytes=chunks.bytes + coordinates.bytes,
+    )

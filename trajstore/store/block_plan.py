@@ -1,0 +1,255 @@
+"""The planner: how many rows make a block, how tokens are split into chunks, what memory it takes.
+
+A *block* is ``block_rows`` consecutive rows. Each array stores one shard per block, whole and once;
+a shard is divided along ``token`` into inner chunks, so that one token's history reads one inner
+chunk a block, and one step's snapshot one shard. Chunks of large W hold a part of a block's rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from trajstore.byte_sizes import DEFAULT_MEMORY, format_bytes
+from trajstore.codec.codec_chain import Chain, chain
+from trajstore.errors import InvalidArgument
+from trajstore.schema import STEP, Variable, variable
+from trajstore.threads import default_threads
+from trajstore.values.native_types import STEP_TYPE, NativeType, native_type
+
+__all__ = [
+    "BLOCKS",
+    "CHUNKS_AHEAD",
+    "ArrayLayout",
+    "Layout",
+    "plan",
+    "within",
+]
+
+BLOCKS = 2
+"""Block buffers of a writer that works behind its caller: one is filled, the other encoded."""
+
+CHUNKS_AHEAD = 4
+"""Encoded chunks, for each encoding thread, that may wait to be written."""
+
+_COPIES_OF_A_CHUNK = 6  # while it is encoded: four of scratch, two of what it is compressed to
+_BESIDE = 3 << 20  # what the interpreter, the allocator and the stacks of threads take beside
+_SMALL_ROW = 1 << 20
+_LARGEST_CHUNK = 8 << 20
+_LARGEST_SHARD = 256 << 20
+_CHUNK = 2 << 20
+_CHUNK_OF_HISTORIES = 3 << 19  # it is read and checked whole for each token
+_FEWEST_TOKENS = 128
+_MOST_ROWS = 256
+_FEWEST_ROWS = 8
+# Where single tokens are quick to read, a row costs all rows of its chunk: few, but not so few
+# that the first of each, which is stored whole, outweighs the differences. The one that divides.
+_ROWS_OF_A_SNAPSHOT = (8, 7, 6, 5, 4)
+_MOST_ROWS_OF_HISTORIES = 32  # of a block; in more, a token would be in too many chunks
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayLayout:
+    """Where the values of one variable lie.
+
+    Attributes
+    ----------
+    variable : Variable
+    row : tuple of int
+        Shape of one row.
+    chunk, shard : tuple of int
+        Shapes of an inner chunk and of a shard, step first. A shard is a whole number of chunks.
+    chain : Chain
+        Codecs of a chunk.
+    """
+
+    variable: Variable
+    row: tuple[int, ...]
+    chunk: tuple[int, ...]
+    shard: tuple[int, ...]
+    chain: Chain
+
+    @property
+    def native(self) -> NativeType:
+        """Type of the values in memory."""
+        return self.chain.native
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of inner chunks of a shard in each dimension."""
+        return tuple(whole // part for whole, part in zip(self.shard, self.chunk, strict=True))
+
+    @property
+    def chunks(self) -> int:
+        """Number of inner chunks of a shard."""
+        return math.prod(self.grid)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row in the native type."""
+        return math.prod(self.row) * self.native.itemsize
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one inner chunk before it is compressed."""
+        return math.prod(self.chunk) * self.chain.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The plan of a whole run.
+
+    Attributes
+    ----------
+    block_rows : int
+        Rows of a block: what is lost at worst, and how late a reader sees a row.
+    threads : int
+        That encode.
+    arrays : dict of str to ArrayLayout
+        The step coordinate first, then the variables.
+    buffers : int
+        Blocks that are held in memory at once.
+    """
+
+    block_rows: int
+    threads: int
+    arrays: dict[str, ArrayLayout]
+    buffers: int = BLOCKS
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a writer adds at most: the blocks, the chunks being encoded, the threads."""
+        chunk = max(array.chunk_bytes for array in self.arrays.values())
+        encoding = self.threads * _COPIES_OF_A_CHUNK + self.threads * CHUNKS_AHEAD + 1
+        return self.blocks_memory + encoding * chunk + _BESIDE
+
+    @property
+    def blocks_memory(self) -> int:
+        """Bytes of the blocks that a writer holds."""
+        row = sum(array.row_bytes for array in self.arrays.values())
+        return self.buffers * self.block_rows * row
+
+
+def plan(
+    variables: Mapping[str, str],
+    *,
+    tokens: int,
+    hidden: int,
+    memory: int = DEFAULT_MEMORY,
+    block_rows: int | None = None,
+    encoding: str = "delta",
+    threads: int | None = None,
+    buffers: int = BLOCKS,
+) -> Layout:
+    """Plan the blocks, shards and chunks of a run.
+
+    Parameters
+    ----------
+    variables : mapping of str to str
+        Native type of each variable.
+    tokens, hidden : int
+        Lengths of the two dimensions.
+    memory : int, default 1 GiB
+        Bytes that a writer may take.
+    block_rows : int, optional
+        Rows of a block. Without it: the largest power of two, at most 256 and at least 8, that
+        fits into `memory` and keeps an inner chunk of 128 tokens within 8 MiB, and a shard within
+        256 MiB, both decoded.
+    encoding : {'delta', 'portable'}
+    threads : int, optional
+        That encode; without it as many as there are processors, at most 8, and fewer if `memory`
+        does not hold what they need.
+    buffers : int
+        Blocks that are held in memory at once.
+
+    Raises
+    ------
+    InvalidArgument
+        If a length is not positive, or `memory` is too small (the message says the least).
+    """
+    for name, length in (("token", tokens), ("hidden", hidden)):
+        if length < 1:
+            raise InvalidArgument(f"{name} has length {length}, expected at least 1")
+    if buffers < 1:
+        raise InvalidArgument(f"a writer holds {buffers} blocks, expected at least 1")
+    if block_rows is not None and block_rows < 1:
+        raise InvalidArgument(f"a block has {block_rows} rows, expected at least 1")
+    chosen, threads = threads, threads or default_threads()
+    lengths = {"token": tokens, "hidden": hidden}
+    kinds = {STEP.name: (STEP, STEP_TYPE)}
+    kinds |= {name: (variable(name), native_type(dtype)) for name, dtype in variables.items()}
+    row_bytes = sum(
+        math.prod(lengths[dim] for dim in entry.dims[1:]) * native.itemsize
+        for entry, native in kinds.values()
+    )
+
+    def arrange(rows: int) -> Layout:
+        arrays = {
+            name: _array(
+                entry,
+                lengths,
+                rows,
+                chain(
+                    encoding,
+                    native,
+                    len(entry.dims),
+                    small=row_bytes < _SMALL_ROW,
+                    history=name == "W" and rows <= _MOST_ROWS_OF_HISTORIES,
+                ),
+            )
+            for name, (entry, native) in kinds.items()
+        }
+        return Layout(block_rows=rows, threads=threads, arrays=arrays, buffers=buffers)
+
+    rows = block_rows or _MOST_ROWS
+    if block_rows is None:
+        # A chunk of few tokens must not be too large, nor what a snapshot of one step decodes.
+        chunk, shard = min(tokens, _FEWEST_TOKENS) * hidden * 4, tokens * hidden * 4
+        while rows > _FEWEST_ROWS and (
+            rows * chunk > _LARGEST_CHUNK or rows * shard > _LARGEST_SHARD
+        ):
+            rows //= 2
+        while rows > _FEWEST_ROWS and arrange(rows).memory > memory:
+            rows //= 2
+    layout = arrange(rows)
+    return within(layout, memory, threads=chosen)
+
+
+def within(layout: Layout, memory: int, *, threads: int | None) -> Layout:
+    """The layout, with so many encoding threads as so many bytes allow, if none were asked for.
+
+    Raises
+    ------
+    InvalidArgument
+        If a writer takes more nevertheless; the message says the least.
+    """
+    while threads is None and layout.threads > 1 and layout.memory > memory:
+        layout = replace(layout, threads=layout.threads - 1)
+    if layout.memory > memory:
+        least = math.ceil(layout.memory / (1 << 20))
+        raise InvalidArgument(
+            f"the memory budget of {format_bytes(memory)} does not hold {layout.buffers} "
+            f"block{'s' * (layout.buffers > 1)} of {layout.block_rows} "
+            f"row{'s' * (layout.block_rows > 1)} ({format_bytes(layout.blocks_memory)}) and what "
+            f"encoding them takes; at least {least} MiB is needed, or blocks of fewer rows"
+        )
+    return layout
+
+
+def _array(entry: Variable, lengths: Mapping[str, int], rows: int, coding: Chain) -> ArrayLayout:
+    row = tuple(lengths[dim] for dim in entry.dims[1:])
+    chunk = shard = (rows, *row)
+    if "token" in entry.dims:
+        tokens, *rest = row
+        part, chunk_bytes = rows, _CHUNK
+        if coding.token_first:
+            chunk_bytes = _CHUNK_OF_HISTORIES
+            part = next((part for part in _ROWS_OF_A_SNAPSHOT if rows % part == 0), rows)
+        token_bytes = part * math.prod(rest) * coding.native.stored.itemsize
+        most = min(tokens, max(chunk_bytes // token_bytes, _FEWEST_TOKENS))
+        # Even chunks: the last one is short by fewer tokens than there are chunks.
+        size = math.ceil(tokens / math.ceil(tokens / most))
+        chunk = (part, size, *rest)
+        shard = (rows, size * math.ceil(tokens / size), *rest)
+    return ArrayLayout(variable=entry, row=row, chunk=chunk, shard=shard, chain=coding)

@@ -1,0 +1,163 @@
+"""Where a run may be created, and its folder: whole and empty, or not there at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from trajstore.errors import InvalidArgument, RunExists
+from trajstore.store.atomic import PARTIAL_SUFFIX, flush_folder, put
+from trajstore.store.object_keys import DOCUMENT
+from trajstore.store.zarr_json import RunMetadata
+
+__all__ = ["check_target", "create_folder", "staged_file", "staged_run"]
+
+
+def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Local path of a run that may be created there.
+
+    Raises
+    ------
+    RunExists
+        If something is there and `overwrite` is not set, or it is not a run.
+    InvalidArgument
+        If it is an address, not a local path.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        raise InvalidArgument(f"cannot record to {text}: a run is recorded to a local folder")
+    target = Path(path).absolute()
+    if not target.exists():
+        return target
+    if not overwrite:
+        raise RunExists(
+            f"{path} is already there; choose another path, or overwrite it (--overwrite)"
+        )
+    if not _is_run(target):
+        raise RunExists(f"{path} is not a run, so it is not overwritten; choose another path")
+    return target
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        document = json.loads((path / DOCUMENT).read_bytes())
+        return "trajstore_format" in document["attributes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def create_folder(
+    path: Path, documents: RunMetadata, chunks: Mapping[str, bytes], *, overwrite: bool, fsync: bool
+) -> None:
+    """Make the folder of a run without rows beside its place, and move it there.
+
+    Parameters
+    ----------
+    path : Path
+    documents : RunMetadata
+        Of the root and every array.
+    chunks : mapping of str to bytes
+        Encoded coordinates, by their keys.
+    overwrite : bool
+        Replace a run that is there.
+    fsync : bool
+        Have it survive a loss of power.
+
+    Raises
+    ------
+    RunExists
+        If another process has made something at `path` meanwhile.
+    """
+    beside = f".{path.name}.{os.getpid()}"
+    new, old = path.with_name(f"{beside}{PARTIAL_SUFFIX}"), path.with_name(f"{beside}.old")
+    for left in (new, old):  # of a killed process that had the same number
+        shutil.rmtree(left, ignore_errors=True)
+    new.mkdir()
+    try:
+        for name in documents.names():
+            (new / name).mkdir()
+            put(new / name / DOCUMENT, [documents.array(name, 0)], fsync=fsync)
+        for key, data in chunks.items():
+            put(new / key, [data], fsync=fsync)
+        put(new / DOCUMENT, [documents.root(0, "recording")], fsync=fsync)
+        if overwrite and path.exists():
+            path.rename(old)
+            new.rename(path)
+            shutil.rmtree(old)
+        else:
+            new.rename(path)
+    except BaseException as error:
+        shutil.rmtree(new, ignore_errors=True)
+        if isinstance(error, OSError) and path.exists() and not overwrite:
+            raise RunExists(f"{path} has just been made by another process") from error
+        raise
+    if fsync:
+        flush_folder(path.parent)
+
+
+@contextmanager
+def staged_file(target: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
+    """Path of an empty file that becomes `target` when the block ends well, and is removed if not.
+
+    Raises
+    ------
+    RunExists
+        If there is a folder, or a file and `overwrite` is not set.
+    """
+    path = Path(target)
+    _check_file(path, overwrite=overwrite)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = _beside(path)
+    try:
+        partial.write_bytes(b"")
+        yield partial
+        _check_file(path, overwrite=overwrite)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def staged_run(target: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
+    """Free path for a new run that becomes `target` when the block ends well.
+
+    Raises
+    ------
+    RunExists
+        If something is there and `overwrite` is not set, or it is not a run.
+    """
+    path = check_target(target, overwrite=overwrite)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = _beside(path)
+    # Of a killed process that had the same number.
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    new, old = folder / "new", folder / "old"
+    try:
+        yield new
+        check_target(path, overwrite=overwrite)
+        if path.exists():
+            path.rename(old)
+        new.rename(path)
+    finally:
+        if old.exists() and not path.exists():
+            old.rename(path)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_file(path: Path, *, overwrite: bool) -> None:
+    if path.is_dir():
+        raise RunExists(f"{path} is a folder; choose the path of a file")
+    if path.exists() and not overwrite:
+        raise RunExists(
+            f"{path} is already there; choose another path, or overwrite it (--overwrite)"
+        )
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}{PARTIAL_SUFFIX}")

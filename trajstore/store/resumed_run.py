@@ -1,0 +1,213 @@
+"""A run that is there, as a writer goes on with it: what is kept of it, and how it is stored.
+
+Blocks that are full stay as they are. The rows of the last, unfinished one come back into memory,
+to be written again with those that follow.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import zarr
+
+from trajstore.byte_sizes import parse_bytes
+from trajstore.errors import FormatError, InvalidArgument
+from trajstore.schema import STEP, VARIABLES, variable
+from trajstore.store.array_reader import StoredArray, stored_array
+from trajstore.store.block_plan import ArrayLayout, Layout, within
+from trajstore.store.object_keys import DOCUMENT, block_of, chunk_key
+from trajstore.store.open_group import open_group
+from trajstore.store.zarr_json import RunMetadata
+from trajstore.threads import default_threads
+from trajstore.values.native_types import STEP_TYPE, as_bits, native_type
+
+__all__ = ["ResumedRun", "check_run", "remove_past_end", "resumed_run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumedRun:
+    """The first rows of a run, to which more are to be added. Made by `resumed_run`.
+
+    Attributes
+    ----------
+    path : Path
+    rows : int
+        That are kept.
+    layout : Layout
+        Of their blocks, and of those to come.
+    metadata : RunMetadata
+    arrays : dict of str to StoredArray
+        Of the layout, with all rows that are committed.
+    """
+
+    path: Path
+    rows: int
+    layout: Layout
+    metadata: RunMetadata
+    arrays: dict[str, StoredArray]
+
+    def last_step(self) -> int:
+        """Step of the last row that is kept; −1 without any.
+
+        Raises
+        ------
+        FormatError
+            If its shard is missing or broken.
+        """
+        return int(self.arrays[STEP.name][self.rows - 1]) if self.rows else -1
+
+    def load(self, block: Mapping[str, npt.NDArray[Any]]) -> int:
+        """Read the rows of the unfinished block into their places, and look for the full blocks.
+
+        Parameters
+        ----------
+        block : mapping of str to ndarray, (row, …)
+            Native bits of every array; receives the rows that are kept of the block.
+
+        Returns
+        -------
+        int
+            Bytes of the shards of the full blocks.
+
+        Raises
+        ------
+        FormatError
+            If a shard is missing, or one that is read is broken.
+        """
+        size = 0
+        unfinished = self.rows % self.layout.block_rows
+        for name, array in self.layout.arrays.items():
+            if unfinished:
+                kept = self.arrays[name][self.rows - unfinished : self.rows]
+                block[name][:unfinished] = as_bits(kept, array.native, name)
+            size += self._size_of_full_blocks(name)
+        return size
+
+    def _size_of_full_blocks(self, name: str) -> int:
+        size = 0
+        for number in range(self.rows // self.layout.block_rows):
+            shard = self.path / chunk_key(name, number, self.arrays[name].ndim)
+            if not shard.exists():
+                raise FormatError(
+                    f"{name}, block {number}: the shard {shard} is missing; bring the run back "
+                    f"to what is whole with: trajstore repair {self.path}"
+                )
+            size += shard.stat().st_size
+        return size
+
+
+def check_run(path: str | os.PathLike[str]) -> Path:
+    """Local path of a run that is there.
+
+    Raises
+    ------
+    RunNotFound, FormatError
+        If it is not.
+    InvalidArgument
+        If it is an address, not a local path.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        raise InvalidArgument(f"cannot add to {text}: a run is recorded in a local folder")
+    open_group(text)
+    return Path(text).absolute()
+
+
+def resumed_run(
+    path: Path,
+    rows: int | None,
+    *,
+    attributes: Mapping[str, Any] | None,
+    memory: int | str,
+    threads: int | None,
+) -> ResumedRun:
+    """What a run is for a writer that goes on after so many rows. Nothing is changed yet.
+
+    Parameters
+    ----------
+    path : Path
+        Of a run that is locked.
+    rows : int or None
+        Keep so many; all that are committed for None.
+    attributes : mapping or None
+        Attributes of the root that take the place of those it has.
+    memory : int or str
+        Bytes that the writer may take.
+    threads : int or None
+        That encode; for None as `trajstore.store.block_plan.plan` chooses.
+
+    Raises
+    ------
+    FormatError
+        If it is none that this version can add to.
+    InvalidArgument
+        If `rows` are not there, or `memory` does not hold its blocks.
+    """
+    layout, arrays = _stored_layout(path, open_group(path), threads)
+    layout = within(layout, parse_bytes(memory), threads=threads)
+    root = json.loads((path / DOCUMENT).read_bytes())
+    committed = root["attributes"].get("committed_rows")
+    if committed is None or not root.get("consolidated_metadata"):
+        raise FormatError(
+            f"the root of {path} has been changed by another program and says no longer "
+            f"which rows are whole; bring that back with: trajstore repair {path}"
+        )
+    keep = committed if rows is None else rows
+    if not 0 <= keep <= committed:
+        raise InvalidArgument(
+            f"{path} has {committed} committed rows, so it cannot go on after {keep}"
+        )
+    return ResumedRun(
+        path=path,
+        rows=keep,
+        layout=layout,
+        metadata=RunMetadata.stored(root, attributes),
+        arrays=arrays,
+    )
+
+
+def _stored_layout(
+    path: Path, group: zarr.Group, threads: int | None
+) -> tuple[Layout, dict[str, StoredArray]]:
+    """Layout of the blocks that are there, so that more rows are written as the first ones were."""
+    stored: dict[str, StoredArray] = {}
+    arrays: dict[str, ArrayLayout] = {}
+    for name, array in sorted(group.arrays(), key=lambda item: item[0] != STEP.name):
+        if name != STEP.name and name not in VARIABLES:
+            continue
+        found = stored_array(path, name, array)
+        if found is None:
+            raise FormatError(
+                f"{name} of {path} is not stored as this version stores it, so no rows can be "
+                "added; make another run"
+            )
+        # What `portable` stores is the widened type, and what rows are made of is the native one.
+        native = STEP_TYPE if name == STEP.name else native_type(str(array.attrs["native_dtype"]))
+        stored[name] = found
+        arrays[name] = ArrayLayout(
+            variable=STEP if name == STEP.name else variable(name),
+            row=found.shape[1:],
+            chunk=found.chunk,
+            shard=found.shard,
+            chain=replace(found.chain, native=native),
+        )
+    layout = Layout(
+        block_rows=arrays[STEP.name].shard[0], threads=threads or default_threads(), arrays=arrays
+    )
+    return layout, stored
+
+
+def remove_past_end(path: Path, layout: Layout, rows: int) -> None:
+    """Remove the shards of blocks that a run was cut before and has not grown to again."""
+    blocks = -(-rows // layout.block_rows)
+    for name, array in layout.arrays.items():
+        for shard in (path / name).iterdir():
+            number = block_of(shard.name, len(array.shard))
+            if number is not None and number >= blocks:
+                shard.unlink()

@@ -1,0 +1,84 @@
+"""What a run is: the facts that `trajstore info` prints."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trajstore.schema import STEP, VARIABLES
+from trajstore.store.open_group import open_group
+from trajstore.values.native_types import NATIVE_TYPES
+
+__all__ = ["information"]
+
+
+def information(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Facts about a run at its last commit, as JSON values.
+
+    Parameters
+    ----------
+    path : path-like
+        A local run.
+
+    Returns
+    -------
+    dict
+        The attributes of the root, and ``steps`` (first, last; None without rows), ``arrays`` (by
+        name: shape, chunk, shard, native_dtype, bytes_native, bytes_on_disk, ratio), and
+        ``bytes_native``, ``bytes_on_disk``, ``ratio``, ``files`` of the whole run. Bytes on disk
+        may include a block that is being written.
+
+    Raises
+    ------
+    RunNotFound, FormatError
+        If there is no run at `path`.
+    """
+    group = open_group(path)
+    arrays: dict[str, dict[str, Any]] = {}
+    for name, array in sorted(group.arrays(), key=lambda item: _order(item[0])):
+        native = str(array.attrs.get("native_dtype", array.dtype))
+        itemsize = NATIVE_TYPES[native].itemsize if native in NATIVE_TYPES else array.dtype.itemsize
+        raw = math.prod(array.shape) * itemsize
+        stored, _ = _usage(Path(path) / name)
+        arrays[name] = {
+            "shape": list(array.shape),
+            "chunk": list(array.chunks),
+            "shard": list(array.shards or array.chunks),
+            "native_dtype": native,
+            "bytes_native": raw,
+            "bytes_on_disk": stored,
+            "ratio": raw / stored if stored else None,
+        }
+    steps = np.asarray(group[STEP.name])
+    total, files = _usage(Path(path))
+    raw = sum(array["bytes_native"] for array in arrays.values())
+    return {
+        **dict(group.attrs),
+        "steps": {"first": int(steps[0]), "last": int(steps[-1])} if len(steps) else None,
+        "arrays": arrays,
+        "bytes_native": raw,
+        "bytes_on_disk": total,
+        "ratio": raw / total if total else None,
+        "files": files,
+    }
+
+
+def _order(name: str) -> tuple[int, str]:
+    known = [*VARIABLES, STEP.name]
+    return (known.index(name) if name in known else len(known), name)
+
+
+def _usage(folder: Path) -> tuple[int, int]:
+    """Bytes and number of the files below a folder."""
+    sizes = []
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                sizes.append(os.stat(os.path.join(parent, name)).st_size)
+            except FileNotFoundError:  # a temporary that has just been moved into place
+                continue
+    return sum(sizes), len(sizes)

@@ -1,0 +1,432 @@
+"""`RunWriter`: rows in, whole blocks out, one atomic commit a block.
+
+The flow of one row: its arrays are copied once, into their place in the block buffer (by `append`,
+or by a caller that fills the places itself). A full block goes to the `BlockWriter`, which encodes
+and writes every array's shard behind the caller's back, while the next block is filled, if there is
+a buffer for it; then each array's metadata grows; then the root is replaced, which is the commit.
+Whatever happens in between, a reader sees the rows of the last commit and nothing else.
+
+A run that is there is opened for more rows with `resume`. What it holds past its last commit, or
+past the row it is cut to, is not read by anyone; it is written over, and removed at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.byte_sizes import DEFAULT_MEMORY, parse_bytes
+from trajstore.errors import InvalidArgument, WriterClosed
+from trajstore.schema import STEP
+from trajstore.store.atomic import sweep
+from trajstore.store.block_buffers import BlockBuffers
+from trajstore.store.block_plan import BLOCKS, Layout, plan
+from trajstore.store.block_writer import BlockWriter
+from trajstore.store.commit import Committer
+from trajstore.store.create import check_target, create_folder
+from trajstore.store.lock import RunLock
+from trajstore.store.new_run import check_variables, new_run, token_coordinates
+from trajstore.store.resumed_run import ResumedRun, check_run, remove_past_end, resumed_run
+from trajstore.store.zarr_json import RunMetadata, Status
+from trajstore.values.native_types import as_bits
+
+__all__ = ["RunWriter"]
+
+
+class RunWriter:
+    """Appends rows to a run, which nobody else can write to meanwhile.
+
+    Made by `create` or `resume`; a context manager that closes the run as ``complete``, or as
+    ``interrupted`` when it is left by an exception.
+
+    Attributes
+    ----------
+    path : Path
+    layout : Layout
+    rows : int
+        Rows appended so far.
+    committed_rows : int
+        Rows that readers see.
+    bytes_recorded : int
+        Bytes appended, in native types.
+    bytes_written : int
+        Bytes of the shards on disk.
+    seconds_waited : float
+        How long `append` has waited for the disk, because all buffers were full.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from trajstore import RunWriter, open_run
+    >>> variables = {"W": "float32"}
+    >>> with RunWriter.create("run.zarr", token=[0, 1, 2], hidden=4, variables=variables) as run:
+    ...     for step in range(3):
+    ...         run.append(step=step, W=np.full((3, 4), step, "float32"))
+    >>> with RunWriter.resume("run.zarr") as run:
+    ...     run.append(step=3, W=np.full((3, 4), 3, "float32"))
+    >>> open_run("run.zarr").W.shape
+    (4, 3, 4)
+    """
+
+    def __init__(
+        self, path: Path, layout: Layout, metadata: RunMetadata, lock: RunLock, *, fsync: bool
+    ) -> None:
+        self.path = path
+        self.layout = layout
+        self.rows = 0
+        self.bytes_recorded = 0
+        self._lock = lock
+        self._last_step = -1
+        self._given = 0  # rows whose places are with the caller
+        self._status: Status = "recording"
+        self._committer = Committer(path, metadata, fsync=fsync)
+        self._block_writer = BlockWriter(path, layout, self._committer.commit, fsync=fsync)
+        self._buffers = BlockBuffers(layout, self._block_writer)
+        self._row_bytes = sum(
+            array.row_bytes for name, array in layout.arrays.items() if name != STEP.name
+        )
+
+    @property
+    def committed_rows(self) -> int:
+        """Rows that readers see."""
+        return self._committer.rows
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of the shards on disk."""
+        return self._block_writer.bytes_written
+
+    @property
+    def seconds_waited(self) -> float:
+        """How long `append` has waited for the disk, because all buffers were full."""
+        return self._buffers.seconds_waited
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        token: npt.ArrayLike,
+        hidden: int,
+        variables: Mapping[str, str],
+        is_dead: npt.ArrayLike | None = None,
+        token_count: npt.ArrayLike | None = None,
+        token_text: npt.ArrayLike | None = None,
+        config: Mapping[str, Any] | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        memory: int | str = DEFAULT_MEMORY,
+        block_rows: int | None = None,
+        encoding: str = "delta",
+        threads: int | None = None,
+        buffers: int = BLOCKS,
+        overwrite: bool = False,
+        fsync: bool = False,
+    ) -> Self:
+        """Make an empty run.
+
+        It appears at `path` whole, with no rows, or not at all.
+
+        Parameters
+        ----------
+        path : path-like
+            A local folder, by custom ``NAME.zarr``.
+        token : array_like of int, (token,)
+            Vocabulary ids of the recorded tokens.
+        hidden : int
+            Length of the hidden dimension.
+        variables : mapping of str to str
+            Native type (bfloat16, float16, float32, float64) of each variable to record.
+        is_dead, token_count, token_text : array_like, (token,), optional
+            Coordinates.
+        config : mapping, optional
+            Configuration of the run, JSON values only.
+        attributes : mapping, optional
+            Further attributes of the root, such as ``optimizer`` and ``provenance``.
+        memory : int or str, default 1 GiB
+            Bytes for all buffers together.
+        block_rows : int, optional
+            Rows of a block; planned from `memory` without it.
+        encoding : {'delta', 'portable'}
+            ``delta`` is smaller and faster, and read wherever trajstore is installed; ``portable``
+            is read by any reader of Zarr v3.
+        threads : int, optional
+            That encode; without it as many as there are processors, at most 8.
+        buffers : int, default 2
+            Blocks held in memory. With 1, which takes half of it, a full block is written before
+            the next one is begun.
+        overwrite : bool
+            Replace a run that is there.
+        fsync : bool
+            Have every commit survive a loss of power, not only the death of the process.
+
+        Raises
+        ------
+        RunExists
+            If something is at `path`.
+        RunLocked
+            If another process writes to it.
+        InvalidArgument
+            If an argument is impossible.
+        """
+        path = check_target(path, overwrite=overwrite)
+        coordinates = token_coordinates(
+            token, is_dead=is_dead, token_count=token_count, token_text=token_text
+        )
+        check_variables(variables)
+        layout = plan(
+            variables,
+            tokens=np.size(coordinates["token"]),
+            hidden=hidden,
+            memory=parse_bytes(memory),
+            block_rows=block_rows,
+            encoding=encoding,
+            threads=threads,
+            buffers=buffers,
+        )
+        metadata, chunks = new_run(
+            layout, coordinates, encoding=encoding, config=config, attributes=attributes
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = RunLock.acquire(path)
+        try:
+            sweep(path)
+            create_folder(path, metadata, chunks, overwrite=overwrite, fsync=fsync)
+            return cls(path, layout, metadata, lock, fsync=fsync)
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def resume(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        rows: int | None = None,
+        attributes: Mapping[str, Any] | None = None,
+        memory: int | str = DEFAULT_MEMORY,
+        threads: int | None = None,
+        fsync: bool = False,
+    ) -> Self:
+        """Open a run for more rows, as they were of the same kind: after its last commit, or cut.
+
+        What writers that died have left is swept. Its status is ``recording`` again.
+
+        Parameters
+        ----------
+        path : path-like
+            A local run.
+        rows : int, optional
+            Keep so many; all that are committed without it.
+        attributes : mapping, optional
+            Attributes of the root that take the place of those it has, such as ``config``.
+        memory, threads, fsync
+            As for `create`. The blocks stay as large as they are, and `memory` holds two of them.
+
+        Raises
+        ------
+        RunNotFound, FormatError
+            If there is no run, or one that this version cannot add to.
+        RunLocked
+            If another process writes to it.
+        InvalidArgument
+            If `rows` are not there, or `memory` does not hold its blocks.
+        """
+        path = check_run(path)
+        lock = RunLock.acquire(path)
+        try:
+            sweep(path)
+            kept = resumed_run(path, rows, attributes=attributes, memory=memory, threads=threads)
+            run = cls(path, kept.layout, kept.metadata, lock, fsync=fsync)
+            run._go_on(kept)
+        except BaseException:
+            lock.release()
+            raise
+        return run
+
+    def next_row(self) -> dict[str, npt.NDArray[Any]]:
+        """Places of the next row's values, to be filled without another copy.
+
+        Returns
+        -------
+        dict of str to ndarray
+            Writable views of native bits, one per variable; they hold garbage until filled, and
+            are the writer's own after `commit_row`.
+        """
+        return {name: rows[0, ...] for name, rows in self.next_rows(1).items()}
+
+    def next_rows(self, most: int) -> dict[str, npt.NDArray[Any]]:
+        """Places of the next rows' values: so many, or as many as are left of the block.
+
+        Parameters
+        ----------
+        most : int
+            At least 1.
+
+        Returns
+        -------
+        dict of str to ndarray, (row, …)
+            As `next_row`, for `commit_rows`.
+        """
+        self._check_open()
+        at = self.rows % self.layout.block_rows
+        if at == 0:
+            self._buffers.make_room()
+        self._given = min(most, self.layout.block_rows - at)
+        block = self._buffers.block(self.rows)
+        return {name: block[name][at : at + self._given] for name in block if name != STEP.name}
+
+    def commit_row(self, step: int) -> None:
+        """Take the row that `next_row` gave out, every variable filled, as the state after `step`.
+
+        Raises
+        ------
+        InvalidArgument
+            If `step` does not come after the last one.
+        """
+        self.commit_rows([step])
+
+    def commit_rows(self, steps: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
+        """Take rows that `next_rows` gave out, the first of them or all, as those after `steps`.
+
+        Raises
+        ------
+        InvalidArgument
+            If a step does not come after the one before, or there are more than were given out.
+        """
+        self._check_open()
+        if len(steps) > self._given:
+            raise InvalidArgument(f"got {len(steps)} rows where {self._given} were given out")
+        last = self._last_step
+        for step in steps:
+            if step <= last:
+                raise InvalidArgument(f"got step {step} after step {last}; steps must increase")
+            last = int(step)
+        at = self.rows % self.layout.block_rows
+        self._buffers.block(self.rows)[STEP.name][at : at + len(steps)] = steps
+        self._last_step = last
+        self._given = 0
+        self.rows += len(steps)
+        self.bytes_recorded += self._row_bytes * len(steps)
+        if len(steps) and self.rows % self.layout.block_rows == 0:
+            self._buffers.hand_over(self.rows)
+
+    def stretches(
+        self, steps: npt.NDArray[np.integer[Any]], most: int | None = None
+    ) -> Iterator[tuple[slice, dict[str, npt.NDArray[Any]]]]:
+        """Places for the rows of many steps, as many at a time as lie in one block.
+
+        Parameters
+        ----------
+        steps : ndarray of int
+        most : int, optional
+            Rows at a time.
+
+        Yields
+        ------
+        at : slice
+            Of `steps`.
+        places : dict of str to ndarray, (row, …)
+            As from `next_rows`; they are committed when the next ones are asked for.
+        """
+        start = 0
+        while start < len(steps):
+            places = self.next_rows(min(most or len(steps), len(steps) - start))
+            at = slice(start, start + self._given)
+            yield at, places
+            self.commit_rows(steps[at])
+            start = at.stop
+
+    def append(self, step: int, **values: Any) -> None:
+        """Append one row.
+
+        Parameters
+        ----------
+        step : int
+            Optimizer steps taken; strictly increasing.
+        **values : array_like
+            Every variable of the run: values of its native type (NumPy, ml_dtypes or torch),
+            uint16 bits for a 16-bit type, or float32 that is exactly representable.
+
+        Raises
+        ------
+        InvalidArgument
+            If a variable is missing or unknown, a shape is wrong, or a value would be rounded.
+            The run is as before.
+        """
+        row = self.next_row()
+        if values.keys() != row.keys():
+            missing = ", ".join(row.keys() - values.keys()) or "none"
+            unknown = ", ".join(values.keys() - row.keys()) or "none"
+            raise InvalidArgument(
+                f"a row of this run holds {', '.join(row)}; missing: {missing}; unknown: {unknown}"
+            )
+        for name, value in values.items():
+            bits = as_bits(value, self.layout.arrays[name].native, name)
+            if bits.shape != row[name].shape:
+                raise InvalidArgument(f"{name}: got shape {bits.shape}, expected {row[name].shape}")
+            row[name][...] = bits
+        self.commit_row(step)
+
+    def close(self, status: Literal["complete", "interrupted"] = "complete") -> None:
+        """Commit every row, also of the last, partial block, and set the status.
+
+        Twice does no harm.
+
+        Raises
+        ------
+        OSError
+            If a block could not be written; what was committed before stays.
+        """
+        if self._status != "recording":
+            return
+        self._status = status
+        try:
+            self._buffers.finish(self.rows, status)
+            remove_past_end(self.path, self.layout, self.rows)
+        except BaseException:
+            self._status = "interrupted"
+            if self._block_writer.failure is not None:
+                # The status is worth a try; the failure that is being raised matters more.
+                with contextlib.suppress(OSError):
+                    self._committer.commit((self.committed_rows, "interrupted"))
+            raise
+        finally:
+            try:
+                self._buffers.close()
+            finally:
+                self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close("complete" if kind is None else "interrupted")
+        except BaseException as failure:
+            if failure is not error:  # which is on its way already
+                raise
+
+    def _check_open(self) -> None:
+        if self._status != "recording":
+            raise WriterClosed(f"{self.path} is closed as {self._status}")
+        self._buffers.check()
+
+    def _go_on(self, kept: ResumedRun) -> None:
+        """Have the rows that are kept behind those to come, and cut the run to them."""
+        self.rows = kept.rows
+        self.bytes_recorded = kept.rows * self._row_bytes
+        self._last_step = kept.last_step()
+        self._block_writer.bytes_written += kept.load(self._buffers.block(kept.rows))
+        self._committer.cut(kept.rows)

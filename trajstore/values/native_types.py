@@ -1,0 +1,298 @@
+"""Native floating-point types as bit patterns, and their exact float32 form.
+
+A run keeps every value bit for bit as the trainer held it. In memory that is the *bits* of the
+native type (uint16 for bfloat16 and float16); in the store it is the float32 that holds each such
+value exactly, NaN payloads included. Nothing here rounds. How a type lays
+out its bits is asked of `NativeType`, and written nowhere else.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import InvalidArgument
+
+__all__ = [
+    "NATIVE_TYPES",
+    "STEP_TYPE",
+    "NativeType",
+    "as_bits",
+    "is_nan",
+    "is_zero_or_nan",
+    "narrow",
+    "native_type",
+    "widen",
+]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeType:
+    """A type that a trainer can hold a tensor in.
+
+    Attributes
+    ----------
+    name : str
+        As torch and ml_dtypes call it.
+    bits : numpy.dtype
+        Unsigned integer of the same width.
+    stored : numpy.dtype
+        The type in the store: float32 holds every bfloat16, float16 and float32 value.
+    mantissa_bits : int
+        Explicit ones; between them and the sign is the exponent.
+    """
+
+    name: str
+    bits: np.dtype[Any]
+    stored: np.dtype[Any]
+    mantissa_bits: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one value in memory."""
+        return self.bits.itemsize
+
+    @property
+    def exponent_bits(self) -> int:
+        """Width of the exponent."""
+        return 8 * self.itemsize - 1 - self.mantissa_bits
+
+    @property
+    def bias(self) -> int:
+        """Exponent field of 1."""
+        return (1 << (self.exponent_bits - 1)) - 1
+
+    @property
+    def sign_mask(self) -> int:
+        """The highest bit."""
+        return 1 << (8 * self.itemsize - 1)
+
+    @property
+    def infinity_bits(self) -> int:
+        """Bits of +inf, which are all those of the exponent; a NaN has more."""
+        return self.sign_mask - (1 << self.mantissa_bits)
+
+    @property
+    def nan_bits(self) -> int:
+        """Bits of the quiet NaN without sign and payload."""
+        return self.infinity_bits | (1 << (self.mantissa_bits - 1))
+
+    @property
+    def least_normal(self) -> float:
+        """Smallest positive value that is not subnormal."""
+        return 2.0 ** (1 - self.bias)
+
+    @property
+    def epsilon(self) -> float:
+        """Distance from 1 to the next larger value."""
+        return 2.0**-self.mantissa_bits
+
+    @cached_property  # asked for each handful of values that is widened
+    def spare_bits(self) -> int:
+        """Lowest bits of the stored form, which are 0 in each value of this type.
+
+        That is enough to be a bfloat16, whose exponent is float32's; float16 has fewer exponents.
+        """
+        return NATIVE_TYPES[self.stored.name].mantissa_bits - self.mantissa_bits
+
+
+NATIVE_TYPES: dict[str, NativeType] = {
+    name: NativeType(
+        name=name, bits=np.dtype(bits), stored=np.dtype(stored), mantissa_bits=mantissa_bits
+    )
+    for name, bits, stored, mantissa_bits in (
+        ("bfloat16", "uint16", "float32", 7),
+        ("float16", "uint16", "float32", 10),
+        ("float32", "uint32", "float32", 23),
+        ("float64", "uint64", "float64", 52),
+    )
+}
+
+STEP_TYPE = NativeType(
+    name="int64", bits=np.dtype("uint64"), stored=np.dtype("int64"), mantissa_bits=63
+)
+"""Type of the step coordinate, which is stored like a variable, and has no exponent."""
+
+
+def native_type(name: str) -> NativeType:
+    """Native type of that name.
+
+    Raises
+    ------
+    InvalidArgument
+        If a run cannot hold that type.
+    """
+    try:
+        return NATIVE_TYPES[name]
+    except KeyError:
+        raise InvalidArgument(
+            f"cannot store values of type {name!r}; a run holds {', '.join(NATIVE_TYPES)}"
+        ) from None
+
+
+def is_nan(bits: Array, native: NativeType) -> npt.NDArray[np.bool_]:
+    """Whether each value is NaN, of any sign and payload.
+
+    Parameters
+    ----------
+    bits : ndarray of ``native.bits``
+    native : NativeType
+    """
+    return np.asarray((bits & (native.sign_mask - 1)) > native.infinity_bits)
+
+
+def is_zero_or_nan(bits: Array, native: NativeType) -> npt.NDArray[np.bool_]:
+    """Whether each value is NaN, or 0 of either sign.
+
+    Parameters
+    ----------
+    bits : ndarray of ``native.bits``
+    native : NativeType
+    """
+    magnitude = bits & (native.sign_mask - 1)
+    return np.asarray((magnitude == 0) | (magnitude > native.infinity_bits))
+
+
+@cache
+def _float16_table() -> npt.NDArray[np.uint32]:
+    """Float32 bits of every float16 bit pattern. Casting instead would quiet signalling NaNs."""
+    half, single = NATIVE_TYPES["float16"], NATIVE_TYPES["float32"]
+    pattern = np.arange(1 << 16, dtype=np.uint32)
+    sign = (pattern & half.sign_mask) << 16
+    magnitude = pattern & (half.sign_mask - 1)
+    wide = magnitude << half.spare_bits
+    normal = wide + ((single.bias - half.bias) << single.mantissa_bits)
+    special = wide | single.infinity_bits
+    least = np.float32(half.least_normal * half.epsilon)
+    subnormal = (magnitude.astype(np.float32) * least).view(np.uint32)
+    finite = np.where(magnitude < (1 << half.mantissa_bits), subnormal, normal)
+    table = sign | np.where(magnitude < half.infinity_bits, finite, special)
+    return table.astype(np.uint32)
+
+
+def widen(bits: Array, native: NativeType, out: Array | None = None) -> Array:
+    """Stored form of native bits, exactly.
+
+    Parameters
+    ----------
+    bits : ndarray of ``native.bits``
+    native : NativeType
+    out : ndarray of ``native.bits`` widened to the stored width, optional
+        Unsigned integers that receive the bits of the stored values.
+
+    Returns
+    -------
+    ndarray of ``native.stored``, same shape
+    """
+    unsigned = np.dtype(f"u{native.stored.itemsize}")
+    if out is None:
+        out = np.empty(bits.shape, unsigned)
+    if native.name == "bfloat16":
+        np.left_shift(bits, np.uint32(native.spare_bits), out=out, dtype=np.uint32)
+    elif native.name == "float16":
+        np.take(_float16_table(), bits, out=out)
+    else:
+        out[...] = bits
+    return out.view(native.stored)
+
+
+def narrow(stored: Array, native: NativeType) -> Array:
+    """Native bits of stored values.
+
+    Returns
+    -------
+    ndarray of ``native.bits``, same shape
+
+    Raises
+    ------
+    InvalidArgument
+        If any value is not exactly one of the native type; nothing is rounded.
+    """
+    wide: Array = np.ascontiguousarray(stored, native.stored).view(f"u{native.stored.itemsize}")
+    wide = wide.reshape(np.shape(stored))
+    if native.stored.itemsize == native.itemsize:
+        return wide
+    if native.name == "bfloat16":
+        bits = (wide >> native.spare_bits).astype(np.uint16)
+        exact = (wide & ((1 << native.spare_bits) - 1)) == 0
+    else:
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            rounded = wide.view(np.float32).astype(np.float16).view(np.uint16)
+        mantissa = (1 << native.mantissa_bits) - 1
+        nan = ((wide >> 16) & native.sign_mask) | ((wide >> native.spare_bits) & mantissa)
+        nan = (nan | native.infinity_bits).astype(np.uint16)
+        bits = np.where(is_nan(wide, NATIVE_TYPES["float32"]), nan, rounded)
+        exact = _float16_table()[bits] == wide
+    if not exact.all():
+        first = wide.view(np.float32)[~exact].ravel()[0]
+        raise InvalidArgument(
+            f"{np.count_nonzero(~exact)} of {exact.size} float32 values are not exactly "
+            f"{native.name} (the first is {first}); pass the {native.name} bits as uint16, or "
+            "declare the variable as float32"
+        )
+    return bits
+
+
+def _bits_of_tensor(tensor: Any, native: NativeType) -> Array:
+    """Bits of a torch tensor of the native type, without importing torch."""
+    # torch has few unsigned types; the signed one of the same width carries the same bits.
+    signed = getattr(sys.modules["torch"], f"int{8 * native.itemsize}")
+    bits: Array = tensor.contiguous().view(signed).numpy().view(native.bits)
+    return bits
+
+
+def as_bits(value: Any, native: NativeType, variable: str) -> Array:
+    """Native bits of whatever a caller may hand over.
+
+    Parameters
+    ----------
+    value : array_like
+        Values of the native type (a torch tensor, an ml_dtypes or NumPy array), uint16 bit
+        patterns for a 16-bit type, or float32 values and Python floats that are exactly
+        representable in it.
+    native : NativeType
+    variable : str
+        Name for the message.
+
+    Raises
+    ------
+    InvalidArgument
+        For any other type, and for values that would have to be rounded.
+    """
+    if type(value).__module__.split(".")[0] == "torch":
+        tensor = value.detach().cpu()
+        name = str(tensor.dtype).removeprefix("torch.")
+        if name == native.name:
+            return _bits_of_tensor(tensor, native)
+        array = tensor.float().numpy() if name == "bfloat16" else tensor.numpy()
+    else:
+        array = np.asarray(value)
+        name = array.dtype.name
+        if name == native.name:
+            return np.ascontiguousarray(array).view(native.bits).reshape(array.shape)
+        if native.itemsize == 2 and array.dtype == np.uint16:
+            return array
+    try:
+        if name == "float32":
+            return narrow(array.astype(native.stored, copy=False), native)
+        if name == "float64" and array.ndim == 0:
+            with np.errstate(over="ignore", under="ignore"):
+                stored = array.astype(native.stored)
+            if stored == array or np.isnan(array):
+                return narrow(stored, native)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{variable}: {error}") from None
+    expected = f"{native.name} values"
+    if native.itemsize == 2:
+        expected += ", their uint16 bits, or float32 that is exactly representable"
+    raise InvalidArgument(
+        f"{variable}: got {name} of shape {array.shape}, expected {expected}; nothing is rounded, "
+        "so cast it yourself or declare the variable with another type"
+    )

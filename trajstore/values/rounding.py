@@ -1,0 +1,121 @@
+"""Rounding to a native type: to the bits that a file asks for, or in the stored form."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.values.native_types import NATIVE_TYPES, NativeType, is_nan, narrow, widen
+from trajstore.values.ulp_lattice import unsigned_view
+
+__all__ = ["as_bfloat16", "convert", "is_bfloat16", "round_to"]
+
+Array = npt.NDArray[Any]
+
+_BFLOAT16 = NATIVE_TYPES["bfloat16"]
+_SPARE = np.uint32(_BFLOAT16.spare_bits)
+_SPARE_MASK = (1 << _BFLOAT16.spare_bits) - 1
+
+# Where in a uint32 the half lies that bfloat16 keeps.
+_UPPER, _LOWER = (1, 0) if sys.byteorder == "little" else (0, 1)
+
+
+def is_bfloat16(values: Array) -> bool:
+    """Whether every float32 value, given by its uint32 bits, is one of bfloat16, bit for bit."""
+    return not int(np.bitwise_or.reduce(values, axis=None)) & _SPARE_MASK
+
+
+def as_bfloat16(values: Array) -> Array:
+    """Upper halves of uint32 bits of float32 that are known to be bfloat16.
+
+    Returns
+    -------
+    ndarray of uint16, same shape
+    """
+    if values.ndim == 0:
+        return (values >> _SPARE).astype(np.uint16)
+    return np.ascontiguousarray(_halves(values)[..., _UPPER::2])
+
+
+def convert(stored: Array, held: NativeType, wanted: NativeType) -> tuple[Array, int]:
+    """Bits of `wanted` for stored values of `held`.
+
+    Exact wherever `wanted` holds the values; else rounded to nearest, ties to even, as a cast of
+    torch does.
+
+    Parameters
+    ----------
+    stored : ndarray of ``held.stored``
+    held, wanted : NativeType
+
+    Returns
+    -------
+    bits : ndarray of ``wanted.bits``, same shape
+    changed : int
+        Values that were rounded.
+    """
+    if wanted.name == held.name:
+        if held.name != "bfloat16":
+            return narrow(stored, held), 0
+        wide = np.ascontiguousarray(stored, np.float32).view(np.uint32)
+        # narrow says what is wrong with values that are not what their attribute claims.
+        return (as_bfloat16(wide), 0) if is_bfloat16(wide) else (narrow(stored, held), 0)
+    if wanted.stored == held.stored and wanted.itemsize == wanted.stored.itemsize:
+        return np.ascontiguousarray(stored, wanted.stored).view(wanted.bits), 0
+    if wanted.stored.itemsize > held.stored.itemsize:
+        return stored.astype(wanted.stored).view(wanted.bits), 0
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        values = np.ascontiguousarray(stored, np.float32)
+        if wanted.name == "bfloat16":
+            bits = _rounded_to_bfloat16(values.view(np.uint32))
+        elif wanted.name == "float16":
+            bits = values.astype(np.float16).view(np.uint16)
+        else:
+            bits = values.view(np.uint32)
+    back = widen(bits, wanted)
+    both_nan = np.isnan(back) & np.isnan(stored)
+    return bits, int(np.count_nonzero((back != stored) & ~both_nan))
+
+
+def round_to(values: Array, native: str) -> Array:
+    """Nearest values of a native type, ties to even, in their stored form.
+
+    Parameters
+    ----------
+    values : ndarray of float32 (float64 for a float64 type)
+    native : str
+
+    Returns
+    -------
+    ndarray, same type and shape
+        `values` itself where the native type is the stored one. A NaN stays as it is.
+    """
+    if native == "bfloat16":
+        rounded = _to_even(unsigned_view(values)) & ~np.uint32(_SPARE_MASK)
+        return np.where(np.isnan(values), values, rounded.view(np.float32))
+    if native == "float16":
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).astype(values.dtype)
+    return values
+
+
+def _halves(values: Array) -> Array:
+    return np.ascontiguousarray(values).view(np.uint16)
+
+
+def _to_even(wide: Array) -> Array:
+    """Bits of float32 with the nearest bfloat16 in their upper half; nonsense for NaN."""
+    # Half of the last kept place, less one if that place is even.
+    rounded: Array = ((wide >> _SPARE) & np.uint32(1)) + np.uint32(_SPARE_MASK >> 1)
+    rounded += wide
+    return rounded
+
+
+def _rounded_to_bfloat16(wide: Array) -> Array:
+    rounded = _to_even(wide) >> _SPARE
+    # Adding to a NaN may carry into its sign: keep its upper payload, and make it quiet.
+    quiet = (wide >> _SPARE) | np.uint32(_BFLOAT16.nan_bits)
+    return np.where(is_nan(wide, NATIVE_TYPES["float32"]), quiet, rounded).astype(np.uint16)
