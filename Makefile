@@ -21,9 +21,25 @@ demo: .venv  ## Record 300 steps of Gatsby and print the summary
 test: .venv  ## Run the tests
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
+# Fewer random tries and kills than `make test` has.
+oldest newest: export TRAJSTORE_FUZZ := 600
+oldest newest: export TRAJSTORE_KILLS := 1
+
+.PHONY: oldest
+oldest:  ## Test without torch, with the oldest versions that pyproject.toml allows
+	$(PYTHON) -m venv --clear .venv-oldest
+	.venv-oldest/bin/pip install -q -c constraints-oldest.txt -e '.[test]'
+	.venv-oldest/bin/python -m pytest -q -n auto --dist worksteal -m 'not torch'
+
+.PHONY: newest
+newest:  ## Test without torch, with the newest of everything: what the next release will break
+	$(PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/pip install -q -e '.[test]'
+	.venv-newest/bin/python -m pytest -q -n auto --dist worksteal -m 'not torch'
+
 .PHONY: flips
 flips: .venv  ## Flip 300 random bits in the files of runs; each must be found, or harmless
-	TRAJSTORE_FLIPS=300 $(BIN)/python -m pytest -q tests/unit/trajstore/test_flips.py
+	TRAJSTORE_FLIPS=300 $(BIN)/python -m pytest -q tests/unit/trajstore/integrity/test_verify_flips.py
 
 .PHONY: fuzz
 fuzz: .venv  ## Import 100,000 damaged files; each is an error or a run, within the memory of its size
@@ -36,6 +52,10 @@ check: .venv  ## Lint, check types and imports; change nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+.PHONY: map
+map: .venv  ## Print the rooms of each package, floor by floor, as the imports have them
+	$(BIN)/python tools/map.py
 
 .PHONY: format
 format: .venv  ## Format the code, and mend what the linter can
