@@ -140,14 +140,14 @@ def test_a_killed_recording_goes_on_from_its_checkpoint(
     path = tmp_path / "run.zarr"
     script = (
         "import os, signal, sys\n"
-        "from trainers import checkpointing\n"
+        "from trainers.runs import checkpoint_schedule\n"
         "from trajstore.cli.main import main\n"
-        "after_step = checkpointing.Checkpointing.after_step\n"
+        "after_step = checkpoint_schedule.Checkpointing.after_step\n"
         "def kill(self, recorder, scaler):\n"
         "    if recorder.step == 60:\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return after_step(self, recorder, scaler)\n"
-        "checkpointing.Checkpointing.after_step = kill\n"
+        "checkpoint_schedule.Checkpointing.after_step = kill\n"
         "main(sys.argv[1:])\n"
     )
     call = ["record", "--preset", "gatsby", "--corpus", text, *SMALL, "-o", path]
