@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainers.config import RunConfig
+    from trainers.counterfactuals.what_if import what_if
     from trainers.presets import PRESETS, preset
     from trainers.recording.capture import capture
     from trainers.recording.hf_callback import TrajectoryCallback
@@ -28,6 +29,7 @@ __all__ = [
     "preset",
     "record",
     "recorded_config",
+    "what_if",
 ]
 
 _HOME = {
@@ -40,6 +42,7 @@ _HOME = {
     "preset": "trainers.presets",
     "record": "trainers.runs.record",
     "recorded_config": "trainers.runs.resume_checks",
+    "what_if": "trainers.counterfactuals.what_if",
 }
 
 

@@ -58,6 +58,10 @@ class RecordedOptimizer:
             return state
         return state | {_STEP: torch.full_like(self.example[_STEP], steps_taken)}
 
+    def build(self, weights: torch.Tensor) -> tuple[torch.nn.Parameter, Optimizer]:
+        """Optimizer without a state, and its parameter with these weights, a copy."""
+        return _build(self.optimizer_class, weights, self.hyperparameters)
+
     def step(
         self, weights: torch.Tensor, state: State | None, gradient: torch.Tensor, lr: float
     ) -> tuple[torch.Tensor, State]:
@@ -75,7 +79,7 @@ class RecordedOptimizer:
         tensor, dict of str to tensor
             Weights and state after the step; what was given is left as it was.
         """
-        parameter, optimizer = _build(self.optimizer_class, weights, self.hyperparameters)
+        parameter, optimizer = self.build(weights)
         optimizer.param_groups[0]["lr"] = lr
         if state is not None:
             optimizer.state[parameter] = {name: value.clone() for name, value in state.items()}

@@ -17,7 +17,7 @@ __all__ = ["RecordedRow", "RecordedRows"]
 
 Array = npt.NDArray[Any]
 
-_WINDOW = 512 << 20  # bytes of rows that are held at once
+_WINDOW = 512 << 20
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,7 +94,7 @@ class RecordedRows:
         """Value of a scalar of a row."""
         return float(tensor_of(self.scalar(name, number), self.natives[name]))
 
-    def read(self, names: Iterable[str]) -> Iterator[RecordedRow]:
+    def read(self, names: Iterable[str], *, window: int = _WINDOW) -> Iterator[RecordedRow]:
         """All rows, with variables that have a token dimension.
 
         Reads a block at a time, or part of one where a block is large.
@@ -103,22 +103,24 @@ class RecordedRows:
         ----------
         names : iterable of str
             What the run does not hold is left out.
+        window : int
+            Bytes of rows that are held at once, at least one row.
         """
         series = [self._series[name] for name in names if name in self._series]
         if not series:
             yield from (self._row(number, {}) for number in range(len(self)))
             return
         row = sum(int(np.prod(s.shape[1:])) * s.native.itemsize for s in series)
-        most = max(1, _WINDOW // row)
+        most = max(1, window // row)
         block = series[0].tile[0]
         start = 0
         while start < len(self):
             stop = min(len(self), start + most, (start // block + 1) * block)
-            window = {s.name: s.bits((slice(start, stop),)) for s in series}
+            held = {s.name: s.bits((slice(start, stop),)) for s in series}
             for at in range(stop - start):
-                # The row outlives the window, which is gone before the next one is read.
-                yield self._row(start + at, {n: bits[at].copy() for n, bits in window.items()})
-            del window
+                # The row outlives what is held, which is gone before the next rows are read.
+                yield self._row(start + at, {n: bits[at].copy() for n, bits in held.items()})
+            del held
             start = stop
 
     def _row(self, number: int, bits: dict[str, Array]) -> RecordedRow:

@@ -8,6 +8,7 @@ from trajstore.cli.exchange_commands import export, import_
 from trajstore.cli.inspect_commands import analyze, compare, info, summary
 from trajstore.cli.integrity_commands import repair, verify
 from trajstore.cli.record_commands import fetch, plan, presets, record
+from trajstore.cli.what_if_commands import what_if
 from trajstore.version import __version__
 
 __all__ = ["main"]
@@ -28,6 +29,7 @@ def main(debug: bool) -> None:
 
 for command in (
     record,
+    what_if,
     plan,
     fetch,
     presets,

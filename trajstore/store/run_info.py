@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ from trajstore.schema import STEP, VARIABLES
 from trajstore.store.open_group import open_group
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["information"]
+__all__ = ["content_digest", "information"]
 
 
 def information(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -65,6 +66,31 @@ def information(path: str | os.PathLike[str]) -> dict[str, Any]:
         "ratio": raw / total if total else None,
         "files": files,
     }
+
+
+def content_digest(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of all that is stored of a run: names, lengths and contents of its files, in order.
+
+    A run has it as long as nobody writes to it.
+
+    Parameters
+    ----------
+    path : path-like
+        A local run.
+
+    Returns
+    -------
+    str
+        64 hexadecimal digits.
+    """
+    root = Path(path)
+    files = sorted(file for file in root.rglob("*") if file.is_file())
+    total = hashlib.sha256()
+    for file in files:
+        with open(file, "rb") as opened:
+            content = hashlib.file_digest(opened, "sha256").hexdigest()
+        total.update(f"{file.relative_to(root).as_posix()} {content}\n".encode())
+    return total.hexdigest()
 
 
 def _order(name: str) -> tuple[int, str]:

@@ -1,0 +1,335 @@
+"""The same run when nothing changes, and what torch makes of the gradients when something does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+torch = pytest.importorskip("torch")
+from list_recorder import HIDDEN, VOCAB  # noqa: E402
+from tiny_runs import scaled_run, tiny_run  # noqa: E402
+
+from trainers import preset, record, what_if  # noqa: E402
+from trainers.replay.replay import replay  # noqa: E402
+from trainers.replay.replay_result import CannotReplay  # noqa: E402
+from trajstore import RunWriter, open_run  # noqa: E402
+from trajstore.errors import InvalidArgument, RunExists, StepNotFound  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+SUMMARIES = ("grad_token_norm", "W_step_norm", "W_ulp_l1")
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
+)
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adam-decay": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+}
+
+
+def same(first: xr.Dataset, second: xr.Dataset) -> None:
+    """Insist that two runs agree in every variable, and every bit."""
+    assert set(first.data_vars) == set(second.data_vars)
+    assert first.step.equals(second.step)
+    for name in first.data_vars:
+        a, b = first[name], second[name]
+        assert a.attrs["native_dtype"] == b.attrs["native_dtype"], name
+        assert a.values.tobytes() == b.values.tobytes(), name
+    for name in first.coords:
+        assert first[name].equals(second[name]), name
+
+
+def applied(ds: xr.Dataset, make: Callable[[Any], Any], *, rates: Any = None) -> Any:
+    """W after each step by torch.optim itself, in float32, from row 0, gradients as they are."""
+    W = torch.nn.Parameter(torch.from_numpy(ds.W[0].values.copy()))
+    optimizer = make([W])
+    rows = [W.detach().numpy().copy()]
+    for number in range(1, ds.sizes["step"]):
+        lr = ds.lr.values[number] if rates is None else rates[number]
+        optimizer.param_groups[0]["lr"] = float(lr)
+        clip = torch.tensor(ds.clip_coef.values[number])
+        W.grad = torch.from_numpy(ds.grad[number].values.copy()).mul_(clip)
+        optimizer.step()
+        rows.append(W.detach().numpy().copy())
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@DTYPES
+def test_nothing_changed_is_the_run_again(name: str, dtype: Any, tmp_path: Path) -> None:
+    record_all = (
+        {} if name.startswith("sgd") or name == "rmsprop" else {"record": ("all", *SUMMARIES)}
+    )
+    run = tiny_run(tmp_path / "run.zarr", OPTIMIZERS[name], dtype=dtype, **record_all)
+    found = what_if(run, tmp_path / "same.zarr")
+    assert (found.rows, found.first_step, found.last_step) == (21, 0, 20)
+    same(open_run(run), open_run(found.path))
+    assert replay(found.path).clean
+    assert replay(found.path).replayed == 20
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_goes_on_from_a_step(name: str, tmp_path: Path) -> None:
+    run = tiny_run(tmp_path / "run.zarr", OPTIMIZERS[name], dtype=torch.bfloat16)
+    found = what_if(run, tmp_path / "same.zarr", from_step=7)
+    assert (found.rows, found.first_step, found.last_step) == (14, 7, 20)
+    same(open_run(run).isel(step=slice(7, None)), open_run(found.path))
+
+
+def test_moments_that_are_not_recorded_are_rebuilt(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, record="weights+grads")
+    for step in (None, 1, 9):
+        out = what_if(run, tmp_path / f"{step}.zarr", from_step=step).path
+        same(open_run(run).isel(step=slice(step or 0, None)), open_run(out))
+
+
+def test_skipped_steps_stay_skipped(tmp_path: Path) -> None:
+    run = scaled_run(tmp_path / "run.zarr", fused=False)
+    assert (open_run(run).skipped == 1).sum() > 1
+    same(open_run(run), open_run(what_if(run, tmp_path / "same.zarr").path))
+
+
+def test_settings_that_are_those_of_the_run_change_nothing(tmp_path: Path) -> None:
+    config = preset("gatsby").with_values(["training.steps=12", "training.batch_size=2"])
+    run = record(config, tmp_path / "run.zarr")
+    settings = [
+        "optimizer.lr=1e-3", "optimizer.betas=[0.9, 0.999]", "optimizer.weight_decay=0.01",
+        "schedule.name=linear", "schedule.steps=12", "training.max_grad_norm=1",
+        "model.dtype=bfloat16", "optimizer.state_dtype=bfloat16", "rounding=nearest",
+    ]  # fmt: skip
+    same(open_run(run), open_run(what_if(run, tmp_path / "same.zarr", settings).path))
+
+
+def test_float32_weights_are_what_torch_makes_of_the_gradients(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, record=("all", *SUMMARIES))
+    ds = open_run(run)
+    out = what_if(run, tmp_path / "wide.zarr", ["model.dtype=float32"]).path
+    wide = open_run(out)
+    expected = applied(ds, lambda p: torch.optim.AdamW(p, lr=0.01))
+    assert wide.W.values.tobytes() == expected.tobytes()
+    for name in ("W", "grad", "exp_avg", "exp_avg_sq"):
+        assert wide[name].attrs["native_dtype"] == "float32"
+    assert (wide.grad.values[1:] == ds.grad.values[1:]).all()
+    assert replay(out).clean
+    moved = np.sqrt(((expected[1:].astype("f8") - expected[:-1]) ** 2).sum(-1)).astype("f4")
+    np.testing.assert_allclose(wide.W_step_norm.values[1:], moved, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("setting", "make"),
+    [
+        ("optimizer.betas=[0.5, 0.9]", lambda p: torch.optim.AdamW(p, betas=(0.5, 0.9))),
+        ("optimizer.eps=1e-2", lambda p: torch.optim.AdamW(p, eps=1e-2)),
+        ("optimizer.weight_decay=0.5", lambda p: torch.optim.AdamW(p, weight_decay=0.5)),
+        ("optimizer.name=adam", lambda p: torch.optim.Adam(p, weight_decay=0.01)),
+        ("optimizer.name=sgd", lambda p: torch.optim.SGD(p, weight_decay=0.01)),
+    ],
+)
+def test_changed_hyperparameters(setting: str, make: Callable[[Any], Any], tmp_path: Path) -> None:
+    run = tiny_run(tmp_path / "run.zarr")
+    out = what_if(run, tmp_path / "other.zarr", [setting]).path
+    expected = applied(open_run(run), make)
+    assert open_run(out).W.values.tobytes() == expected.tobytes()
+    assert not np.array_equal(expected, open_run(run).W.values)
+    assert replay(out).clean
+    assert ("exp_avg" in open_run(out)) == ("sgd" not in setting)
+
+
+def test_sgd_becomes_adam(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path / "run.zarr", OPTIMIZERS["sgd-momentum"])
+    out = what_if(run, tmp_path / "adam.zarr", ["optimizer.name=adam", "optimizer.lr=0.01"]).path
+    expected = applied(open_run(run), torch.optim.Adam, rates=np.full(21, 0.01))
+    assert open_run(out).W.values.tobytes() == expected.tobytes()
+    assert {"exp_avg", "exp_avg_sq"} <= set(open_run(out).data_vars)
+    with pytest.raises(CannotReplay, match="begin where training began"):
+        what_if(run, tmp_path / "late.zarr", ["optimizer.name=adam"], from_step=4)
+    assert not (tmp_path / "late.zarr").exists()
+
+
+def test_rates_of_a_schedule_and_in_proportion(tmp_path: Path) -> None:
+    config = preset("gatsby").with_values(["training.steps=8", "training.batch_size=2"])
+    run = record(config, tmp_path / "run.zarr")
+
+    def rates(*settings: str) -> Any:
+        return open_run(what_if(run, tmp_path / "o.zarr", settings, overwrite=True).path).lr.values
+
+    assert np.isnan(rates("optimizer.lr=2e-3")[0])
+    np.testing.assert_array_equal(
+        rates("optimizer.lr=2e-3")[1:], [2e-3 * (8 - step) / 8 for step in range(8)]
+    )
+    np.testing.assert_array_equal(rates("schedule.name=constant")[1:], np.full(8, 1e-3))
+    np.testing.assert_array_equal(
+        rates("schedule.steps=16")[1:], [1e-3 * ((16 - step) / 16) for step in range(8)]
+    )
+    np.testing.assert_array_equal(
+        rates("schedule.name=constant", "optimizer.lr=5e-4", "schedule.warmup_steps=2")[1:4],
+        [0, 2.5e-4, 5e-4],
+    )
+    # A loop of one's own, whose schedule nobody knows.
+    own = tiny_run(tmp_path / "own.zarr")
+    out = what_if(own, tmp_path / "half.zarr", ["optimizer.lr=0.005"]).path
+    np.testing.assert_array_equal(open_run(out).lr.values[1:], np.full(20, 0.005))
+    with pytest.raises(InvalidArgument, match=r"give schedule\.name"):
+        what_if(own, tmp_path / "other.zarr", ["schedule.steps=5"])
+
+
+def test_clipping_goes_by_the_recorded_norm(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path / "run.zarr", dtype=torch.float32, clip=0.3)
+    ds = open_run(run)
+    none = open_run(what_if(run, tmp_path / "none.zarr", ["training.max_grad_norm=0"]).path)
+    assert (none.clip_coef.values[1:] == 1).all()
+    tight = what_if(run, tmp_path / "tight.zarr", ["training.max_grad_norm=0.01"]).path
+    norm = torch.from_numpy(ds.grad_norm.values[1:].copy())
+    np.testing.assert_array_equal(open_run(tight).clip_coef.values[1:], 0.01 / (norm + 1e-6))
+    assert replay(tight).clean
+
+
+def test_state_of_float32_rounds_the_weights_once(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16)
+    ds = open_run(run)
+    out = open_run(what_if(run, tmp_path / "wide.zarr", ["optimizer.state_dtype=float32"]).path)
+    W = torch.from_numpy(ds.W[0].values.copy()).bfloat16()
+    inner = torch.nn.Parameter(W.float())
+    optimizer = torch.optim.AdamW([inner], lr=0.01)
+    for number in range(1, 21):
+        with torch.no_grad():
+            inner.copy_(W.float())
+        clip = torch.tensor(ds.clip_coef.values[number])
+        inner.grad = torch.from_numpy(ds.grad[number].values.copy()).mul_(clip).bfloat16().float()
+        optimizer.step()
+        W = inner.detach().bfloat16()
+        np.testing.assert_array_equal(out.W.values[number], W.float().numpy())
+        expected = optimizer.state[inner]["exp_avg_sq"].numpy()
+        np.testing.assert_array_equal(out.exp_avg_sq.values[number], expected)
+    assert out.W.attrs["native_dtype"] == "bfloat16"
+    assert out.exp_avg_sq.attrs["native_dtype"] == "float32"
+    falls = np.diff(out.exp_avg_sq.values, axis=0) < 0
+    assert falls.any()
+
+
+def test_stochastic_rounding_is_seeded_and_unbiased(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, steps=6)
+
+    def rounded(seed: int) -> Any:
+        settings = ["rounding=stochastic", "optimizer.state_dtype=float32"]
+        out = what_if(run, tmp_path / "o.zarr", settings, seed=seed, overwrite=True).path
+        return open_run(out).W.values
+
+    assert rounded(1).tobytes() == rounded(1).tobytes()
+    assert rounded(1).tobytes() != rounded(2).tobytes()
+    exact = open_run(what_if(run, tmp_path / "x.zarr", ["model.dtype=float32"]).path).W.values[1]
+    mean = np.mean([rounded(seed)[1].astype("f8") for seed in range(60)], axis=0)
+    spacing = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 7)
+    # The standard error of 60 draws is at most 0.065 spacings; 136 elements.
+    assert np.abs((mean - exact) / spacing).max() < 0.3
+
+
+def test_tokens_go_their_own_way(tmp_path: Path) -> None:
+    dead = np.arange(VOCAB) >= 13
+    run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, is_dead=dead)
+    settings = ["optimizer.lr=0.003"]
+    whole = open_run(what_if(run, tmp_path / "all.zarr", settings).path)
+    some = open_run(what_if(run, tmp_path / "some.zarr", settings, tokens="dead").path)
+    same(whole.isel(token=dead), some)
+    ids = open_run(what_if(run, tmp_path / "ids.zarr", settings, tokens=[3, 1]).path)
+    same(whole.isel(token=[1, 3]), ids)
+    assert replay(tmp_path / "ids.zarr").clean
+
+
+def test_a_recorded_subset(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, tokens=[2, 3, 15])
+    same(open_run(run), open_run(what_if(run, tmp_path / "same.zarr").path))
+    one = open_run(what_if(run, tmp_path / "one.zarr", tokens=[15]).path)
+    same(open_run(run).sel(token=[15]), one)
+    with pytest.raises(InvalidArgument, match="does not hold 4"):
+        what_if(run, tmp_path / "no.zarr", tokens=[4])
+
+
+def test_it_says_what_it_is(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path / "run.zarr")
+    found = what_if(run, tmp_path / "other.zarr", ["optimizer.eps=1e-4"], from_step=3)
+    said = open_run(found.path).attrs["provenance"]["what_if"]
+    assert said["run"] == "run.zarr"
+    assert said["from_step"] == 3
+    assert said["settings"] == ["optimizer.eps=0.0001"]
+    assert said["created"] == open_run(run).attrs["created"]
+    assert len(said["sha256"]) == 64
+    assert "recorded path" in said["caveat"]
+    assert {"grad", "loss", "logits"} <= set(said["of_recorded_path"])
+    assert any("recorded path" in note for note in found.notes)
+
+
+BAD: dict[str, tuple[dict[str, Any], list[str], dict[str, Any], type[Exception], str]] = {
+    "no gradients": ({"record": "weights"}, [], {}, CannotReplay, "gradient was not recorded"),
+    "every": ({"every": 2}, [], {}, CannotReplay, "record with every=1"),
+    "step": ({}, [], {"from_step": 99}, StepNotFound, "no row of step 99"),
+    "field": ({}, ["optimizer.nope=1"], {}, InvalidArgument, "no field optimizer.nope"),
+    "other field": ({}, ["model.hidden=4"], {}, InvalidArgument, "does not act on recorded"),
+    "form": ({}, ["lr"], {}, InvalidArgument, "expected section.field=value"),
+    "momentum": ({}, ["optimizer.momentum=0.5"], {}, InvalidArgument, "momentum"),
+    "betas of sgd": (
+        {"optimizer": OPTIMIZERS["sgd"]}, ["optimizer.betas=[0.1, 0.2]"], {}, InvalidArgument,
+        "SGD has no betas",
+    ),
+    "state of rmsprop": (
+        {"optimizer": OPTIMIZERS["rmsprop"], "dtype": torch.bfloat16},
+        ["optimizer.state_dtype=float32"], {}, InvalidArgument, "RMSprop keeps its state",
+    ),
+    "tokens": ({}, [], {"tokens": "dead"}, InvalidArgument, "which are dead"),
+    "unknown clipping": ({"max_grad_norm": 0.0}, [], {}, CannotReplay, "clip_coef is NaN"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_cannot_be_asked_is_one_sentence_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+    options, settings, how, error, sentence = BAD[name]
+    run = tiny_run(tmp_path / "run.zarr", steps=4, **options)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(error, match=sentence) as raised:
+        what_if(run, tmp_path / "other.zarr", settings, **how)
+    assert "\n" not in str(raised.value)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_output_is_not_the_run_nor_something_else(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path / "run.zarr", steps=4)
+    with pytest.raises(RunExists):
+        what_if(run, run)
+    with pytest.raises(InvalidArgument, match="that the gradients are read from"):
+        what_if(run, run, overwrite=True)
+    (tmp_path / "file.zarr").write_text("mine")
+    with pytest.raises(RunExists):
+        what_if(run, tmp_path / "file.zarr", overwrite=True)
+
+
+def test_a_run_that_began_without_its_moments(tmp_path: Path) -> None:
+    run = tmp_path / "run.zarr"
+    names = ("W", "grad", "exp_avg", "exp_avg_sq", "clip_coef")
+    types = dict.fromkeys(names, "float32") | {"lr": "float64"}
+    zero = np.zeros((2, HIDDEN), "f4")
+    hyperparameters = {
+        "lr": 0.1, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0,
+    }  # fmt: skip
+    optimizer = {"class": "torch.optim.adam.Adam", "hyperparameters": hyperparameters}
+    with RunWriter.create(
+        run, token=[0, 1], hidden=HIDDEN, variables=types, attributes={"optimizer": optimizer}
+    ) as writer:
+        for step in (5, 6):
+            writer.append(
+                step=step, W=zero, grad=zero, exp_avg=zero, exp_avg_sq=zero,
+                clip_coef=np.float32(1), lr=0.1,
+            )  # fmt: skip
+    with pytest.raises(CannotReplay, match="was not seen"):
+        what_if(run, tmp_path / "other.zarr")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".zarr") == [
+        "run.zarr"
+    ]

@@ -1,0 +1,158 @@
+"""Learning rates and clipping factors of each step, as changed settings have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeGuard
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainers.config import RunConfig, ScheduleConfig
+from trainers.counterfactuals.settings import ChangedSettings
+from trainers.recording.step_hooks import clip_coefficient
+from trainers.replay.parameter_placement import tensor_of
+from trainers.replay.recorded_rows import RecordedRows
+from trainers.replay.replay_result import CannotReplay
+from trainers.runs.optimizer import build_schedule
+from trajstore.errors import ConfigError
+from trajstore.store.tiled_reader import attribute
+from trajstore.values.native_types import as_bits
+
+__all__ = ["changed_clip_coefs", "changed_learning_rates", "changed_schedule"]
+
+Rates = npt.NDArray[np.float64]
+
+
+def changed_schedule(attributes: Mapping[str, Any], settings: ChangedSettings) -> dict[str, Any]:
+    """Attribute ``optimizer.schedule`` of a run, with what was changed of it."""
+    recorded = attribute(attributes, "optimizer", "schedule")
+    schedule = dict(recorded) if isinstance(recorded, Mapping) else {}
+    for name, value in settings.given.items():
+        section, _, field = name.partition(".")
+        if section == "schedule" or name == "training.max_grad_norm":
+            schedule[field] = value
+    return schedule
+
+
+def changed_learning_rates(
+    rows: RecordedRows, attributes: Mapping[str, Any], settings: ChangedSettings
+) -> Rates:
+    """Learning rate of the step that each row is after, (step,).
+
+    As recorded, where neither the rate nor its schedule was changed. A schedule that is known, and
+    gives what is recorded, gives the changed rates in the same way; of another, the recorded rates
+    are multiplied.
+
+    Raises
+    ------
+    CannotReplay
+        If the schedule is to change and the run does not say what it was.
+    """
+    recorded = np.array([rows.value("lr", number) for number in range(len(rows))])
+    reshaped = [name for name in settings.given if name.startswith("schedule.")]
+    if not reshaped and "optimizer.lr" not in settings.given:
+        return recorded
+    before = attribute(attributes, "optimizer", "schedule")
+    base = _base_rate(attributes)
+    taken = np.array([rows.steps_taken(max(number - 1, 0)) for number in range(len(rows))])
+    taken[0] = max(rows.steps_taken(0) - 1, 0)
+    after = changed_schedule(attributes, settings)
+    lr = settings.given.get("optimizer.lr", base)
+    if reshaped:
+        if lr is None:
+            raise CannotReplay(
+                "the run does not say which learning rate its schedule began with; give it with "
+                "--set optimizer.lr=…"
+            )
+        return _scheduled(lr, _schedule(after), taken, recorded)
+    if base is not None and _is_known(before):
+        schedule = _schedule(before)
+        if np.array_equal(_scheduled(base, schedule, taken, recorded), recorded, equal_nan=True):
+            return _scheduled(lr, schedule, taken, recorded)
+    if not base:
+        raise CannotReplay(
+            "the run does not say which learning rate its schedule began with, so the recorded "
+            "rates cannot be changed in proportion; give schedule.name and schedule.steps as well"
+        )
+    scaled: Rates = recorded * (lr / base)
+    return scaled
+
+
+def changed_clip_coefs(rows: RecordedRows, settings: ChangedSettings) -> list[npt.NDArray[Any]]:
+    """Bits of the factor that clipping multiplies each row's gradient by.
+
+    Raises
+    ------
+    CannotReplay
+        If clipping is to change, and the norm of all gradients is not recorded.
+    """
+    numbers = range(len(rows))
+    if "training.max_grad_norm" not in settings.given:
+        return [rows.scalar("clip_coef", number) for number in numbers]
+    if "grad_norm" not in rows:
+        raise CannotReplay(
+            "clipping goes by the norm of all gradients, and grad_norm was not recorded; every "
+            "tier holds it"
+        )
+    norm, factor = rows.natives["grad_norm"], rows.natives["clip_coef"]
+    largest = float(settings.given["training.max_grad_norm"])
+    found = []
+    for number in numbers:
+        coefficient = clip_coefficient(tensor_of(rows.scalar("grad_norm", number), norm), largest)
+        if rows.steps[number] == 0:
+            coefficient = torch.full_like(coefficient, float("nan"))
+        found.append(as_bits(coefficient.to(getattr(torch, factor.name)), factor, "clip_coef"))
+    return found
+
+
+def _base_rate(attributes: Mapping[str, Any]) -> float | None:
+    """Rate that a schedule multiplies."""
+    hyperparameters = attribute(attributes, "optimizer", "hyperparameters") or {}
+    config = attribute(attributes, "config", "optimizer", "lr")
+    for value in (hyperparameters.get("initial_lr"), config, hyperparameters.get("lr")):
+        if isinstance(value, int | float):
+            return float(value)
+    return None
+
+
+def _is_known(schedule: object) -> TypeGuard[Mapping[str, Any]]:
+    if not isinstance(schedule, Mapping):
+        return False
+    try:
+        _schedule(schedule)
+    except ConfigError:
+        return False
+    return True
+
+
+def _schedule(values: Mapping[str, Any]) -> ScheduleConfig:
+    """Schedule of the values of an attribute.
+
+    Raises
+    ------
+    ConfigError
+        If it is none that a configuration can name, or the end of its decay is not known.
+    """
+    named = {key: values[key] for key in ("name", "warmup_steps", "steps") if key in values}
+    if "name" not in named:
+        raise ConfigError(
+            "the run does not say its schedule; give schedule.name, and schedule.steps where it "
+            "decays"
+        )
+    schedule = RunConfig.parse({"schedule": named}).schedule
+    if schedule.name != "constant" and schedule.steps is None:
+        raise ConfigError(f"schedule.steps: say at which step the {schedule.name} decay ends")
+    return schedule
+
+
+def _scheduled(
+    lr: float, schedule: ScheduleConfig, taken: npt.NDArray[np.int64], recorded: Rates
+) -> Rates:
+    """Rates as a schedule gives them after so many steps; NaN where none is recorded."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=lr)
+    built = build_schedule(optimizer, schedule, schedule.steps or 1)
+    factor = built.lr_lambdas[0]
+    rates = np.array([lr * factor(int(steps)) for steps in taken])
+    return np.where(np.isnan(recorded), np.nan, rates)

@@ -1,0 +1,191 @@
+"""What may be changed in a counterfactual, and the optimizer that it gives."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainers.config import RunConfig
+from trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD
+from trajstore.errors import ConfigError
+from trajstore.store.tiled_reader import attribute
+
+__all__ = ["CHANGEABLE", "ChangedSettings", "changed_settings"]
+
+CHANGEABLE = (
+    "optimizer.name", "optimizer.lr", "optimizer.betas", "optimizer.eps", "optimizer.momentum",
+    "optimizer.weight_decay", "optimizer.state_dtype", "optimizer.rounding",
+    "schedule.name", "schedule.warmup_steps", "schedule.steps",
+    "training.max_grad_norm", "model.dtype",
+)  # fmt: skip
+"""Fields of a configuration that act on recorded gradients; what else changes them does not."""
+
+_SHORT = {"rounding": "optimizer.rounding"}
+_CLASSES = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}
+_ROUNDED: dict[str, type[Optimizer]] = {
+    "Adam": RoundedAdam, "AdamW": RoundedAdamW, "SGD": RoundedSGD,
+}  # fmt: skip
+_OF_ROUNDING = ("state_dtype", "rounding", "rounding_seed")
+_HYPERPARAMETERS = ("lr", "betas", "eps", "momentum", "weight_decay")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangedSettings:
+    """A run's optimizer with some settings changed.
+
+    Attributes
+    ----------
+    given : dict of str to JSON value
+        What was changed, by its field.
+    config : dict, optional
+        Configuration of the run with that changed, where the run has one.
+    optimizer : dict
+        ``class`` and ``hyperparameters``, as in the attribute ``optimizer`` of a run.
+    weights_dtype : str
+        Type of W, and of the gradient.
+    keeps_state : bool
+        Whether the optimizer goes on from the recorded state: Adam and AdamW keep the same moments.
+    """
+
+    given: dict[str, Any]
+    config: dict[str, Any] | None
+    optimizer: dict[str, Any]
+    weights_dtype: str
+    keeps_state: bool
+
+
+def changed_settings(
+    attributes: Mapping[str, Any], weights_dtype: str, assignments: Sequence[str], *, seed: int = 0
+) -> ChangedSettings:
+    """Settings of a run, with some changed.
+
+    Parameters
+    ----------
+    attributes : mapping
+        Of the root of the run.
+    weights_dtype : str
+        Native type of its W.
+    assignments : sequence of str
+        ``section.field=value`` as for a recording, of `CHANGEABLE`; ``rounding`` is short for
+        ``optimizer.rounding``.
+    seed : int
+        Of stochastic rounding.
+
+    Raises
+    ------
+    ConfigError
+        If a field does not exist, may not be changed here, or has an impossible value, or the
+        optimizer has no such setting.
+    """
+    recorded = attribute(attributes, "optimizer", "hyperparameters") or {}
+    path = str(attribute(attributes, "optimizer", "class"))
+    before = path.rpartition(".")[2].removeprefix("Rounded")
+    base = _base_config(attributes, before)
+    full = [_full_name(assignment) for assignment in assignments]
+    changed = base.with_values(full)
+    given = {name: _value(changed, name) for name in (_field(text) for text in full)}
+    _check_changeable(given)
+    name = _CLASSES[given["optimizer.name"]] if "optimizer.name" in given else before
+    real = _real_class(name)
+    hyperparameters = _hyperparameters(recorded, given, real, same_class=name == before)
+    dtype = given.get("model.dtype", weights_dtype)
+    state_dtype = given.get("optimizer.state_dtype") or recorded.get("state_dtype") or dtype
+    rounding = given.get("optimizer.rounding", recorded.get("rounding", "nearest"))
+    if state_dtype != dtype or rounding != "nearest":
+        if name not in _ROUNDED:
+            raise ConfigError(
+                f"{name} keeps its state in the type of the weights and rounds to nearest; another "
+                f"optimizer.state_dtype or optimizer.rounding is there for {', '.join(_ROUNDED)}"
+            )
+        kept = seed if "optimizer.rounding" in given else recorded.get("rounding_seed", seed)
+        hyperparameters |= {
+            "state_dtype": state_dtype, "rounding": rounding, "rounding_seed": kept,
+            "foreach": None, "fused": None,
+        }  # fmt: skip
+        rounded = _ROUNDED[name]
+        path = f"{rounded.__module__}.{rounded.__qualname__}"
+    elif real is not None:
+        path = f"{real.__module__}.{real.__qualname__}"
+    return ChangedSettings(
+        given=given,
+        config=changed.model_dump(mode="json") if attributes.get("config") else None,
+        optimizer={"class": path, "hyperparameters": hyperparameters},
+        weights_dtype=dtype,
+        keeps_state=name == before or {name, before} <= {"Adam", "AdamW"},
+    )
+
+
+def _base_config(attributes: Mapping[str, Any], optimizer: str) -> RunConfig:
+    """Configuration of the run; of one that has none, a default with its kind of optimizer."""
+    config = attributes.get("config")
+    if config:
+        return RunConfig.parse(config)
+    name = next((key for key, value in _CLASSES.items() if value == optimizer), None)
+    return RunConfig().with_values([] if name is None else [f"optimizer.name={name}"])
+
+
+def _full_name(assignment: str) -> str:
+    name, equals, value = assignment.partition("=")
+    return f"{_SHORT.get(name.strip(), name)}{equals}{value}"
+
+
+def _field(assignment: str) -> str:
+    return assignment.partition("=")[0].strip()
+
+
+def _value(config: RunConfig, name: str) -> Any:
+    section, _, field = name.partition(".")
+    return getattr(getattr(config, section), field)
+
+
+def _check_changeable(given: Mapping[str, Any]) -> None:
+    for name in given:
+        if name not in CHANGEABLE:
+            raise ConfigError(
+                f"{name} does not act on recorded gradients, which stay as they are; what can be "
+                f"changed is {', '.join(CHANGEABLE)} (to train on with another {name}, fork the "
+                "run: trajstore record --fork)"
+            )
+
+
+def _real_class(name: str) -> type[Optimizer] | None:
+    found: type[Optimizer] | None = getattr(torch.optim, name, None)
+    return found
+
+
+def _hyperparameters(
+    recorded: Mapping[str, Any],
+    given: Mapping[str, Any],
+    real: type[Optimizer] | None,
+    *,
+    same_class: bool,
+) -> dict[str, Any]:
+    """Hyperparameters as the optimizer would hold them, those of rounding aside."""
+    values = {key: value for key, value in recorded.items() if key not in _OF_ROUNDING}
+    if real is not None:
+        accepted = inspect.signature(real).parameters
+        if not same_class:
+            defaults = {
+                key: parameter.default
+                for key, parameter in accepted.items()
+                if parameter.default is not inspect.Parameter.empty
+            }
+            # A flag such as decoupled_weight_decay is what makes one class the other.
+            kept = ("lr", "initial_lr", "weight_decay", "betas", "eps", "maximize")
+            values = defaults | {k: v for k, v in values.items() if k in kept}
+            values = {k: v for k, v in values.items() if k in accepted or k == "initial_lr"}
+        for field in _HYPERPARAMETERS:
+            if f"optimizer.{field}" in given and field not in accepted:
+                raise ConfigError(f"optimizer.{field}: {real.__name__} has no {field}")
+    for field in _HYPERPARAMETERS:
+        if f"optimizer.{field}" in given:
+            value = given[f"optimizer.{field}"]
+            values[field] = list(value) if isinstance(value, tuple) else value
+    if "optimizer.lr" in given and "initial_lr" in values:
+        values["initial_lr"] = given["optimizer.lr"]
+    return values
