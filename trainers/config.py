@@ -51,7 +51,7 @@ class ModelConfig(_Section):
     layers: int = Field(default=2, ge=1)
     heads: int = Field(default=2, ge=1)
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the weights, and hence of gradients and optimizer state."""
+    """Type of the weights and gradients, and of the optimizer's state unless that has its own."""
 
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> Self:
@@ -108,6 +108,12 @@ class OptimizerConfig(_Section):
     momentum: float = Field(default=0.0, ge=0, lt=1)
     """Of SGD."""
     weight_decay: float = Field(default=0.01, ge=0)
+    state_dtype: Literal["bfloat16", "float32"] | None = None
+    """Type of the optimizer's state; that of the weights without it. With another one each step is
+    computed in float32, and weights and state are rounded once after it."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Of weights and state: stochastic rounds up or down at random, seeded by training.seed, so
+    that the mean is what was to be rounded; once after each step, which is computed in float32."""
 
     @model_validator(mode="after")
     def _momentum_is_of_sgd(self) -> Self:

@@ -1,4 +1,7 @@
-"""The optimizer of a recorded run, to be carried out again: the real class of `torch.optim`."""
+"""The optimizer of a recorded run, to be carried out again: the real class of `torch.optim`.
+
+Or that which steps with it, where its state has a type of its own (`trainers.rounded_optimizer`).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from trainers.replay.replay_result import CannotReplay
+from trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedOptimizer, RoundedSGD
 
 __all__ = ["REPLAYABLE", "RecordedOptimizer", "State", "recorded_optimizer"]
 
@@ -21,6 +25,8 @@ REPLAYABLE = (
     "Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam",
 )  # fmt: skip
 """Classes of `torch.optim` that treat each element by itself, whatever else they train."""
+
+_ROUNDED: tuple[type[RoundedOptimizer], ...] = (RoundedAdam, RoundedAdamW, RoundedSGD)
 
 _STEP = "step"
 
@@ -140,19 +146,21 @@ def recorded_optimizer(
 
 
 def _optimizer_class(path: str) -> type[Optimizer]:
-    name = path.rpartition(".")[2]
-    found: type[Optimizer] | None = getattr(torch.optim, name) if name in REPLAYABLE else None
-    if found is None or f"{found.__module__}.{found.__qualname__}" != path:
-        raise CannotReplay(
-            f"the optimizer is {path}; those of torch.optim that can be replayed: "
-            + ", ".join(REPLAYABLE)
-        )
-    return found
+    classes: list[type[Optimizer]] = [getattr(torch.optim, name) for name in REPLAYABLE]
+    for known in (*classes, *_ROUNDED):
+        if f"{known.__module__}.{known.__qualname__}" == path:
+            return known
+    raise CannotReplay(
+        f"the optimizer is {path}; those of torch.optim that can be replayed: "
+        f"{', '.join(REPLAYABLE)}; and of trainers.rounded_optimizer: "
+        + ", ".join(known.__name__ for known in _ROUNDED)
+    )
 
 
 def _numbers(optimizer_class: Callable[..., Optimizer]) -> set[str]:
-    """Hyperparameters that are numbers; a flag that is not recorded is this torch's default."""
-    optimizer = optimizer_class([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
+    """Hyperparameters that are no flags; a flag that is not recorded is this torch's default."""
+    added = {"state_dtype": "float32"} if optimizer_class in _ROUNDED else {}
+    optimizer = optimizer_class([torch.nn.Parameter(torch.zeros(1))], lr=0.0, **added)
     (group,) = optimizer.param_groups
     flags = (bool, type(None), list)  # and the list of parameters
     return {name for name, value in group.items() if not isinstance(value, flags)}

@@ -15,7 +15,7 @@ from trainers.recording.parameter_rows import MOMENTS
 from trainers.replay.parameter_placement import Placement, recorded_placement, tensor_of
 from trainers.replay.recorded_optimizer import RecordedOptimizer, State, recorded_optimizer
 from trainers.replay.replay_result import CannotReplay
-from trajstore.store.tiled_reader import TiledRun
+from trajstore.store.tiled_reader import TiledRun, attribute
 from trajstore.values.native_types import NativeType
 
 __all__ = ["Bits", "Simulator", "StepInputs", "StepResult", "recorded_simulator"]
@@ -148,6 +148,20 @@ def recorded_simulator(source: TiledRun, device: torch.device) -> Simulator:
         )
     optimizer = recorded_optimizer(source.attributes, getattr(torch, natives["W"].name), device)
     state = [name for name in MOMENTS if name in optimizer.state_names and name in natives]
+    for name in state:
+        made = str(optimizer.example[name].dtype).removeprefix("torch.")
+        if natives[name].name != made:
+            raise CannotReplay(
+                f"{name} is {natives[name].name} and the optimizer keeps it in {made}, so that is "
+                "not what trained the run"
+            )
+    stochastic = optimizer.hyperparameters.get("rounding") == "stochastic"
+    if stochastic and not isinstance(attribute(source.attributes, "recording", "vocabulary"), int):
+        raise CannotReplay(
+            "the weights were rounded at random, by numbers that hang on the place in the "
+            "parameter, and the run does not say how many tokens that had (root attribute "
+            "recording, vocabulary)"
+        )
     return Simulator(
         optimizer=optimizer,
         placement=recorded_placement(source, device),

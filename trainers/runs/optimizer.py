@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -11,29 +12,51 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
-from trainers.config import OptimizerConfig, ScheduleConfig
+from trainers.config import RunConfig, ScheduleConfig
+from trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD
 
 __all__ = ["build_optimizer", "build_schedule"]
 
 
-def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> Optimizer:
+_CLASSES: dict[str, tuple[Callable[..., Optimizer], Callable[..., Optimizer]]] = {
+    "adamw": (AdamW, RoundedAdamW),
+    "adam": (Adam, RoundedAdam),
+    "sgd": (SGD, RoundedSGD),
+}
+
+
+def build_optimizer(model: torch.nn.Module, config: RunConfig) -> Optimizer:
     """Optimizer over all parameters, in two groups: with weight decay, and without.
 
-    Biases and layer norms are without, as the Trainer has it; the embedding is with.
+    Biases and layer norms are without, as the Trainer has it; the embedding is with. It is the
+    class of `torch.optim`, unless its state or its rounding is to be another.
     """
+    wanted = config.optimizer
     decayed = set(get_parameter_names(model, [torch.nn.LayerNorm], ["bias"]))
     parameters = list(model.named_parameters())
     groups = [
         {
             "params": [p for name, p in parameters if name in decayed],
-            "weight_decay": config.weight_decay,
+            "weight_decay": wanted.weight_decay,
         },
         {"params": [p for name, p in parameters if name not in decayed], "weight_decay": 0.0},
     ]
-    if config.name == "sgd":
-        return SGD(groups, lr=config.lr, momentum=config.momentum)
-    kind = AdamW if config.name == "adamw" else Adam
-    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    settings: dict[str, Any] = {"lr": wanted.lr}
+    if wanted.name == "sgd":
+        settings["momentum"] = wanted.momentum
+    else:
+        settings |= {"betas": wanted.betas, "eps": wanted.eps}
+    plain, rounded = _CLASSES[wanted.name]
+    state_dtype = wanted.state_dtype or config.model.dtype
+    if state_dtype == config.model.dtype and wanted.rounding == "nearest":
+        return plain(groups, **settings)
+    return rounded(
+        groups,
+        **settings,
+        state_dtype=state_dtype,
+        rounding=wanted.rounding,
+        rounding_seed=config.training.seed,
+    )
 
 
 def build_schedule(optimizer: Optimizer, config: ScheduleConfig, steps: int) -> LambdaLR:

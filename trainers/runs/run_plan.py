@@ -112,7 +112,8 @@ def native_types(config: RunConfig) -> dict[str, str]:
     weights, training = config.model.dtype, config.training
     forward = weights if training.autocast == "none" else training.autocast
     types = dict.fromkeys(VARIABLES, "float32")
-    types |= dict.fromkeys(("W", "grad", *_MOMENTS, "grad_norm", "clip_coef"), weights)
+    types |= dict.fromkeys(("W", "grad", "grad_norm", "clip_coef"), weights)
+    types |= dict.fromkeys(_MOMENTS, config.optimizer.state_dtype or weights)
     types |= {"logits": forward, "lr": "float64"}
     absent: set[str] = set()
     if config.optimizer.name == "sgd":

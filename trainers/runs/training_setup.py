@@ -171,7 +171,7 @@ def build_training(config: RunConfig, text: Corpus) -> Training:
     model = build_model(config.model)
     initialise(model, config.initialisation, config.training.seed)
     model.to(device)
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model, config)
     ids = torch.from_numpy(text.ids)
     dataset = ExampleDataset(ids, config.model.context, config.data.target_offset)
     batches = None

@@ -51,6 +51,8 @@ def test_the_presets_are_the_notebooks() -> None:
         ("recording.record=[\"W\", \"speed\"]", "recording.record = .*cannot record 'speed'"),
         ("recording.every=0", "recording.every = 0: input should be greater than or equal to 1"),
         ("optimizer.momentum=0.9", "momentum = 0.9 is of sgd"),
+        ("optimizer.state_dtype=float64", "state_dtype = 'float64': input should be 'bfloat16'"),
+        ("optimizer.rounding=up", "optimizer.rounding = 'up': input should be 'nearest' or"),
         ("lr", "expected section.field=value"),
     ],
 )  # fmt: skip

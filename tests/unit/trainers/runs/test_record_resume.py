@@ -51,6 +51,13 @@ VARIANTS = {
         "gatsby-adam", "recording.every=3", "training.accumulation=4", "recording.tokens=dead",
         SUMMARIES,
     ],
+    "trainer, float32 state, rounded at random": [
+        "gatsby", "optimizer.state_dtype=float32", "optimizer.rounding=stochastic", SUMMARIES,
+    ],
+    "plain, momentum rounded at random": [
+        "gatsby-adam", "optimizer.name=sgd", "optimizer.momentum=0.9",
+        "optimizer.rounding=stochastic", "recording.tokens=dead",
+    ],
     "plain, float16": [
         "gatsby-adam", "training.autocast=float16", "model.dtype=float32",
         "initialisation.kind=normal", "initialisation.sigma=30", "optimizer.lr=1",

@@ -23,6 +23,10 @@ CASES: dict[str, list[str]] = {
     "everything": [],
     "weights": ['recording.record=["weights"]'],
     "float32": ["model.dtype=float32", "training.autocast=none"],
+    "moments of float32": ["optimizer.state_dtype=float32"],
+    "moments of bfloat16, rounded at random": [
+        "model.dtype=float32", "optimizer.state_dtype=bfloat16", "optimizer.rounding=stochastic",
+    ],
     "sgd in a plain loop": ["optimizer.name=sgd", "training.loop=plain"],
     "scaled float16": [
         "training.loop=plain", "training.autocast=float16", "model.dtype=float32",

@@ -1,0 +1,432 @@
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from trainers.rounded_optimizer import (  # noqa: E402
+    RoundedAdam,
+    RoundedAdamW,
+    RoundedSGD,
+    round_stochastically,
+)
+from trajstore.errors import InvalidArgument  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+CLASSES = [
+    (RoundedAdam, torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    (RoundedAdamW, torch.optim.AdamW, {"lr": 1e-2, "betas": (0.8, 0.99), "amsgrad": True}),
+    (RoundedSGD, torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9, "nesterov": True}),
+    (RoundedSGD, torch.optim.SGD, {"lr": 1e-1}),
+]
+TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+SHAPES = ((37, 5), (11,), ())
+
+
+def parameters(dtype: Any, seed: int = 0) -> list[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES
+    ]
+
+
+def give_gradients(params: list[Any], step: int) -> None:
+    generator = torch.Generator().manual_seed(1000 + step)
+    for parameter in params:
+        gradient = torch.randn(parameter.shape, generator=generator) * 1e-2
+        parameter.grad = gradient.to(parameter.dtype)
+
+
+def train(optimizer: Any, params: list[Any], first: int, last: int) -> None:
+    for step in range(first, last):
+        give_gradients(params, step)
+        optimizer.step()
+
+
+def bits(params: list[Any], optimizer: Any) -> list[Any]:
+    """Everything that is trained, for comparisons of bits and types."""
+    tensors = [p.detach() for p in params]
+    tensors += [v for p in params for _, v in sorted(optimizer.state[p].items())]
+    return [(t.dtype, t.flatten().view(torch.uint8).tolist()) for t in tensors]
+
+
+@pytest.mark.parametrize(("rounded", "real", "settings"), CLASSES)
+def test_in_one_type_it_is_the_real_class_to_the_last_bit(
+    rounded: Any, real: Any, settings: dict[str, Any]
+) -> None:
+    ours, theirs = parameters(torch.float32), parameters(torch.float32)
+    optimizer = rounded(ours, state_dtype="float32", rounding="stochastic", **settings)
+    expected = real(theirs, **settings)
+    train(optimizer, ours, 0, 5)
+    train(expected, theirs, 0, 5)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other)
+        for name, value in expected.state[other].items():
+            if value is not None:
+                assert torch.equal(optimizer.state[mine][name], value)
+
+
+@pytest.mark.parametrize(("rounded", "real", "settings"), CLASSES)
+@pytest.mark.parametrize("weights", ["bfloat16", "float16"])
+@pytest.mark.parametrize("state", ["bfloat16", "float32"])
+def test_each_step_is_the_real_one_in_float32_rounded_once(
+    rounded: Any, real: Any, settings: dict[str, Any], weights: str, state: str
+) -> None:
+    params = parameters(TYPES[weights])
+    optimizer = rounded(params, state_dtype=state, **settings)
+    for step in range(4):
+        give_gradients(params, step)
+        expected = []
+        for parameter in params:
+            wide = torch.nn.Parameter(parameter.detach().float())
+            wide.grad = parameter.grad.float()
+            alone = real([wide], **settings)
+            before = optimizer.state[parameter]
+            if before:
+                alone.state[wide] = {name: value.float().clone() for name, value in before.items()}
+            alone.step()
+            after = alone.state[wide]
+            rounded_state = {
+                name: value if name == "step" else value.to(TYPES[state])
+                for name, value in after.items()
+                if value is not None
+            }
+            expected.append((wide.detach().to(TYPES[weights]), rounded_state))
+        optimizer.step()
+        for parameter, (W, values) in zip(params, expected, strict=True):
+            assert torch.equal(parameter, W)
+            assert optimizer.state[parameter].keys() == values.keys()
+            for name, value in values.items():
+                assert optimizer.state[parameter][name].dtype == value.dtype
+                assert torch.equal(optimizer.state[parameter][name], value)
+
+
+def test_float64_anywhere_is_computed_in_float64() -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = RoundedAdam(params, state_dtype="float64")
+    train(optimizer, params, 0, 3)
+    state = optimizer.state[params[0]]
+    assert state["exp_avg"].dtype == torch.float64
+    assert not torch.equal(state["exp_avg"], state["exp_avg"].float().double())
+    narrow = RoundedAdam(parameters(torch.float64), state_dtype="float32")
+    train(narrow, narrow.param_groups[0]["params"], 0, 1)
+    assert {v.dtype for s in narrow.state.values() for v in s.values()} == {torch.float32}
+
+
+def test_with_float32_state_the_second_moment_falls_and_with_bfloat16_it_cannot() -> None:
+    falls = {}
+    for state in ("bfloat16", "float32"):
+        (W,) = params = [torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))]
+        optimizer = RoundedAdam(params, state_dtype=state)
+        W.grad = torch.rand(1000, generator=torch.Generator().manual_seed(1)).to(W.dtype)
+        optimizer.step()
+        before = optimizer.state[W]["exp_avg_sq"].clone()
+        W.grad.zero_()
+        optimizer.step()
+        falls[state] = int((optimizer.state[W]["exp_avg_sq"] < before).sum())
+    assert falls["bfloat16"] == 0
+    assert falls["float32"] > 990
+
+
+@pytest.mark.parametrize(("rounded", "_real", "settings"), CLASSES)
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("state", ["bfloat16", "float32"])
+def test_a_state_dict_carries_a_training_on_bit_for_bit(
+    rounded: Any, _real: Any, settings: dict[str, Any], rounding: str, state: str
+) -> None:
+    own = {"state_dtype": state, "rounding": rounding, "rounding_seed": 7}
+    params = parameters(torch.bfloat16)
+    optimizer = rounded(params, **own, **settings)
+    train(optimizer, params, 0, 3)
+    again = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    # Its own settings are those of the state dict.
+    other = rounded(again, state_dtype="float64", **settings)
+    saved = copy.deepcopy(optimizer.state_dict())
+    other.load_state_dict(saved)
+    assert bits(params, optimizer) == bits(again, other)
+    assert other.param_groups[0]["state_dtype"] == state
+    train(optimizer, params, 3, 6)
+    train(other, again, 3, 6)
+    assert bits(params, optimizer) == bits(again, other)
+    for index, values in saved["state"].items():  # what was loaded is not trained on
+        for name, value in values.items():
+            if value is not None:
+                assert not torch.equal(value, other.state[again[index]][name])
+
+
+def test_the_order_of_the_state_does_not_enter() -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = RoundedAdam(params, state_dtype="bfloat16", rounding="stochastic")
+    train(optimizer, params, 0, 2)
+    again = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    other = RoundedAdam(again, state_dtype="bfloat16", rounding="stochastic")
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"] = {k: dict(reversed(v.items())) for k, v in saved["state"].items()}
+    other.load_state_dict(saved)
+    train(optimizer, params, 2, 4)
+    train(other, again, 2, 4)
+    assert bits(params, optimizer) == bits(again, other)
+
+
+def test_a_state_of_the_real_class_is_taken_up() -> None:
+    params = parameters(torch.bfloat16)
+    real = torch.optim.AdamW(params)
+    train(real, params, 0, 2)
+    optimizer = RoundedAdamW(params, state_dtype="float32", rounding="stochastic")
+    optimizer.load_state_dict(real.state_dict())
+    state = optimizer.state[params[0]]["exp_avg"]
+    assert state.dtype == torch.bfloat16
+    train(optimizer, params, 2, 3)
+    assert optimizer.state[params[0]]["exp_avg"].dtype == torch.float32
+    assert optimizer.param_groups[0]["rounding"] == "stochastic"
+
+
+def test_hooks_see_what_is_loaded_and_may_change_it() -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = RoundedAdamW(params, state_dtype="float32")
+    train(optimizer, params, 0, 2)
+    saved = optimizer.state_dict()
+
+    def without_moments(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+        return given | {"state": {}}
+
+    optimizer.register_load_state_dict_pre_hook(without_moments)
+    optimizer.load_state_dict(saved)
+    assert not optimizer.state
+
+
+def test_step_hooks_run_once_a_step() -> None:
+    params = parameters(torch.bfloat16)
+    first, second = (
+        RoundedAdam(params, state_dtype="float32"),
+        RoundedAdamW(params, state_dtype="float32"),
+    )
+    seen: list[str] = []
+    for name, optimizer in (("adam", first), ("adamw", second)):
+        optimizer.register_step_pre_hook(lambda *_, name=name: seen.append(f"before {name}"))
+        optimizer.register_step_post_hook(lambda *_, name=name: seen.append(f"after {name}"))
+        train(optimizer, params, 0, 2)
+    assert seen == [*2 * ["before adam", "after adam"], *2 * ["before adamw", "after adamw"]]
+
+
+def test_a_scheduler_changes_the_rate() -> None:
+    params, others = parameters(torch.float32), parameters(torch.float32)
+    pairs = []
+    for optimizer in (
+        RoundedAdamW(params, lr=0.1, state_dtype="float32"),
+        torch.optim.AdamW(others, lr=0.1),
+    ):
+        pairs.append((optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)))
+    for step in range(3):
+        for (optimizer, schedule), held in zip(pairs, (params, others), strict=True):
+            train(optimizer, held, step, step + 1)
+            schedule.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+    assert pairs[0][0].param_groups[0]["lr"] == pytest.approx(0.0125)
+
+
+def test_a_closure_makes_the_gradients() -> None:
+    (W,) = params = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]
+    optimizer = RoundedSGD(params, lr=0.5, state_dtype="float32")
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = (W.float() ** 2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3
+    assert torch.equal(W, torch.zeros(3, dtype=W.dtype))
+
+
+def test_parameters_without_a_gradient_stay_and_do_not_count() -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = RoundedAdam(params, state_dtype="float32")
+    give_gradients(params, 0)
+    params[1].grad = None
+    before = params[1].detach().clone()
+    optimizer.step()
+    assert torch.equal(params[1], before)
+    assert not optimizer.state[params[1]]
+    assert optimizer.state[params[0]]["step"] == 1
+
+
+def test_groups_have_settings_of_their_own() -> None:
+    first, second, _ = parameters(torch.bfloat16)
+    groups = [{"params": [first]}, {"params": [second], "state_dtype": "float32", "lr": 0.0}]
+    optimizer = RoundedAdam(groups, state_dtype="bfloat16", weight_decay=0.0)
+    before = second.detach().clone()
+    train(optimizer, [first, second], 0, 1)
+    assert optimizer.state[first]["exp_avg"].dtype == torch.bfloat16
+    assert optimizer.state[second]["exp_avg"].dtype == torch.float32
+    assert torch.equal(second, before)
+
+
+def test_it_leaves_the_global_generator_alone_and_follows_its_seed() -> None:
+    ends = []
+    for seed in (3, 3, 4):
+        params = parameters(torch.bfloat16)
+        optimizer = RoundedAdamW(
+            params, state_dtype="bfloat16", rounding="stochastic", rounding_seed=seed
+        )
+        torch.manual_seed(len(ends))
+        before = torch.get_rng_state()
+        train(optimizer, params, 0, 4)
+        assert torch.equal(torch.get_rng_state(), before)
+        ends.append(bits(params, optimizer))
+    assert ends[0] == ends[1] != ends[2]
+
+
+def test_a_parameter_is_rounded_the_same_alone_and_beside_others() -> None:
+    params, alone = parameters(torch.bfloat16), parameters(torch.bfloat16)[:1]
+    both = RoundedAdamW(params, state_dtype="bfloat16", rounding="stochastic")
+    one = RoundedAdamW(alone, state_dtype="bfloat16", rounding="stochastic")
+    train(both, params, 0, 3)
+    train(one, alone, 0, 3)
+    assert bits(params[:1], both) == bits(alone, one)
+
+
+def test_a_copy_steps_like_the_original() -> None:
+    params = parameters(torch.bfloat16)
+    optimizer = RoundedAdamW(params, state_dtype="float32", rounding="stochastic")
+    train(optimizer, params, 0, 2)
+    again = copy.deepcopy(optimizer)
+    copies = again.param_groups[0]["params"]
+    train(optimizer, params, 2, 3)
+    train(again, copies, 2, 3)
+    assert bits(params, optimizer) == bits(copies, again)
+
+
+def test_its_signature_is_the_real_one_and_what_is_added() -> None:
+    names = inspect.signature(RoundedAdamW).parameters
+    assert [*names][:3] == ["params", "lr", "betas"]
+    assert [*names][-3:] == ["state_dtype", "rounding", "rounding_seed"]
+    assert "momentum" in inspect.signature(RoundedSGD).parameters
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"state_dtype": "int8"}, "RoundedAdam: state_dtype is 'int8', expected one of bfloat16"),
+        ({"state_dtype": torch.float32}, "state_dtype is torch.float32, expected one of"),
+        ({"rounding": "up"}, "rounding is 'up', expected one of nearest, stochastic"),
+        ({"rounding_seed": 1.5}, "rounding_seed is 1.5, expected an integer"),
+        ({"foreach": True}, "does not take foreach=True: it steps one parameter at a time"),
+        ({"fused": True}, "does not take fused=True"),
+        ({"capturable": True}, "does not take capturable=True"),
+        ({"differentiable": True}, "does not take differentiable=True"),
+    ],
+)
+def test_impossible_settings_are_one_sentence(settings: dict[str, Any], message: str) -> None:
+    given = {"state_dtype": "float32"} | settings
+    with pytest.raises(InvalidArgument, match=message):
+        RoundedAdam(parameters(torch.bfloat16), **given)
+    optimizer = RoundedAdam(parameters(torch.bfloat16), state_dtype="float32")
+    with pytest.raises(InvalidArgument, match=message):
+        optimizer.add_param_group({"params": parameters(torch.float32), **settings})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_what_the_real_class_refuses_is_refused() -> None:
+    params = parameters(torch.bfloat16)
+    with pytest.raises(ValueError, match="Invalid beta parameter"):
+        RoundedAdam(params, betas=(0.9, 1.5), state_dtype="float32")
+    with pytest.raises(TypeError, match="momentum"):
+        RoundedAdam(params, momentum=0.9, state_dtype="float32")
+    with pytest.raises(TypeError, match="state_dtype"):
+        RoundedAdam(params)
+
+
+def test_other_parameters_and_gradients_are_refused() -> None:
+    number = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(InvalidArgument, match=r"parameter of torch\.complex64, expected a real"):
+        RoundedSGD([number], lr=1.0, state_dtype="float32")
+    embedding = torch.nn.Embedding(4, 3, sparse=True)
+    optimizer = RoundedSGD(embedding.parameters(), lr=1.0, state_dtype="float32")
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(InvalidArgument, match="got a sparse gradient, expected a dense one"):
+        optimizer.step()
+
+
+# Stochastic rounding -------------------------------------------------------------------------
+
+
+def special(dtype: Any, wide: Any) -> Any:
+    """Values of a type, across its whole range, and infinities."""
+    signed = torch.int16 if dtype in (torch.bfloat16, torch.float16) else torch.int32
+    info = torch.iinfo(signed)
+    every = torch.linspace(info.min, info.max, 65536, dtype=torch.float64).to(signed).view(dtype)
+    every = torch.cat([every, torch.tensor([0.0, -0.0, torch.inf, -torch.inf], dtype=dtype)])
+    return every[~every.isnan()].to(wide)
+
+
+NARROWINGS = [
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.float64, torch.bfloat16),
+    (torch.float64, torch.float16),
+    (torch.float64, torch.float32),
+]
+
+
+@pytest.mark.parametrize(("wide", "dtype"), NARROWINGS, ids=str)
+def test_values_of_the_type_stay(wide: Any, dtype: Any) -> None:
+    values = special(dtype, wide)
+    rounded = round_stochastically(values, dtype, torch.Generator().manual_seed(1))
+    assert torch.equal(rounded.to(wide), values)
+    assert torch.equal(rounded.signbit(), values.signbit())
+    nan = torch.tensor([float("nan")], dtype=wide)
+    assert round_stochastically(nan, dtype, torch.Generator()).isnan().all()
+
+
+@pytest.mark.parametrize(("wide", "dtype"), NARROWINGS, ids=str)
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("where", ["one", "below one", "subnormal", "at zero", "largest"])
+def test_the_mean_of_many_is_the_value(wide: Any, dtype: Any, sign: int, where: str) -> None:
+    signed = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+
+    def at(bits: int) -> Any:
+        return torch.tensor(bits, dtype=signed).view(dtype).to(wide)
+
+    one = torch.tensor(1.0, dtype=dtype).view(signed).item()
+    largest = torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(signed).item()
+    low = {"one": one, "below one": one - 1, "subnormal": 3, "at zero": 0, "largest": largest - 1}
+    below, above = at(low[where]), at(low[where] + 1)
+    number, fraction = 40_000, 0.3125
+    value = sign * (below + (above - below) * fraction)
+    rounded = round_stochastically(
+        value.repeat(number), dtype, torch.Generator().manual_seed(2)
+    ).to(wide)
+    up = rounded == sign * above
+    assert (up | (rounded == sign * below)).all()
+    spread = (fraction * (1 - fraction) / number) ** 0.5
+    assert abs(up.double().mean().item() - fraction) < 5 * spread
+
+
+def test_beyond_the_largest_number_it_is_rounded_to_nearest() -> None:
+    largest = torch.finfo(torch.float16).max
+    values = torch.tensor([largest + 1, largest + 15.9, largest + 16, 1e30]).repeat(100, 1)
+    values = torch.cat([values, -values])
+    rounded = round_stochastically(values, torch.float16, torch.Generator().manual_seed(3))
+    assert torch.equal(rounded, values.half())
+    assert rounded[0, 0] == largest
+    assert rounded[0, 3] == torch.inf
+
+
+def test_a_slow_drift_that_nearest_rounding_loses_is_kept_on_average() -> None:
+    ends = {}
+    for rounding in ("nearest", "stochastic"):
+        W = torch.nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
+        optimizer = RoundedSGD([W], lr=1.0, state_dtype="bfloat16", rounding=rounding)
+        W.grad = torch.full_like(W, -(2.0**-12))
+        for _ in range(64):
+            optimizer.step()
+        ends[rounding] = float(np.mean(W.detach().double().numpy()))
+    assert ends["nearest"] == 1.0
+    assert abs(ends["stochastic"] - (1 + 2**-6)) < 1e-3
