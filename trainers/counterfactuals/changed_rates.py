@@ -48,34 +48,24 @@ def changed_learning_rates(
     Raises
     ------
     CannotReplay
-        If the schedule is to change and the run does not say what it was.
+        If a rate is to change and the run does not say what the schedule began with.
     """
     recorded = np.array([rows.value("lr", number) for number in range(len(rows))])
     reshaped = [name for name in settings.given if name.startswith("schedule.")]
     if not reshaped and "optimizer.lr" not in settings.given:
         return recorded
-    before = attribute(attributes, "optimizer", "schedule")
     base = _base_rate(attributes)
+    lr = float(settings.given.get("optimizer.lr", base))
     taken = np.array([rows.steps_taken(max(number - 1, 0)) for number in range(len(rows))])
     taken[0] = max(rows.steps_taken(0) - 1, 0)
-    after = changed_schedule(attributes, settings)
-    lr = settings.given.get("optimizer.lr", base)
     if reshaped:
-        if lr is None:
-            raise CannotReplay(
-                "the run does not say which learning rate its schedule began with; give it with "
-                "--set optimizer.lr=…"
-            )
-        return _scheduled(lr, _schedule(after), taken, recorded)
-    if base is not None and _is_known(before):
+        schedule = _schedule(changed_schedule(attributes, settings))
+        return _scheduled(lr, schedule, taken, recorded)
+    before = attribute(attributes, "optimizer", "schedule")
+    if _is_known(before):
         schedule = _schedule(before)
         if np.array_equal(_scheduled(base, schedule, taken, recorded), recorded, equal_nan=True):
             return _scheduled(lr, schedule, taken, recorded)
-    if not base:
-        raise CannotReplay(
-            "the run does not say which learning rate its schedule began with, so the recorded "
-            "rates cannot be changed in proportion; give schedule.name and schedule.steps as well"
-        )
     scaled: Rates = recorded * (lr / base)
     return scaled
 
@@ -107,14 +97,17 @@ def changed_clip_coefs(rows: RecordedRows, settings: ChangedSettings) -> list[np
     return found
 
 
-def _base_rate(attributes: Mapping[str, Any]) -> float | None:
+def _base_rate(attributes: Mapping[str, Any]) -> float:
     """Rate that a schedule multiplies."""
     hyperparameters = attribute(attributes, "optimizer", "hyperparameters") or {}
     config = attribute(attributes, "config", "optimizer", "lr")
     for value in (hyperparameters.get("initial_lr"), config, hyperparameters.get("lr")):
-        if isinstance(value, int | float):
+        if isinstance(value, int | float) and value > 0:
             return float(value)
-    return None
+    raise CannotReplay(
+        "the run does not say which learning rate its schedule began with (initial_lr of the "
+        "optimizer), so neither can be changed"
+    )
 
 
 def _is_known(schedule: object) -> TypeGuard[Mapping[str, Any]]:

@@ -305,7 +305,11 @@ class Counterfactual:
             As `what_if`.
         """
         total = len(self.rows) - self.first
-        chosen: dict[str, Any] = {} if encoding is None else {"encoding": encoding}
+        chosen: dict[str, Any] = {
+            name: self._of_tokens(values) for name, values in self.source.coordinates.items()
+        }
+        if encoding is not None:
+            chosen["encoding"] = encoding
         with RunWriter.create(
             path,
             hidden=self.source.series["W"].shape[2],
@@ -314,7 +318,6 @@ class Counterfactual:
             attributes=self._attributes(origin),
             memory=memory,
             buffers=1,
-            **{name: self._of_tokens(v) for name, v in self.source.coordinates.items()},
             **chosen,
         ) as new:
             for done, (row, values) in enumerate(self._rows(), 1):

@@ -1,0 +1,75 @@
+"""`what-if` as a user types it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("torch")
+from trainers import preset, record
+from trajstore.cli.main import main
+
+pytestmark = pytest.mark.torch
+
+SMALL = (
+    "training.steps=12", "training.batch_size=2", "model.context=16", "model.hidden=8",
+    "model.layers=1", "recording.block_rows=8",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    text = folder / "text.txt"
+    text.write_bytes(b"It was a bright cold day in April. " * 9)
+    return record(preset("gatsby").with_values(SMALL), folder / "run.zarr", corpus=text)
+
+
+def cli(*arguments: object, rc: int = 0) -> str:
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert done.exit_code == rc, done.output + done.stderr
+    return done.output if rc == 0 else done.stderr
+
+
+def test_with_nothing_set_it_is_the_run(run: Path, tmp_path: Path) -> None:
+    said = cli("what-if", run, "-o", tmp_path / "same.zarr")
+    assert "13 rows, steps 0 to 12" in said
+    assert "Note: the gradients are those of the recorded path" in said
+    compared = json.loads(cli("compare", "--json", run, tmp_path / "same.zarr"))
+    assert compared["only_first"] == compared["only_second"] == []
+    assert {v["differing_steps"] for v in compared["variables"].values()} == {0}
+    assert cli("verify", "--replay", tmp_path / "same.zarr").count("Replayed 12 of 12 steps") == 1
+
+
+def test_readers_are_told_what_it_is(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.zarr"
+    facts = json.loads(
+        cli(
+            "what-if", run, "--set", "optimizer.state_dtype=float32", "--from", 4,
+            "--tokens", "dead", "-o", other, "--json",
+        )
+    )  # fmt: skip
+    assert (facts["rows"], facts["first_step"], facts["last_step"]) == (9, 4, 12)
+    shown = cli("info", other)
+    assert "provenance" in shown
+    assert "what_if.settings = ['optimizer.state_dtype=float32']" in shown
+    assert "what_if.caveat = the gradients are those of the recorded path" in shown
+    assert "Displacement" in cli("summary", other) or "displacement" in cli("summary", other)
+
+
+def test_what_is_refused_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.zarr"
+    for wrong, sentence, code in (
+        (["--set", "optimizer.lr=0"], "optimizer.lr", 2),
+        (["--set", "training.batch_size=4"], "does not act on recorded gradients", 2),
+        (["--tokens", "nowhere.txt"], "cannot be read", 2),
+        (["--from", 40], "there is no row of step 40", 1),
+    ):
+        said = cli("what-if", run, *wrong, "-o", other, rc=code)
+        assert sentence in said
+        assert said.startswith("trajstore: ")
+    assert not other.exists()
+    assert not list(tmp_path.iterdir())
