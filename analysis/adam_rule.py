@@ -2,8 +2,9 @@
 
 The rule and its order of operations are those of `torch.optim.Adam` and `AdamW`: decoupled weight
 decay first, then W − lr/(1 − β₁ᵗ)·m / (√v/√(1 − β₂ᵗ) + ε). In a 16-bit type each intermediate
-result is rounded as the optimizer rounds it; the last sum, which gives the next W, is not. NumPy
-only, no dask.
+result is rounded as the optimizer rounds it; the last sum, which gives the next W, is not. The
+optimizers of `trainers.rounded_optimizer` round nothing on the way: they compute in float32, or in
+float64 where W or the moments are of it. NumPy only, no dask.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ __all__ = ["AdamRule"]
 Array = npt.NDArray[Any]
 
 _RULES = ("Adam", "AdamW")
+_ROUNDED = tuple(f"Rounded{name}" for name in _RULES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,8 @@ class AdamRule:
     amsgrad : bool
         Divide by the largest second moment so far.
     stepwise : bool
-        Intermediate results are rounded to the native type, as all but the fused kernels do.
+        Intermediate results are rounded to the native type, as all kernels of torch do but the
+        fused ones.
     """
 
     beta1: float
@@ -61,7 +64,8 @@ class AdamRule:
         VariableNotRecorded
             If the run does not say which optimizer trained it.
         InvalidArgument
-            If that is not Adam or AdamW, or a hyperparameter is missing.
+            If that is not Adam or AdamW, nor one of them rounded once a step, or a hyperparameter
+            is missing.
         """
         if not optimizer:
             raise VariableNotRecorded(
@@ -69,23 +73,23 @@ class AdamRule:
                 "optimizer={'class': 'AdamW', 'hyperparameters': {'betas': …, 'eps': …, …}}"
             )
         name = str(optimizer.get("class", "")).rpartition(".")[2]
-        if name not in _RULES:
+        if name not in _RULES + _ROUNDED:
             raise InvalidArgument(
                 f"the run was trained by {optimizer.get('class')!r}; the update is known for "
-                f"{' and '.join(_RULES)} only"
+                f"{', '.join(_RULES)} and {' and '.join(_ROUNDED)} only"
             )
         given = optimizer.get("hyperparameters", {})
         missing = [key for key in ("betas", "eps", "weight_decay") if key not in given]
         if missing:
             raise InvalidArgument(f"the optimizer's hyperparameters lack {', '.join(missing)}")
-        decoupled = given.get("decoupled_weight_decay", name == "AdamW")
+        decoupled = given.get("decoupled_weight_decay", name.endswith("AdamW"))
         return cls(
             beta1=float(given["betas"][0]),
             beta2=float(given["betas"][1]),
             eps=float(given["eps"]),
             weight_decay=float(given["weight_decay"]) if decoupled else 0.0,
             amsgrad=bool(given.get("amsgrad", False)),
-            stepwise=not given.get("fused"),
+            stepwise=name in _RULES and not given.get("fused"),
         )
 
     def change(
@@ -112,9 +116,9 @@ class AdamRule:
 
         Returns
         -------
-        ndarray of float32 (float64 for a float64 type), same shape
+        ndarray of float32 (float64 if W or the moments are), same shape
         """
-        kind = W.dtype.type
+        kind = np.result_type(W, exp_avg).type
         with np.errstate(invalid="ignore", divide="ignore", over="ignore", under="ignore"):
             scale = -lr / (1 - self.beta1**step)
             root = np.sqrt(1 - self.beta2**step)

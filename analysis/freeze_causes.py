@@ -106,7 +106,10 @@ def adam_update(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> x
 
     With ε, bias correction and decoupled weight decay in the order of that optimizer, and its
     intermediate results rounded to the native type as it rounds them: W_{t−1} + update, rounded
-    once, is the recorded W_t.
+    once, is the recorded W_t. An optimizer whose state has a type of its own (`RoundedAdamW`)
+    rounds nothing on the way, and the same holds where that is float32 or wider; of a narrower one
+    the store has the moments only rounded, as it has those of a fused kernel. One that rounds at
+    random rounds W_{t−1} + update to either of its neighbours.
 
     Parameters
     ----------

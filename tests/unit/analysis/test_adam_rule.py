@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
 import analysis
 from analysis.adam_rule import AdamRule
+from trajstore import open_run
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.values.rounding import round_to
+from trajstore.values.ulp_lattice import spacing
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -96,6 +100,61 @@ def test_a_fused_kernel_is_followed_but_for_what_it_keeps_to_itself(make_run):
     }
     stepwise = ds.assign_attrs(optimizer=as_if_stepwise)
     assert wrongly_rounded(ds, "bfloat16") < wrongly_rounded(stepwise, "bfloat16")
+
+
+ROUNDED = {
+    "float32 state": ("RoundedAdamW", "bfloat16", {"state_dtype": "float32", "weight_decay": 0.3}),
+    "float32 state, coupled decay": (
+        "RoundedAdam", "bfloat16", {"state_dtype": "float32", "weight_decay": 0.1},
+    ),
+    "float32 state of float16": ("RoundedAdam", "float16", {"state_dtype": "float32"}),
+    "float64 state": ("RoundedAdamW", "float32", {"state_dtype": "float64"}),
+    "amsgrad": ("RoundedAdam", "bfloat16", {"state_dtype": "float32", "amsgrad": True}),
+}  # fmt: skip
+
+
+def recorded(path, kind, dtype, **options):
+    """A real run of a tiny model, trained by an optimizer that rounds once a step."""
+    rounded_optimizer = pytest.importorskip("trainers.rounded_optimizer")
+    from tiny_runs import tiny_run
+
+    made = partial(getattr(rounded_optimizer, kind), lr=0.01, **options)
+    return open_run(tiny_run(path, made, dtype=getattr(torch, dtype), steps=30, block_rows=8))
+
+
+@pytest.mark.parametrize("variant", ROUNDED)
+def test_an_update_with_a_wider_state_rounds_to_the_next_weights(variant, tmp_path):
+    kind, dtype, options = ROUNDED[variant]
+    ds = recorded(tmp_path / "run.zarr", kind, dtype, **options)
+    assert ds.exp_avg.attrs["native_dtype"] == options["state_dtype"]
+    assert not AdamRule.of(ds.attrs["optimizer"]).stepwise
+    if dtype == "float32":  # a rounding of the update to float32 lies between as well
+        W, update = ds.W.values, analysis.adam_update(ds).adam_update.values
+        slack = np.spacing(np.maximum(np.abs(W[1:]), np.abs(update)))
+        assert (np.abs(W[:-1].astype(np.float64) + update - W[1:]) <= slack).all()
+    else:
+        assert wrongly_rounded(ds, dtype) == 0
+    # As torch rounds on its way, it would be another update.
+    given = ds.attrs["optimizer"]["hyperparameters"]
+    stepwise = {"class": kind.removeprefix("Rounded"), "hyperparameters": given}
+    if dtype == "bfloat16":
+        assert wrongly_rounded(ds.assign_attrs(optimizer=stepwise), dtype) > 0
+
+
+def test_at_random_the_next_weights_are_a_neighbour_of_the_sum(tmp_path):
+    options = {"state_dtype": "float32", "rounding": "stochastic"}
+    ds = recorded(tmp_path / "run.zarr", "RoundedAdamW", "bfloat16", **options)
+    update = analysis.adam_update(ds).adam_update.values
+    W = ds.W.values.astype(np.float64)
+    apart = np.abs(W[:-1] + update - W[1:])
+    assert (apart < spacing(ds.W.values[1:], "bfloat16") * (1 + 1e-4)).all()
+    share = wrongly_rounded(ds, "bfloat16")
+    assert 0.05 < share < 0.5
+
+
+def test_moments_that_were_rounded_after_the_step_are_near(tmp_path):
+    ds = recorded(tmp_path / "run.zarr", "RoundedAdamW", "bfloat16", state_dtype="bfloat16")
+    assert wrongly_rounded(ds, "bfloat16") < 0.2
 
 
 def wrongly_rounded(ds, dtype) -> float:

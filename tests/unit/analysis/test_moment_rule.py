@@ -62,6 +62,8 @@ def test_decay_is_part_of_the_gradient_only_where_it_is_coupled():
     clip = np.full((1, 1, 1), 0.5)
     assert rule_of("AdamW").coupled_decay == 0
     assert rule_of("Adam", decoupled_weight_decay=True).coupled_decay == 0
+    assert rule_of("trainers.rounded_optimizer.RoundedAdamW").coupled_decay == 0
+    assert rule_of("trainers.rounded_optimizer.RoundedAdam").coupled_decay == 0.1
     adam = rule_of("Adam", maximize=True)
     got = adam.gradient(grad, clip, W, "float32")
     assert got.dtype == np.float64
@@ -72,7 +74,7 @@ def test_decay_is_part_of_the_gradient_only_where_it_is_coupled():
 def test_what_cannot_be_followed_is_refused():
     with pytest.raises(InvalidArgument, match=r"amsgrad.*is not recorded"):
         rule_of("AdamW", amsgrad=True)
-    with pytest.raises(InvalidArgument, match=r"'torch.optim.sgd.SGD'.*Adam and AdamW only"):
+    with pytest.raises(InvalidArgument, match=r"'torch.optim.sgd.SGD'.*RoundedAdamW only"):
         rule_of("torch.optim.sgd.SGD")
     with pytest.raises(VariableNotRecorded, match="attribute optimizer"):
         MomentRule.of(None)

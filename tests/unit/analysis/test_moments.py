@@ -215,3 +215,34 @@ def test_the_examples_run(name):
     assert sum(len(test.examples) for test in tests) >= 2
     for test in tests:
         assert doctest.DocTestRunner().run(test).failed == 0
+
+
+def test_a_recorded_float32_state_is_nearly_exact_and_is_not_stuck(tmp_path):
+    from functools import partial
+
+    from tiny_runs import tiny_run, torch
+
+    from trainers.rounded_optimizer import RoundedAdam
+    from trajstore import open_run
+
+    found = {}
+    for state in ("bfloat16", "float32"):
+        made = partial(RoundedAdam, lr=0.01, weight_decay=0.1, state_dtype=state)
+        path = tiny_run(
+            tmp_path / f"{state}.zarr", made, dtype=torch.bfloat16, steps=30, block_rows=8
+        )
+        ds = open_run(path)
+        exact = analysis.exact_moments(ds).compute()
+        for moment, expected in by_hand(ds.compute()).items():
+            np.testing.assert_array_equal(exact[f"exact_{moment}"], expected)
+        errors = [
+            np.abs(ds[moment] - exact[f"exact_{moment}"]).max() / np.abs(ds[moment]).max()
+            for moment in MOMENTS
+        ]
+        ratio = analysis.moment_error(ds).norm_ratio.sel(population="all").isel(step=-1)
+        stuck = analysis.moment_stuck(ds).sel(population="all").mean("step")
+        found[state] = (float(max(errors)), abs(ratio.values - 1).max(), stuck.stuck_fraction)
+    assert found["float32"][0] < 1e-6 < 1e-3 < found["bfloat16"][0]
+    assert found["float32"][1] < 1e-6 < 1e-3 < found["bfloat16"][1]
+    assert found["float32"][2].sel(variable=list(MOMENTS)).max() < 0.01
+    assert found["bfloat16"][2].sel(variable=list(MOMENTS)).min() > 0.02
