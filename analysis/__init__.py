@@ -10,6 +10,7 @@ ten occur in the text; their W started at 1.5, that of the dead tokens at 0.75.
 from analysis.collective_motion import bulk_thermal, centroid, coherence, distinct
 from analysis.consecutive_rows import REGIMES
 from analysis.freeze_causes import CAUSES, adam_update, freeze_cause
+from analysis.freeze_counterfactuals import COUNTERFACTUALS, OUTCOMES, freeze_blame
 from analysis.freezing import freeze
 from analysis.logit_statistics import logit_stats
 from analysis.lost_updates import moment_stuck
@@ -26,6 +27,8 @@ from analysis.ulp_motion import lattice_displacement, lifecycle, regimes, ulp
 
 __all__ = [
     "CAUSES",
+    "COUNTERFACTUALS",
+    "OUTCOMES",
     "QUANTITIES",
     "REGIMES",
     "acceleration",
@@ -41,6 +44,7 @@ __all__ = [
     "distinct",
     "exact_moments",
     "freeze",
+    "freeze_blame",
     "freeze_cause",
     "grad_norms",
     "lattice_displacement",

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.values.rounding import round_to
 
-__all__ = ["AdamRule"]
+__all__ = ["AdamRule", "next_weights"]
 
 Array = npt.NDArray[Any]
 
@@ -135,3 +135,18 @@ class AdamRule:
 
     def _staged(self, values: Array, native: str) -> Array:
         return round_to(values, native) if self.stepwise else values
+
+
+def next_weights(W: Array, change: Array, native: str) -> Array:
+    """W + change, rounded once.
+
+    Parameters
+    ----------
+    W : ndarray of stored values, any shape
+    change : ndarray, same shape
+        As `AdamRule.change` gives it.
+    native : str
+        Type of W.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        return round_to((W.astype(np.float64) + change).astype(W.dtype), native)

@@ -11,11 +11,10 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis import input_checks
-from analysis.adam_rule import AdamRule
+from analysis.adam_rule import AdamRule, next_weights
 from analysis.consecutive_rows import tiles
 from analysis.streaming_scan import Scan, native_dtype, over_hidden
 from trajstore.errors import InvalidArgument
-from trajstore.values.rounding import round_to
 from trajstore.values.token_norms import result_dtype
 from trajstore.values.ulp_lattice import spacing, unsigned_view
 
@@ -225,9 +224,7 @@ def _evidence_kernel(
             step[at[0], 0],
             native,
         )
-        with np.errstate(over="ignore", invalid="ignore"):
-            back = round_to((kept.astype(np.float64) + change).astype(kept.dtype), native)
-        out["back"][at] = (back == kept).all(-1)
+        out["back"][at] = (next_weights(kept, change, native) == kept).all(-1)
     return result
 
 

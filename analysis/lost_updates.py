@@ -15,7 +15,6 @@ from analysis.moment_rule import MOMENTS, MomentRule
 from analysis.moments import Recurrence, per_row
 from analysis.streaming_scan import Scan, over_hidden
 from analysis.token_populations import populations
-from trajstore.errors import InvalidArgument
 
 __all__ = ["build_moment_stuck", "moment_stuck"]
 
@@ -146,18 +145,13 @@ def build_moment_stuck(history: Scan, optimizer: Mapping[str, Any] | None = None
     ds = history.ds
     input_checks.variables(ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
     recurrence = Recurrence.of(history, optimizer, "moment_stuck")
-    if "skipped" in ds and history.steps[0] != 0:
-        raise InvalidArgument(
-            "moment_stuck needs the number of steps that the optimizer has taken, and these rows "
-            f"do not say how many were skipped before step {history.steps[0]}; ask from step 0 on"
-        )
     blocks = recurrence.gradient
     counts = over_hidden(
         _count_kernel,
         blocks,
         *(array for name in _VARIABLES for array in recurrence.with_rows_before(name)),
         per_row(blocks, np.asarray(ds["lr"].values, np.float64)),
-        per_row(blocks, history.steps[0] + np.cumsum(recurrence.taken)),
+        per_row(blocks, recurrence.steps_taken("moment_stuck")),
         per_row(blocks, recurrence.taken),
         rule=recurrence.rule,
         dtype=_COUNTS,

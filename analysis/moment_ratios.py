@@ -13,7 +13,7 @@ import xarray as xr
 from analysis import input_checks
 from analysis.consecutive_rows import tiles
 from analysis.moment_rule import MOMENTS
-from analysis.moments import Recurrence, last_row
+from analysis.moments import Recurrence, last_row, waiting
 from analysis.ratio_histogram import CLASSES, classes
 from analysis.ratio_histogram import quantiles as quantiles_of_counts
 from analysis.streaming_scan import Scan, over_hidden
@@ -192,27 +192,10 @@ def _measured(
             before[at] = last_row(exact)
             measured[at][0].append(counts)
             measured[at][1].append(squares)
-            done += [counts, "stc", squares, "st"]
-        # The next block waits until this one is measured. Otherwise all of a token's steps would
-        # be followed first, and held until the recorded moments are read.
-        before = [
-            da.blockwise(
-                _first_of,
-                "sth",
-                row,
-                "sth",
-                *done,
-                dtype=row.dtype,
-                align_arrays=False,
-                meta=np.empty((0, 0, 0)),
-            )
-            for row in before
-        ]
+            done += [(counts, "rtc"), (squares, "rt")]
+        # The next block waits until this one is measured.
+        before = [waiting(row, *done) for row in before]
     return [(da.concatenate(counts), da.concatenate(squares)) for counts, squares in measured]
-
-
-def _first_of(row: Array, *others: Any) -> Array:
-    return row
 
 
 def _error(

@@ -18,7 +18,14 @@ from analysis.streaming_scan import Scan, native_dtype
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.schema import variable
 
-__all__ = ["Recurrence", "build_exact_moments", "exact_moments", "last_row", "per_row"]
+__all__ = [
+    "Recurrence",
+    "build_exact_moments",
+    "exact_moments",
+    "last_row",
+    "per_row",
+    "waiting",
+]
 
 Array = npt.NDArray[Any]
 
@@ -85,6 +92,22 @@ class Recurrence:
                 meta=np.empty((0, 0, 0), dtype),
             )
         return cls(history=history, rule=rule, gradient=gradient, taken=taken)
+
+    def steps_taken(self, question: str) -> npt.NDArray[np.int64]:
+        """Optimizer steps taken until each row, as they count in the bias correction.
+
+        Raises
+        ------
+        InvalidArgument
+            If steps before the first row may have been skipped.
+        """
+        first = self.history.steps[0]
+        if "skipped" in self.history.ds and first != 0:
+            raise InvalidArgument(
+                f"{question} needs the number of steps that the optimizer has taken, and these "
+                f"rows do not say how many were skipped before step {first}; ask from step 0 on"
+            )
+        return np.asarray(first + np.cumsum(self.taken))
 
     def recorded(self, name: str) -> da.Array:
         """Blocks of a matrix, chunked as the gradient."""
@@ -182,6 +205,34 @@ def last_row(block: da.Array) -> da.Array:
     return block.map_blocks(
         _last_row, chunks=((1,), by_token, by_hidden), dtype=block.dtype, meta=np.empty((0, 0, 0))
     )
+
+
+def waiting(row: da.Array, *others: tuple[da.Array, str]) -> da.Array:
+    """The same row, (1, token, hidden), that waits until others are known.
+
+    Otherwise all of a token's steps would be followed first, and held until what they are compared
+    with is read.
+
+    Parameters
+    ----------
+    row : dask Array
+    *others : (dask Array, str)
+        Each with its indices, ``t`` for those of tokens, and neither ``s`` nor ``h``.
+    """
+    return da.blockwise(
+        _first_of,
+        "sth",
+        row,
+        "sth",
+        *(item for pair in others for item in pair),
+        dtype=row.dtype,
+        align_arrays=False,
+        meta=np.empty((0, 0, 0)),
+    )
+
+
+def _first_of(row: Array, *others: Any) -> Array:
+    return row
 
 
 def _last_row(block: Array) -> Array:

@@ -17,6 +17,7 @@ from analysis.collective_motion import (
     build_distinct,
 )
 from analysis.freeze_causes import build_adam_update, build_freeze_cause
+from analysis.freeze_counterfactuals import build_freeze_blame
 from analysis.freezing import build_freeze
 from analysis.logit_statistics import build_logit_stats
 from analysis.lost_updates import build_moment_stuck
@@ -67,6 +68,7 @@ QUANTITIES: dict[str, Quantity] = {
     "lifecycle": Quantity(build=build_lifecycle, measures=("regime",)),
     "adam_update": Quantity(build=build_adam_update),
     "freeze_cause": Quantity(build=build_freeze_cause),
+    "freeze_blame": Quantity(build=build_freeze_blame),
     "exact_moments": Quantity(build=build_exact_moments),
     "moment_error": Quantity(build=build_moment_error),
     "moment_stuck": Quantity(build=build_moment_stuck),

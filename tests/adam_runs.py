@@ -97,3 +97,77 @@ def rounded(value: np.floating, native: str) -> np.floating:
     import ml_dtypes
 
     return np.float64(np.asarray(value).astype(getattr(ml_dtypes, native, native)))
+
+
+def blamed_by_hand(ds: xr.Dataset, window: int) -> dict[str, np.ndarray]:
+    """What `freeze_blame` finds, token after token and step after step, in NumPy.
+
+    The change that Adam makes of two moments is the package's own, which has tests against torch.
+    """
+    from analysis.adam_rule import AdamRule
+    from trajstore.values.rounding import round_to
+    from trajstore.values.ulp_lattice import spacing
+
+    rule = AdamRule.of(ds.attrs["optimizer"])
+    native, W = ds.W.attrs["native_dtype"], ds.W.values
+    rows, tokens, _ = W.shape
+    lr, kind = ds.lr.values, W.dtype
+    taken = np.arange(rows) > 0
+    if "skipped" in ds:
+        taken &= ds.skipped.values != 1
+    count = int(ds.step[0]) + np.cumsum(taken)
+    rates = [lr[row] for row in range(rows) if taken[row] and not np.isnan(lr[row])]
+    peak = max(rates, default=np.nan)
+    with np.errstate(all="ignore"):
+        exact = {name: values.astype(kind) for name, values in by_hand(ds).items()}
+        norms = np.sqrt((ds.grad.values.astype(np.float64) ** 2).sum(-1)).astype(np.float32)
+    live = [token for token in range(tokens) if "is_dead" in ds and not ds.is_dead.values[token]]
+    blame = np.zeros((5, tokens), np.int8)
+    margin = np.full((5, tokens), np.nan)
+    steps = np.zeros(tokens, np.int64)
+    for token in range(tokens):
+        w = W[:, token]
+        bits = w.view(f"u{kind.itemsize}")
+        last = 0
+        for row in range(1, rows):
+            same = (bits[row] == bits[row - 1]) | ((w[row] == 0) & (w[row - 1] == 0))
+            last = last if same.all() else row
+        if last == rows - 1:
+            continue
+        tried = [row for row in range(last + 1, rows) if taken[row]][:window]
+        steps[token] = len(tried)
+        for number in range(5):
+            moves = False
+            for row in tried:
+                m, v = (ds[name].values[row, token] for name in ("exp_avg", "exp_avg_sq"))
+                rate, of = lr[row], native
+                if number == 1:
+                    m, v = (exact[name][row, token] for name in ("exp_avg", "exp_avg_sq"))
+                elif number == 2:
+                    rate = peak
+                elif number == 3:
+                    if not live:
+                        continue
+                    typical = sorted(live, key=lambda at: (_nan_last(norms[row, at]), at))
+                    at = typical[(len(live) - 1) // 2]
+                    m, v = (ds[name].values[row, at] for name in ("exp_avg", "exp_avg_sq"))
+                elif number == 4:
+                    if native == "float64":
+                        continue
+                    of = "float32"
+                before = w[row - 1]
+                change = rule.change(before, m, v, np.float64(rate), np.int64(count[row]), of)
+                with np.errstate(all="ignore"):
+                    after = round_to((before.astype(np.float64) + change).astype(kind), of)
+                    hops = np.abs(change.astype(np.float64)) / spacing(before, of)
+                moves |= any(b != a for a, b in zip(before, after, strict=True) if b == b)
+                known = [hop for hop in [margin[number, token], *hops] if hop == hop]
+                margin[number, token] = max(known, default=np.nan)
+            blame[number, token] = 2 if moves else 1
+            if np.isnan(margin[number, token]):
+                blame[number, token] = 3
+    return {"blame": blame, "blame_margin": margin, "blame_steps": steps}
+
+
+def _nan_last(norm: np.floating) -> float:
+    return np.inf if np.isnan(norm) else float(norm)

@@ -81,6 +81,7 @@ def test_a_configuration_file_records_the_same(
         (["record", "--preset", "gatsby", "--every", "0"], "recording.every = 0"),
         (["record", "--preset", "gatsby", "--set", "model.vocab_size=90"], "must agree"),
         (["plan", "--preset", "gatsby", "--memory", "1KiB"], "memory budget"),
+        (["record", "--preset", "gatsby", "--strict-numerics"], "exp_avg_sq can never decay"),
         (["fetch", "moby-dick"], "choose from gatsby, fineweb, gpt2"),
     ],
 )
@@ -90,3 +91,19 @@ def test_wrong_calls_are_one_sentence(
     done = trajstore_cli(*arguments, rc=2)
     assert sentence in done.stderr
     assert len(done.stderr.strip().splitlines()) <= 2
+
+
+def test_advice_is_given_before_while_and_after(
+    trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    call = ["--preset", "gatsby", "--steps", 2, *SMALL]
+    said = "Note: exp_avg_sq can never decay: 0.999·v rounds back to v for 100 % of bfloat16 values"
+    path = tmp_path / "run.zarr"
+    assert said in trajstore_cli("plan", *call).stdout
+    assert trajstore_cli("record", *call, "-o", path).stderr.count(said) == 1
+    assert said in trajstore_cli("info", path).stdout
+    advice = json.loads(trajstore_cli("info", path, "--json").stdout)["advice"]
+    assert advice == json.loads(trajstore_cli("plan", *call, "--json").stdout)["advice"]
+    assert [one["cannot_decay"] for one in advice] == [1, 1]
+    sound = ["--set", "model.dtype=float32", "--strict-numerics", "-o", tmp_path / "sound.zarr"]
+    assert "Note" not in trajstore_cli("record", *call, *sound).stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import xarray as xr
+from adam_runs import blamed_by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -130,3 +131,15 @@ def test_moment_error_does_not_depend_on_chunks(history: tuple[xr.Dataset, xr.Da
     # Moments that are exact have no error; but where they are not finite there is no ratio.
     finite = np.stack([np.isfinite(exact[name].values).all((1, 2)) for name in right.moment.values])
     assert (right.ratio_quantiles.values[finite.T] == 1).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(histories(), st.integers(1, 4))
+def test_freeze_blame(history: tuple[xr.Dataset, xr.Dataset], window: int) -> None:
+    ds, lazy = history
+    got = analysis.freeze_blame(lazy, window=window).compute(scheduler="sync")
+    whole = analysis.freeze_blame(ds, window=window).compute(scheduler="sync")
+    xr.testing.assert_identical(got, whole)
+    with np.errstate(all="ignore"):
+        for name, expected in blamed_by_hand(ds, window).items():
+            np.testing.assert_array_equal(got[name], expected, err_msg=name)

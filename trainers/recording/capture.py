@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trainers.recording.numeric_advice import optimizer_advice, tell
 from trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trainers.recording.parameter_rows import ParameterRows
 from trainers.recording.parameters import find_parameters
@@ -16,6 +17,7 @@ from trainers.recording.planned_run import plan_runs
 from trainers.recording.resumed_run import ExistingRun
 from trainers.recording.step_hooks import Recorder, real_optimizer
 from trajstore.errors import RecordingError
+from trajstore.optimizer_advice import require_sound
 
 __all__ = ["attach", "capture"]
 
@@ -28,6 +30,7 @@ def attach(
     loop: TrainingLoop,
     *,
     on_step: Callable[[Recorder], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
 ) -> Recorder:
     """Recorder that watches a training from now on.
 
@@ -44,9 +47,13 @@ def attach(
     loop : TrainingLoop
     on_step : callable, optional
         Called with the recorder after every optimizer step.
+    on_note : callable, optional
+        Called with each sentence of advice about the numerics; without it they are logged.
 
     Raises
     ------
+    ConfigError
+        If there is such advice, and the options are strict about it.
     RecordingError
         If a parameter cannot be recorded.
     RunExists
@@ -58,6 +65,9 @@ def attach(
     """
     real = real_optimizer(optimizer)
     parameters = find_parameters(model, real, options.parameter)
+    advice = optimizer_advice(parameters, real)
+    if options.strict_numerics:
+        require_sound(advice)
     planned = plan_runs(path, parameters, real, options, loop) if _is_first_process() else []
     rows = [
         ParameterRows(run, ExistingRun.find(run) if options.resume else None) for run in planned
@@ -72,6 +82,8 @@ def attach(
     except BaseException:
         recorder.close(complete=False)
         raise
+    if planned:
+        tell(advice, on_note)
     return recorder
 
 
@@ -91,6 +103,7 @@ def capture(
     max_grad_norm: float = 0.0,
     first_step: int = 0,
     on_step: Callable[[Recorder], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
     **options: Any,
 ) -> Iterator[Recorder]:
     """Record a plain PyTorch loop, every optimizer step inside the ``with``.
@@ -115,6 +128,10 @@ def capture(
         Optimizer steps that the loop has taken before.
     on_step : callable, optional
         Called with the recorder after every optimizer step.
+    on_note : callable, optional
+        Called with each sentence of advice about the optimizer's types, such as that its second
+        moment can never decay. Without it they are logged, as warnings of
+        ``trainers.recording.numeric_advice``.
     **options
         Of `RecordingOptions`.
 
@@ -133,6 +150,8 @@ def capture(
         If `resume` is set, and the run has not come to `first_step`, or has other weights there.
     InvalidArgument
         If an option is impossible.
+    ConfigError
+        With `strict_numerics`, if there is advice.
 
     Examples
     --------
@@ -159,7 +178,7 @@ def capture(
         first_step=first_step,
         schedule={"max_grad_norm": max_grad_norm},
     )
-    recorder = attach(model, optimizer, path, wanted, loop, on_step=on_step)
+    recorder = attach(model, optimizer, path, wanted, loop, on_step=on_step, on_note=on_note)
     try:
         yield recorder
     except BaseException:

@@ -55,6 +55,7 @@ class TrajectoryCallback(TrainerCallback):
         record: str | Sequence[str] = RecordingOptions.record,
         *,
         on_step: Callable[[Recorder], None] | None = None,
+        on_note: Callable[[str], None] | None = None,
         **options: Any,
     ) -> None:
         """Take what to record, and insist that it can be made at `path`.
@@ -66,6 +67,8 @@ class TrajectoryCallback(TrainerCallback):
             (``resume=True``) when the Trainer itself resumes from a checkpoint of its own.
         on_step : callable, optional
             Called with the `Recorder` after every optimizer step.
+        on_note : callable, optional
+            Called with each sentence of advice about the optimizer's types; logged without it.
         **options
             Of `RecordingOptions`.
         """
@@ -73,6 +76,7 @@ class TrajectoryCallback(TrainerCallback):
         self._options = RecordingOptions(record=record, **options)
         self._options.check_path(path)
         self._on_step = on_step
+        self._on_note = on_note
         self.recorder: Recorder | None = None
 
     def on_train_begin(
@@ -110,7 +114,13 @@ class TrajectoryCallback(TrainerCallback):
             schedule=schedule,
         )
         self.recorder = attach(
-            model, optimizer, self._path, self._options, loop, on_step=self._on_step
+            model,
+            optimizer,
+            self._path,
+            self._options,
+            loop,
+            on_step=self._on_step,
+            on_note=self._on_note,
         )
         # The Trainer tells no callback that it failed: what is whole is committed at the latest
         # when the interpreter ends.

@@ -69,6 +69,9 @@ class RecordingOptions:
         Have every commit survive a loss of power.
     schedule : mapping, optional
         How the learning rate changes, JSON values for the attribute ``optimizer``.
+    strict_numerics : bool
+        Refuse to record where the type of the optimizer's state keeps it from decaying or growing,
+        or that of the weights keeps them from decaying, instead of saying so.
     """
 
     record: str | Sequence[str] = "all"
@@ -88,6 +91,7 @@ class RecordingOptions:
     resume: bool = False
     fsync: bool = False
     schedule: Mapping[str, Any] | None = None
+    strict_numerics: bool = False
 
     def __post_init__(self) -> None:
         resolve_record(self._names)

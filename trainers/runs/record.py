@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from trainers.config import RunConfig
 from trainers.recording.capture import capture
@@ -15,10 +16,12 @@ from trainers.recording.token_selection import Tokens, read_tokens, select_token
 from trainers.runs.checkpoint import Checkpoint, CheckpointFolder
 from trainers.runs.checkpoint_schedule import Checkpointing, TrainerCheckpoints
 from trainers.runs.resume_checks import check_text, complete, find_checkpoint, notes
+from trainers.runs.run_plan import numeric_advice
 from trainers.runs.training_setup import Training, build_training
 from trainers.runs.training_state import restore_random, restore_state
 from trainers.texts.corpus import Corpus, load_corpus
 from trajstore.errors import InvalidArgument
+from trajstore.optimizer_advice import require_sound
 from trajstore.store.create import check_target
 
 __all__ = ["record"]
@@ -33,6 +36,7 @@ def record(
     overwrite: bool = False,
     resume: bool = False,
     fsync: bool = False,
+    strict_numerics: bool = False,
     stop: Callable[[], bool] = lambda: False,
     on_corpus: Callable[[Corpus], None] | None = None,
     on_step: Callable[[Recorder], None] | None = None,
@@ -57,12 +61,16 @@ def record(
         marked complete.
     fsync : bool
         Have every commit and checkpoint survive a loss of power.
+    strict_numerics : bool
+        Refuse to train where the type of the optimizer's state keeps it from decaying or growing,
+        or that of the weights keeps them from decaying, instead of saying so.
     stop : callable
         Asked after every step; when it returns True the run is closed as ``interrupted``, with a
         checkpoint of that step.
     on_corpus, on_step, on_note : callable, optional
         Called with the `Corpus` when it is loaded, with the `Recorder` after every step, and with
-        what should be known about a run that goes on.
+        what should be known about a run that goes on, and about the numerics of any; without
+        `on_note` the latter is logged.
 
     Returns
     -------
@@ -85,7 +93,8 @@ def record(
         If the text cannot be trained on, or is not that of the run that goes on; nothing has been
         made.
     ConfigError
-        If the device is not there, or a field has changed that may not.
+        If the device is not there, a field has changed that may not, or the numerics are not sound
+        and `strict_numerics` is set.
 
     Examples
     --------
@@ -100,6 +109,8 @@ def record(
         raise InvalidArgument(
             "got both resume and overwrite; a run is either gone on with or replaced"
         )
+    if strict_numerics:
+        require_sound(numeric_advice(config))
     if resume:
         target = Path(path).absolute()
         taken = find_checkpoint(target, config)
@@ -120,7 +131,14 @@ def record(
         for note in notes(target, config, taken):
             on_note(note)
     # Before anything is built: an impossible choice should not cost a minute.
-    options = _options(config, text, overwrite=overwrite, resume=resume, fsync=fsync)
+    options = _options(
+        config,
+        text,
+        overwrite=overwrite,
+        resume=resume,
+        fsync=fsync,
+        strict_numerics=strict_numerics,
+    )
     training = build_training(config, text)
     checkpointing = Checkpointing(
         training,
@@ -132,7 +150,7 @@ def record(
         fsync=fsync,
     )
     run = _run_plain if config.training.loop == "plain" else _run_trainer
-    run(training, target, options, checkpointing, taken, on_step)
+    run(training, target, options, checkpointing, taken, on_step, on_note)
     return target
 
 
@@ -145,9 +163,7 @@ def _sources(taken: Checkpoint | None, **given: str | os.PathLike[str] | None) -
     }
 
 
-def _options(
-    config: RunConfig, text: Corpus, *, overwrite: bool, resume: bool, fsync: bool
-) -> RecordingOptions:
+def _options(config: RunConfig, text: Corpus, **choices: Any) -> RecordingOptions:
     """What the configuration records, with what is known of the text.
 
     Raises
@@ -174,14 +190,12 @@ def _options(
         memory=recording.memory,
         block_rows=recording.block_rows,
         encoding=recording.encoding,
-        overwrite=overwrite,
-        resume=resume,
-        fsync=fsync,
         schedule={
             "name": config.schedule.name,
             "warmup_steps": config.schedule.warmup_steps,
             "steps": config.decay_steps,
         },
+        **choices,
     )
 
 
@@ -192,6 +206,7 @@ def _run_plain(
     checkpointing: Checkpointing,
     taken: Checkpoint | None,
     on_step: Callable[[Recorder], None] | None,
+    on_note: Callable[[str], None] | None,
 ) -> None:
     first_step = 0
     if taken is not None:
@@ -205,6 +220,7 @@ def _run_plain(
         max_grad_norm=training.config.training.max_grad_norm,
         first_step=first_step,
         on_step=on_step,
+        on_note=on_note,
         **vars(options),
     ) as recorder:
         if taken is not None:
@@ -223,8 +239,9 @@ def _run_trainer(
     checkpointing: Checkpointing,
     taken: Checkpoint | None,
     on_step: Callable[[Recorder], None] | None,
+    on_note: Callable[[str], None] | None,
 ) -> None:
-    trajectory = TrajectoryCallback(target, on_step=on_step, **vars(options))
+    trajectory = TrajectoryCallback(target, on_step=on_step, on_note=on_note, **vars(options))
     checkpoints = TrainerCheckpoints(training, checkpointing, trajectory, taken)
     try:
         training.run([checkpoints, trajectory], first_step=0 if taken is None else taken.step)

@@ -18,11 +18,12 @@ from trainers.recording.token_selection import read_tokens, select_tokens
 from trainers.texts.cache import cached
 from trainers.texts.corpus import load_corpus
 from trajstore.byte_sizes import parse_bytes
+from trajstore.optimizer_advice import Advice, advise
 from trajstore.schema import COORDINATES, TIERS, VARIABLES, resolve_record
 from trajstore.store.block_plan import Layout
 from trajstore.store.block_plan import plan as plan_layout
 
-__all__ = ["RunPlan", "native_types", "plan"]
+__all__ = ["RunPlan", "native_types", "numeric_advice", "plan"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -54,6 +55,8 @@ class RunPlan:
         Raw bytes of each array in the type that the trainer holds.
     bytes_on_disk : dict of str to int
         Expected, from ratios that were measured.
+    advice : tuple of Advice
+        What the types of the optimizer's state and of W keep it from doing.
     """
 
     steps: int
@@ -65,6 +68,7 @@ class RunPlan:
     files: int
     bytes_native: dict[str, int]
     bytes_on_disk: dict[str, int]
+    advice: tuple[Advice, ...]
 
     def totals(self) -> dict[str, int]:
         """Bytes, memory and rows of a block, of the whole run."""
@@ -94,6 +98,7 @@ class RunPlan:
                 }
                 for name, array in self.layout.arrays.items()
             },
+            "advice": [one.facts() for one in self.advice],
         }
 
 
@@ -126,6 +131,27 @@ def native_types(config: RunConfig) -> dict[str, str]:
         for name in resolve_record(config.recording.record)
         if name not in absent or name in named
     }
+
+
+def numeric_advice(config: RunConfig) -> list[Advice]:
+    """What the types of a configuration keep its optimizer from doing.
+
+    Parameters
+    ----------
+    config : RunConfig
+
+    Returns
+    -------
+    list of Advice
+        The same as for the run that it makes.
+    """
+    given = config.optimizer.model_dump()
+    weights = config.model.dtype
+    return advise(
+        {"class": config.optimizer.name, "hyperparameters": given},
+        state=given.get("state_dtype") or weights,
+        weights=weights,
+    )
 
 
 def plan(
@@ -195,6 +221,7 @@ def plan(
             name: round(size / _ratio(name, layout, recording.encoding))
             for name, size in native.items()
         },
+        advice=tuple(numeric_advice(config)),
     )
 
 

@@ -148,7 +148,7 @@ class RecordingProgress(_Bar):
         )
 
     def show_note(self, note: str) -> None:
-        """Say what should be known about a run that goes on."""
+        """Say what should be known about the run."""
         err.print(Text(f"Note: {note}."))
 
     def show_step(self, recorder: Recorder) -> None:

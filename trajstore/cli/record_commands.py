@@ -139,6 +139,11 @@ def _configured(
 @click.option("--resume", is_flag=True, help="Go on with a run, also with more --steps.")
 @click.option("--overwrite", is_flag=True, help="Replace a run that is there.")
 @click.option("--fsync", is_flag=True, help="Have every commit survive a loss of power.")
+@click.option(
+    "--strict-numerics",
+    is_flag=True,
+    help="Refuse an optimizer whose state, by its type, can not decay or not grow.",
+)
 @JSON
 @sentences
 def record(
@@ -152,6 +157,7 @@ def record(
     resume: bool,
     overwrite: bool,
     fsync: bool,
+    strict_numerics: bool,
     as_json: bool,
     **fields: Any,
 ) -> None:
@@ -193,6 +199,7 @@ def record(
                 overwrite=overwrite,
                 resume=resume,
                 fsync=fsync,
+                strict_numerics=strict_numerics,
                 stop=stop,
                 on_corpus=begin,
                 on_step=progress.show_step,

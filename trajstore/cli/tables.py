@@ -147,6 +147,7 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
             out.print(f"[bold]{section}[/bold]")
             for name, value in _flat(facts[section]):
                 out.print(Text(f"  {name} = {value}"))
+    print_notes(advice["sentence"] for advice in facts["advice"])
 
 
 def print_plan(facts: dict[str, Any]) -> None:
@@ -176,6 +177,7 @@ def print_plan(facts: dict[str, Any]) -> None:
             str(totals["block_rows"]),
         )
     out.print(printed)
+    print_notes(advice["sentence"] for advice in facts["advice"])
 
 
 def print_replay(result: Replay) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from trajstore.optimizer_advice import advise_run
 from trajstore.schema import STEP, VARIABLES
 from trajstore.store.open_group import open_group
 from trajstore.values.native_types import NATIVE_TYPES
@@ -31,7 +32,8 @@ def information(path: str | os.PathLike[str]) -> dict[str, Any]:
         The attributes of the root, and ``steps`` (first, last; None without rows), ``arrays`` (by
         name: shape, chunk, shard, native_dtype, bytes_native, bytes_on_disk, ratio), and
         ``bytes_native``, ``bytes_on_disk``, ``ratio``, ``files`` of the whole run. Bytes on disk
-        may include a block that is being written.
+        may include a block that is being written. ``advice``, what the types of the optimizer's
+        state and of W keep it from doing (`trajstore.optimizer_advice.Advice`).
 
     Raises
     ------
@@ -57,14 +59,17 @@ def information(path: str | os.PathLike[str]) -> dict[str, Any]:
     steps = np.asarray(group[STEP.name])
     total, files = _usage(Path(path))
     raw = sum(array["bytes_native"] for array in arrays.values())
+    attributes = dict(group.attrs)
+    advice = advise_run(attributes, {name: arrays[name]["native_dtype"] for name in arrays})
     return {
-        **dict(group.attrs),
+        **attributes,
         "steps": {"first": int(steps[0]), "last": int(steps[-1])} if len(steps) else None,
         "arrays": arrays,
         "bytes_native": raw,
         "bytes_on_disk": total,
         "ratio": raw / total if total else None,
         "files": files,
+        "advice": [one.facts() for one in advice],
     }
 
 

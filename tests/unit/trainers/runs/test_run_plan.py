@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 from trainers import plan, record
 from trainers.presets import preset
 from trainers.texts.cache import CACHE_VARIABLE
-from trajstore import InvalidArgument
+from trajstore import ConfigError, InvalidArgument
 from trajstore.store.run_info import information
 
 pytestmark = pytest.mark.torch
@@ -86,3 +86,30 @@ def test_the_tiers_of_the_design_note() -> None:
 def test_too_little_memory_is_said_before_the_run() -> None:
     with pytest.raises(InvalidArgument, match="memory"):
         plan(preset("wordybird-1").with_values(["recording.memory=1MiB"]))
+
+
+def test_the_advice_of_a_plan_is_that_of_its_run(tmp_path: Path) -> None:
+    for changed, about in (
+        ([], ["exp_avg_sq", "W"]),
+        (["model.dtype=float32"], []),
+        (["optimizer.betas=[0.9, 0.99]", "optimizer.name=adam"], []),
+        (["optimizer.name=sgd"], []),
+    ):
+        config = preset("gatsby").with_values([*SMALL, "training.steps=2", *changed])
+        notes: list[str] = []
+        path = record(config, tmp_path / "run.zarr", overwrite=True, on_note=notes.append)
+        advice = plan(config).facts()["advice"]
+        assert [one["variable"] for one in advice] == about
+        assert [one["sentence"] for one in advice] == notes
+        assert information(path)["advice"] == advice
+
+
+@pytest.mark.parametrize("loop", ["trainer", "plain"])
+def test_strict_numerics_record_nothing_or_what_is_sound(loop: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    config = preset("gatsby").with_values([*SMALL, "training.steps=2", f"training.loop={loop}"])
+    with pytest.raises(ConfigError, match=r"exp_avg_sq can never decay.*state_dtype=float32"):
+        record(config, path, strict_numerics=True)
+    assert list(tmp_path.iterdir()) == []
+    record(config.with_values(["model.dtype=float32"]), path, strict_numerics=True)
+    assert information(path)["committed_rows"] == 3

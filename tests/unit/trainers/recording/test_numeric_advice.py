@@ -1,0 +1,105 @@
+"""What is said of the numerics when a recording begins, and to whom."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from list_recorder import TinyModel, batches  # noqa: E402
+
+from trainers import TrajectoryCallback, capture  # noqa: E402
+from trainers.recording.numeric_advice import optimizer_advice  # noqa: E402
+from trainers.recording.parameters import find_parameters  # noqa: E402
+from trajstore import ConfigError  # noqa: E402
+from trajstore.store.run_info import information  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+NEVER = "exp_avg_sq can never decay: 0.999·v rounds back to v for 100 % of bfloat16 values"
+
+
+def train(model: Any, path: Path, **options: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.0)
+    with capture(model, optimizer, path, **options):
+        for batch in batches(2):
+            optimizer.zero_grad()
+            model(**batch)["loss"].backward()
+            optimizer.step()
+
+
+def test_a_function_is_told_before_the_first_step(tmp_path: Path) -> None:
+    told: list[str] = []
+    path = tmp_path / "run.zarr"
+
+    def on_note(note: str) -> None:
+        assert not path.exists()
+        told.append(note)
+
+    train(TinyModel(torch.bfloat16), path, on_note=on_note)
+    assert len(told) == 1
+    assert told[0].startswith(NEVER)
+    assert [one["sentence"] for one in information(path)["advice"]] == told
+
+
+def test_without_one_it_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(TinyModel(torch.bfloat16), tmp_path / "run.zarr")
+    (record,) = caplog.records
+    assert record.name == "trainers.recording.numeric_advice"
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith(NEVER)
+
+
+def test_there_is_nothing_to_say_of_float32(
+    tiny: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tiny, tmp_path / "run.zarr", strict_numerics=True)
+    assert not caplog.records
+
+
+def test_strict_numerics_leave_nothing_behind(tmp_path: Path) -> None:
+    model = TinyModel(torch.bfloat16)
+    with pytest.raises(ConfigError, match=f"strict_numerics.*{NEVER}"):
+        train(model, tmp_path / "run.zarr", strict_numerics=True)
+    assert list(tmp_path.iterdir()) == []
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_the_type_of_a_state_that_is_there_counts() -> None:
+    model = TinyModel(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    parameters = find_parameters(model, optimizer, None)
+    assert [one.variable for one in optimizer_advice(parameters, optimizer)] == ["exp_avg_sq"]
+    wide = torch.zeros_like(parameters[0].tensor, dtype=torch.float32)
+    optimizer.state[parameters[0].tensor] = {"exp_avg": wide, "exp_avg_sq": wide}
+    assert optimizer_advice(parameters, optimizer) == []
+
+
+def test_several_parameters_are_told_of_once() -> None:
+    model = TinyModel(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
+    (one,) = find_parameters(model, optimizer, None)
+    assert len(optimizer_advice([one, one], optimizer)) == 1
+
+
+def test_the_callback_of_a_trainer(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    def train_with(callback: TrajectoryCallback) -> None:
+        arguments = TrainingArguments(
+            str(tmp_path / "out"), max_steps=1, use_cpu=True, save_strategy="no", report_to="none",
+            disable_tqdm=True,
+        )  # fmt: skip
+        examples = [{name: rows[0] for name, rows in row.items()} for row in batches(2)]
+        model = TinyModel(torch.bfloat16)
+        Trainer(model, arguments, train_dataset=examples, callbacks=[callback]).train()
+
+    told: list[str] = []
+    train_with(TrajectoryCallback(tmp_path / "run.zarr", on_note=told.append))
+    assert told[0].startswith(NEVER)
+    with pytest.raises(ConfigError, match="exp_avg_sq can never decay"):
+        train_with(TrajectoryCallback(tmp_path / "other.zarr", strict_numerics=True))
+    assert not (tmp_path / "other.zarr").exists()

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trajstore.errors import ConfigError
+from trajstore.optimizer_advice import advise, advise_run, require_sound
+
+REMEDY = (
+    "keep the optimizer's state in float32 (optimizer.state_dtype=float32), or train float32 "
+    "weights under autocast (model.dtype=float32)"
+)
+
+
+def adam(name: str = "torch.optim.adamw.AdamW", **changed: Any) -> dict[str, Any]:
+    given = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+    return {"class": name, "hyperparameters": given | changed}
+
+
+def texts(optimizer: Any, state: str = "bfloat16", weights: str = "bfloat16") -> dict[str, str]:
+    return {
+        advice.variable: advice.sentence
+        for advice in advise(optimizer, state=state, weights=weights)
+    }
+
+
+def test_the_state_of_every_preset() -> None:
+    (advice,) = advise(adam(), state="bfloat16", weights="bfloat16")
+    assert advice.variable == "exp_avg_sq"
+    assert advice.native_dtype == "bfloat16"
+    assert advice.cannot_decay == 1
+    assert advice.sentence == (
+        "exp_avg_sq can never decay: 0.999·v rounds back to v for 100 % of bfloat16 values, so the "
+        f"second moment only grows and the effective learning rate only falls; {REMEDY}"
+    )
+    assert advice.facts()["cannot_decay"] == 1
+
+
+def test_it_is_about_the_type_of_the_state() -> None:
+    assert texts(adam(), state="float32") == {}
+    assert texts(adam(), state="float16", weights="float16").keys() == {"eps"}
+    assert "exp_avg_sq" in texts(adam(), weights="float32")
+
+
+@pytest.mark.parametrize(
+    ("beta2", "says"),
+    [
+        (0.998, "exp_avg_sq soon stops decaying: 0.998·v rounds back to v for 95.3 % of bfloat16"),
+        (0.997, "for 29.7 % of bfloat16 values, so where gradients shrink the second moment stays"),
+        (0.996, "exp_avg_sq stops growing while the squared gradient is twice as large: 0.996·v"),
+    ],
+)
+def test_smaller_betas(beta2: float, says: str) -> None:
+    assert says in texts(adam(betas=[0.9, beta2]))["exp_avg_sq"]
+    assert texts(adam(betas=[0.9, 0.99])) == {}
+
+
+def test_the_first_moment() -> None:
+    found = texts(adam(betas=[0.999, 0.9]))
+    assert found.keys() == {"exp_avg"}
+    assert "exp_avg can never decay: m − 0.001·m rounds back to m for 100 %" in found["exp_avg"]
+
+
+def test_weight_decay_that_is_always_lost() -> None:
+    lost = texts(adam(weight_decay=0.01), state="float32")
+    assert lost["W"].startswith(
+        "weight decay can never change W: (1 − 0.001·0.01)·W rounds back to W for 100 % of bfloat16"
+    )
+    assert "W" in texts(adam(weight_decay=0.01, lr=0.0, initial_lr=1e-3))
+    assert "W" in texts(adam("Adam", weight_decay=0.01, decoupled_weight_decay=True))
+    for kept in (
+        adam(weight_decay=0.01, lr=1.0),
+        adam(weight_decay=0.01, fused=True),  # a part of the update
+        adam("torch.optim.adam.Adam", weight_decay=0.01),  # a part of the gradient
+        adam(weight_decay=0.01, lr=0.0),
+        adam(weight_decay=0.01, lr="fast"),
+    ):
+        assert "W" not in texts(kept)
+    assert texts(adam(weight_decay=0.01), state="float32", weights="float32") == {}
+    assert "leaves most of W" in texts(adam(weight_decay=0.2, lr=0.01))["W"]
+
+
+def test_an_eps_that_is_zero() -> None:
+    eps = texts(adam(), "float16", "float16")["eps"]
+    assert "eps = 1e-08 rounds to 0 in float16" in eps
+    assert texts(adam(eps=1e-6), "float16", "float16") == {}
+    assert texts(adam(fused=True), "float16", "float16") == {}
+
+
+def test_float32_whose_average_is_too_slow() -> None:
+    found = texts(adam(betas=[0.9, 1 - 1e-9]), "float32", "float32")
+    assert found["exp_avg_sq"].endswith("only falls; choose a smaller beta2")
+
+
+def test_who_rounds_once_or_at_random() -> None:
+    name = "trainers.rounded_optimizer.RoundedAdamW"
+    rounded = adam(name, state_dtype="bfloat16", rounding="nearest", weight_decay=0.01)
+    assert texts(rounded).keys() == {"exp_avg_sq"}
+    assert texts(adam(name, state_dtype="bfloat16", rounding="stochastic")) == {}
+    assert texts(rounded, state="float32") == {}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        None, {}, "AdamW", {"class": "AdamW"}, adam("torch.optim.sgd.SGD"), adam(betas=None),
+        adam(betas=[0.9]), adam(betas=["a", "b"]), adam(betas=[0.9, 2.0]), adam(eps=None),
+        adam(weight_decay=float("nan")), {"class": "AdamW", "hyperparameters": [1]},
+    ],
+)  # fmt: skip
+def test_of_what_is_not_known_nothing_is_said(optimizer: Any) -> None:
+    assert advise(optimizer, state="bfloat16", weights="bfloat16") == []
+
+
+def test_types_that_are_not_tried() -> None:
+    assert advise(adam(weight_decay=0.1), state="float64", weights="float8") == []
+
+
+def test_a_run_by_its_attributes() -> None:
+    attributes = {"optimizer": adam(weight_decay=0.01)}
+
+    def variables(**types: str) -> list[str]:
+        return [advice.variable for advice in advise_run(attributes, types)]
+
+    assert variables(W="bfloat16") == ["exp_avg_sq", "W"]
+    assert variables(W="bfloat16", exp_avg_sq="float32") == ["W"]
+    assert variables(grad="bfloat16", logits="float32") == ["exp_avg_sq", "W"]
+    assert variables(W="float32", logits="bfloat16") == variables() == []
+    assert advise_run({}, {"W": "bfloat16"}) == []
+
+
+def test_strictness_is_one_sentence() -> None:
+    require_sound([])
+    advice = advise(adam(weight_decay=0.01), state="bfloat16", weights="bfloat16")
+    with pytest.raises(ConfigError, match=r"not sound.*exp_avg_sq can never.*; and weight decay"):
+        require_sound(advice)

@@ -1,0 +1,66 @@
+"""Advice about the types of a training that is about to be recorded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from trainers.recording.parameters import RecordedParameter
+from trainers.recording.provenance import optimizer_attributes
+from trajstore.optimizer_advice import Advice, advise
+
+__all__ = ["optimizer_advice", "tell"]
+
+_LOG = logging.getLogger(__name__)
+
+
+def optimizer_advice(parameters: Sequence[RecordedParameter], optimizer: Optimizer) -> list[Advice]:
+    """What the types of these parameters and of their state keep the optimizer from doing.
+
+    Parameters
+    ----------
+    parameters : sequence of RecordedParameter
+    optimizer : Optimizer
+
+    Returns
+    -------
+    list of Advice
+        Each once, however many parameters it is about.
+    """
+    found = (
+        advice
+        for parameter in parameters
+        for advice in advise(
+            optimizer_attributes(optimizer, parameter.group, {}),
+            state=_state_type(parameter, optimizer),
+            weights=_name(parameter.tensor.dtype),
+        )
+    )
+    return list({advice.sentence: advice for advice in found}.values())
+
+
+def tell(advice: Sequence[Advice], on_note: Callable[[str], None] | None) -> None:
+    """Give advice to a function, or else to the logger of this module.
+
+    Not as a warning of Python's, which whoever turns warnings into errors could not get past.
+    """
+    for one in advice:
+        if on_note is not None:
+            on_note(one.sentence)
+        else:
+            _LOG.warning("%s", one.sentence)
+
+
+def _state_type(parameter: RecordedParameter, optimizer: Optimizer) -> str:
+    """Type of the state as it is; before the first step, as it will be."""
+    state = optimizer.state.get(parameter.tensor, {})
+    if "exp_avg_sq" in state:
+        return _name(state["exp_avg_sq"].dtype)
+    return str(parameter.group.get("state_dtype") or _name(parameter.tensor.dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,296 @@
+"""Advice before it is too late: what an optimizer's types keep it from doing.
+
+Found by trying every value of the type (`trajstore.values.moving_average`), so it needs no
+training: a run's attributes, or the configuration of one that is yet to begin, say enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trajstore.errors import ConfigError
+from trajstore.values.moving_average import MovingAverage, share_left
+from trajstore.values.rounding import round_to
+
+__all__ = ["Advice", "advise", "advise_run", "require_sound"]
+
+_RULES = ("adam", "adamw")
+_TRIED = ("bfloat16", "float16", "float32")
+_STATE_REMEDY = (
+    "keep the optimizer's state in float32 (optimizer.state_dtype=float32), or train float32 "
+    "weights under autocast (model.dtype=float32)"
+)
+_WEIGHT_REMEDY = "train float32 weights under autocast (model.dtype=float32)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """What the type of one part of the optimizer keeps it from doing.
+
+    Attributes
+    ----------
+    variable : str
+        ``exp_avg``, ``exp_avg_sq``, ``W`` (its weight decay) or ``eps``.
+    native_dtype : str
+        The type.
+    cannot_decay : float
+        Share of the type's positive normal values that a step toward zero leaves as they are.
+    cannot_grow : float
+        Share that a step toward twice the value leaves as they are. NaN, as the other share,
+        where that is not what the advice is about.
+    sentence : str
+        That, its consequence and the remedy.
+    """
+
+    variable: str
+    native_dtype: str
+    cannot_decay: float
+    cannot_grow: float
+    sentence: str
+
+    def facts(self) -> dict[str, Any]:
+        """Everything, as JSON values."""
+        return {
+            name: None if isinstance(value, float) and math.isnan(value) else value
+            for name, value in vars(self).items()
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Adam:
+    """What is known of an optimizer, as numbers.
+
+    Attributes
+    ----------
+    rounds_once : bool
+        It computes a step in float32 and rounds only the results, as fused kernels do.
+    """
+
+    beta1: float
+    beta2: float
+    eps: float
+    lr: float
+    decoupled_decay: float
+    rounds_once: bool
+
+
+def advise(optimizer: Mapping[str, Any] | None, *, state: str, weights: str) -> list[Advice]:
+    """What the types of an optimizer's state and of its weights keep it from doing.
+
+    Parameters
+    ----------
+    optimizer : mapping
+        ``class`` and ``hyperparameters``, as in the attribute ``optimizer`` of a run.
+    state : str
+        Native type of the moments: bfloat16, float16 or float32. There is no advice about others;
+        float64 is fine enough for every β.
+    weights : str
+        Native type of W, likewise.
+
+    Returns
+    -------
+    list of Advice
+        Empty where each can move, where rounding is stochastic, which moves them in the mean, and
+        for what is neither Adam nor AdamW.
+
+    Examples
+    --------
+    >>> given = {"betas": [0.9, 0.999], "eps": 1e-8, "lr": 1e-3, "weight_decay": 0.01}
+    >>> adamw = {"class": "torch.optim.adamw.AdamW", "hyperparameters": given}
+    >>> [advice.variable for advice in advise(adamw, state="bfloat16", weights="bfloat16")]
+    ['exp_avg_sq', 'W']
+    >>> advise(adamw, state="float32", weights="float32")
+    []
+    """
+    rule = _rule(optimizer)
+    if rule is None:
+        return []
+    found: list[Advice | None] = []
+    if state in _TRIED:
+        found += [_of_first_moment(rule, state), _of_second_moment(rule, state)]
+        found += [_of_eps(rule, state)]
+    if weights in _TRIED:
+        found += [_of_weight_decay(rule, weights)]
+    return [advice for advice in found if advice is not None]
+
+
+def advise_run(attributes: Mapping[str, Any], native_dtypes: Mapping[str, str]) -> list[Advice]:
+    """`advise` of a run that is recorded.
+
+    Parameters
+    ----------
+    attributes : mapping
+        Of its root.
+    native_dtypes : mapping of str to str
+        Of its arrays, by their names. The state's is that of ``exp_avg_sq``, else of W, whose own
+        is, where it is not recorded, that of its gradient.
+    """
+    weights = native_dtypes.get("W", native_dtypes.get("grad", ""))
+    state = native_dtypes.get("exp_avg_sq", weights)
+    return advise(attributes.get("optimizer"), state=state, weights=weights)
+
+
+def require_sound(advice: Sequence[Advice]) -> None:
+    """Insist that there is no advice to give.
+
+    Raises
+    ------
+    ConfigError
+        With all of it in one sentence.
+    """
+    if advice:
+        raise ConfigError(
+            "the numerics are not sound, as strict_numerics demands: "
+            + "; and ".join(one.sentence for one in advice)
+        )
+
+
+def _rule(optimizer: Any) -> _Adam | None:
+    """What a run says of its optimizer; None if that is not Adam, or says too little."""
+    if not isinstance(optimizer, Mapping):
+        return None
+    given = optimizer.get("hyperparameters")
+    name = str(optimizer.get("class", "")).rpartition(".")[2].removeprefix("Rounded").lower()
+    if name not in _RULES or not isinstance(given, Mapping):
+        return None
+    if given.get("rounding", "nearest") != "nearest":
+        return None
+    betas = given.get("betas")
+    if not isinstance(betas, list | tuple) or len(betas) != 2:
+        return None
+    numbers = [*betas, given.get("eps"), given.get("weight_decay")]
+    # What a scheduler began with is the highest rate, or the one that a warmup leads to.
+    rates = [float(given[name]) for name in ("lr", "initial_lr") if _is_number(given.get(name))]
+    if not all(map(_is_number, numbers)) or not all(0 <= beta <= 1 for beta in betas):
+        return None
+    decoupled = given.get("decoupled_weight_decay", name == "adamw")
+    return _Adam(
+        beta1=float(betas[0]),
+        beta2=float(betas[1]),
+        eps=float(given["eps"]),
+        lr=max(rates, default=0.0),
+        decoupled_decay=float(given["weight_decay"]) if decoupled else 0.0,
+        rounds_once=bool(given.get("fused")) or given.get("state_dtype") is not None,
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _of_first_moment(rule: _Adam, native: str) -> Advice | None:
+    weight = f"{1 - rule.beta1:.6g}"
+    return _of_moment(
+        MovingAverage(native=native, beta=rule.beta1, form="lerp"),
+        "exp_avg",
+        decay=f"m − {weight}·m rounds back to m",
+        never="the update keeps directions that the gradient no longer has",
+        soon="the update keeps some of a direction that the gradient no longer has",
+        growth=f"while the gradient is twice as large: m + {weight}·m rounds back to m",
+        too_low="the update stays behind the gradient",
+        remedy=_STATE_REMEDY if native != "float32" else "choose a smaller beta1",
+    )
+
+
+def _of_second_moment(rule: _Adam, native: str) -> Advice | None:
+    decayed = f"{rule.beta2:.9g}·v"
+    return _of_moment(
+        MovingAverage(
+            native=native, beta=rule.beta2, form="once" if rule.rounds_once else "product"
+        ),
+        "exp_avg_sq",
+        decay=f"{decayed} rounds back to v",
+        never="the second moment only grows and the effective learning rate only falls",
+        soon="the second moment stays too large and the effective learning rate too low",
+        growth="while the squared gradient is twice as large: "
+        f"{decayed} + {1 - rule.beta2:.6g}·2v rounds back to v",
+        too_low="the second moment stays too small and the effective learning rate too high",
+        remedy=_STATE_REMEDY if native != "float32" else "choose a smaller beta2",
+    )
+
+
+def _of_moment(
+    average: MovingAverage,
+    variable: str,
+    *,
+    decay: str,
+    never: str,
+    soon: str,
+    growth: str,
+    too_low: str,
+    remedy: str,
+) -> Advice | None:
+    """Advice about a moment: the two things that rounding can do, and what follows from each."""
+    native = average.native
+    cannot_decay, cannot_grow = share_left(average, 0), share_left(average, 2)
+    if cannot_decay == 1:
+        text = f"{variable} can never decay: {decay} for 100 % of {native} values, so {never}"
+    elif cannot_decay:
+        text = (
+            f"{variable} soon stops decaying: {decay} for {_percent(cannot_decay)} of {native} "
+            f"values, so where gradients shrink {soon}"
+        )
+    elif cannot_grow:
+        text = (
+            f"{variable} stops growing {growth} for {_percent(cannot_grow)} of {native} values, so "
+            f"{too_low}"
+        )
+    else:
+        return None
+    return Advice(
+        variable=variable,
+        native_dtype=native,
+        cannot_decay=cannot_decay,
+        cannot_grow=cannot_grow,
+        sentence=f"{text}; {remedy}",
+    )
+
+
+def _of_weight_decay(rule: _Adam, native: str) -> Advice | None:
+    lost = rule.lr * rule.decoupled_decay
+    # Rounded once, it is a part of the update, and not lost by itself.
+    if not 0 < lost < 1 or rule.rounds_once:
+        return None
+    share = share_left(MovingAverage(native=native, beta=1 - lost, form="product"), 0)
+    if not share:
+        return None
+    remedy = "choose a larger weight_decay" if native == "float32" else _WEIGHT_REMEDY
+    does = "can never change W" if share == 1 else "leaves most of W as it is"
+    return Advice(
+        variable="W",
+        native_dtype=native,
+        cannot_decay=share,
+        cannot_grow=math.nan,
+        sentence=f"weight decay {does}: (1 − {rule.lr:.6g}·{rule.decoupled_decay:.6g})·W rounds "
+        f"back to W for {_percent(share)} of {native} values, so the run trains as if it had "
+        f"{'none' if share == 1 else 'less'}; {remedy}",
+    )
+
+
+def _of_eps(rule: _Adam, native: str) -> Advice | None:
+    given = np.array([rule.eps], np.float32)
+    if not given[0] or rule.rounds_once or round_to(given, native)[0]:
+        return None
+    return Advice(
+        variable="eps",
+        native_dtype=native,
+        cannot_decay=math.nan,
+        cannot_grow=math.nan,
+        sentence=f"eps = {rule.eps:g} rounds to 0 in {native}, so an element that has never had a "
+        f"gradient is updated by 0/0, which is NaN; choose an eps that {native} holds, or "
+        f"{_WEIGHT_REMEDY}",
+    )
+
+
+def _percent(share: float) -> str:
+    """A share that is no whole is not rounded to one.
+
+    >>> _percent(1.0), _percent(0.9996), _percent(0.0001)
+    ('100 %', '99.9 %', '0.1 %')
+    """
+    return "100 %" if share == 1 else f"{min(max(100 * share, 0.1), 99.9):.1f} %"
