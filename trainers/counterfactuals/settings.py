@@ -113,7 +113,7 @@ def changed_settings(
         path = f"{real.__module__}.{real.__qualname__}"
     return ChangedSettings(
         given=given,
-        config=changed.model_dump(mode="json") if attributes.get("config") else None,
+        config=_changed_config(attributes.get("config"), changed, given),
         optimizer={"class": path, "hyperparameters": hyperparameters},
         weights_dtype=dtype,
         keeps_state=name == before or {name, before} <= {"Adam", "AdamW"},
@@ -127,6 +127,20 @@ def _base_config(attributes: Mapping[str, Any], optimizer: str) -> RunConfig:
         return RunConfig.parse(config)
     name = next((key for key, value in _CLASSES.items() if value == optimizer), None)
     return RunConfig().with_values([] if name is None else [f"optimizer.name={name}"])
+
+
+def _changed_config(
+    recorded: Mapping[str, Any] | None, changed: RunConfig, given: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The recorded configuration, in which only what was given is another."""
+    if not recorded:
+        return None
+    values = changed.model_dump(mode="json")
+    config = {section: dict(fields) for section, fields in recorded.items()}
+    for name in given:
+        section, _, field = name.partition(".")
+        config.setdefault(section, {})[field] = values[section][field]
+    return config
 
 
 def _full_name(assignment: str) -> str:

@@ -262,10 +262,20 @@ def test_it_says_what_it_is(tmp_path: Path) -> None:
     assert said["from_step"] == 3
     assert said["settings"] == ["optimizer.eps=0.0001"]
     assert said["created"] == open_run(run).attrs["created"]
+    assert not open_run(found.path).attrs["config"]
     assert len(said["sha256"]) == 64
     assert "recorded path" in said["caveat"]
     assert {"grad", "loss", "logits"} <= set(said["of_recorded_path"])
     assert any("recorded path" in note for note in found.notes)
+
+
+def test_the_configuration_changes_only_where_it_was_asked(tmp_path: Path) -> None:
+    config = preset("gatsby").with_values(["training.steps=3", "training.batch_size=2"])
+    run = record(config, tmp_path / "run.zarr")
+    recorded = open_run(run).attrs["config"]
+    out = what_if(run, tmp_path / "other.zarr", ["optimizer.betas=[0.8, 0.99]"]).path
+    expected = {**recorded, "optimizer": {**recorded["optimizer"], "betas": [0.8, 0.99]}}
+    assert open_run(out).attrs["config"] == expected
 
 
 BAD: dict[str, tuple[dict[str, Any], list[str], dict[str, Any], type[Exception], str]] = {
