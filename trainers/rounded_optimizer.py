@@ -236,6 +236,11 @@ def round_stochastically(
     -------
     tensor of `dtype`, same shape
 
+    Raises
+    ------
+    InvalidArgument
+        If the type is not narrower than that of the values.
+
     Examples
     --------
     >>> values = torch.full((1000,), 1 + 2**-9)  # a quarter of the way to the next bfloat16
@@ -243,6 +248,12 @@ def round_stochastically(
     >>> sorted(set(rounded.tolist())), 200 < (rounded > 1).sum().item() < 300
     ([1.0, 1.0078125], True)
     """
+    narrows = dtype in _SIGNED and dtype.itemsize < values.dtype.itemsize
+    if not narrows or not values.is_floating_point():
+        raise InvalidArgument(
+            f"got {values.dtype} to round to {dtype}, expected float32 or float64 and a narrower "
+            "floating-point type"
+        )
     magnitude = values.abs()
     nearest = values.to(dtype)
     # Of a sign and a magnitude, the bits of the next number away from zero are the next integer.

@@ -409,6 +409,20 @@ def test_the_mean_of_many_is_the_value(wide: Any, dtype: Any, sign: int, where: 
     assert abs(up.double().mean().item() - fraction) < 5 * spread
 
 
+@pytest.mark.parametrize(
+    ("wide", "dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.float64),
+        (torch.bfloat16, torch.float16),
+        (torch.float32, torch.int8),
+    ],
+)
+def test_only_a_narrower_type_is_rounded_to(wide: Any, dtype: Any) -> None:
+    with pytest.raises(InvalidArgument, match=f"got {wide} to round to {dtype}, expected float32"):
+        round_stochastically(torch.ones(2, dtype=wide), dtype, torch.Generator())
+
+
 def test_beyond_the_largest_number_it_is_rounded_to_nearest() -> None:
     largest = torch.finfo(torch.float16).max
     values = torch.tensor([largest + 1, largest + 15.9, largest + 16, 1e30]).repeat(100, 1)
