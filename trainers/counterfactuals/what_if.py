@@ -348,18 +348,13 @@ class Counterfactual:
 
     def _rows(self) -> Iterator[tuple[RecordedRow, dict[str, Array]]]:
         """Each row of the new run with its bits."""
-        names = [name for name in self.variables if name in self.rows]
-        loop: OpenLoop | None = None
-        before: OpenLoop | None = None  # the recorded optimizer, where its state is not recorded
-        for row in self.rows.read(names, window=_WINDOW):
-            if row.number < self.first:
-                if _is_rebuilt(self.rows, self.recorded):
-                    before = self._rebuilt(before, row)
-                continue
-            if loop is None:
-                loop, values = self._begin(row, before)
-                yield row, values
-                continue
+        names = {*self.variables, *self.recorded.state_names}
+        (row,) = self.rows.read(names, first=self.first, stop=self.first + 1)
+        loop = self._begin(row)
+        recorded = {name: self.rows.scalar(name, row.number) for name in ("lr", "clip_coef")}
+        yield row, self._values(loop, row, None) | recorded
+        copied = [name for name in self.variables if name not in _OF_W]
+        for row in self.rows.read(copied, first=self.first + 1, window=_WINDOW):
             last = loop.weights.clone() if self._has_motion else None
             self._step(loop, row, self.lr, self.clip_coef)
             yield row, self._values(loop, row, last)
@@ -368,38 +363,31 @@ class Counterfactual:
     def _has_motion(self) -> bool:
         return "W_step_norm" in self.variables or "W_ulp_l1" in self.variables
 
-    def _begin(
-        self, row: RecordedRow, before: OpenLoop | None
-    ) -> tuple[OpenLoop, dict[str, Array]]:
-        """The optimizer with the recorded state of a row, and that row."""
-        rows, taken = self.rows, self.rows.steps_taken(row.number)
-        if before is not None:
-            self._step(before, row, None, None)
-        weights = self._parameter("W", row)
+    def _begin(self, row: RecordedRow) -> OpenLoop:
+        """The optimizer with the recorded state of a row."""
+        taken = self.rows.steps_taken(row.number)
         state: State | None = None
         if taken and self.settings.keeps_state:
-            state = {
-                name: before.state(name) if before is not None else self._parameter(name, row)
-                for name in self.recorded.state_names
-            }
+            if _is_rebuilt(self.rows, self.recorded):
+                before = self._rebuilt(row.number)
+                state = {name: before.state(name) for name in self.recorded.state_names}
+            else:
+                state = {name: self._parameter(name, row) for name in self.recorded.state_names}
             if state and row.number == 0 and not any(value.any() for value in state.values()):
                 raise CannotReplay(
                     f"the state of the optimizer at step {row.step} was not seen: recording began "
                     "there; begin a step later (--from)"
                 )
-        dtype = getattr(torch, self.settings.weights_dtype)
-        loop = OpenLoop(self.optimizer, self.placement, weights.to(dtype), state, taken)
-        values = self._values(loop, row, None)
-        for name in ("lr", "clip_coef"):
-            values[name] = rows.scalar(name, row.number)
-        return loop, values
+        weights = self._parameter("W", row).to(getattr(torch, self.settings.weights_dtype))
+        return OpenLoop(self.optimizer, self.placement, weights, state, taken)
 
-    def _rebuilt(self, before: OpenLoop | None, row: RecordedRow) -> OpenLoop:
-        """The recorded optimizer after the step of a row, to have its state."""
-        if before is None:
-            return OpenLoop(self.recorded, self.placement, self._parameter("W", row), None, 0)
-        self._step(before, row, None, None)
-        return before
+    def _rebuilt(self, last: int) -> OpenLoop:
+        """The recorded optimizer after all recorded steps up to a row, to have its state."""
+        (start,) = self.rows.read(["W"], stop=1)
+        loop = OpenLoop(self.recorded, self.placement, self._parameter("W", start), None, 0)
+        for row in self.rows.read(["grad"], first=1, stop=last + 1, window=_WINDOW):
+            self._step(loop, row, None, None)
+        return loop
 
     def _step(
         self,

@@ -94,8 +94,15 @@ class RecordedRows:
         """Value of a scalar of a row."""
         return float(tensor_of(self.scalar(name, number), self.natives[name]))
 
-    def read(self, names: Iterable[str], *, window: int = _WINDOW) -> Iterator[RecordedRow]:
-        """All rows, with variables that have a token dimension.
+    def read(
+        self,
+        names: Iterable[str],
+        *,
+        first: int = 0,
+        stop: int | None = None,
+        window: int = _WINDOW,
+    ) -> Iterator[RecordedRow]:
+        """Rows in their order, with variables that have more dimensions than ``step``.
 
         Reads a block at a time, or part of one where a block is large.
 
@@ -103,25 +110,27 @@ class RecordedRows:
         ----------
         names : iterable of str
             What the run does not hold is left out.
+        first, stop : int
+            The first row, and the one before which to stop; to the last one without it.
         window : int
             Bytes of rows that are held at once, at least one row.
         """
+        stop = len(self) if stop is None else stop
         series = [self._series[name] for name in names if name in self._series]
         if not series:
-            yield from (self._row(number, {}) for number in range(len(self)))
+            yield from (self._row(number, {}) for number in range(first, stop))
             return
         row = sum(int(np.prod(s.shape[1:])) * s.native.itemsize for s in series)
         most = max(1, window // row)
         block = series[0].tile[0]
-        start = 0
-        while start < len(self):
-            stop = min(len(self), start + most, (start // block + 1) * block)
-            held = {s.name: s.bits((slice(start, stop),)) for s in series}
-            for at in range(stop - start):
+        while first < stop:
+            end = min(stop, first + most, (first // block + 1) * block)
+            held = {s.name: s.bits((slice(first, end),)) for s in series}
+            for at in range(end - first):
                 # The row outlives what is held, which is gone before the next rows are read.
-                yield self._row(start + at, {n: bits[at].copy() for n, bits in held.items()})
+                yield self._row(first + at, {n: bits[at].copy() for n, bits in held.items()})
             del held
-            start = stop
+            first = end
 
     def _row(self, number: int, bits: dict[str, Array]) -> RecordedRow:
         return RecordedRow(number=number, step=int(self.steps[number]), bits=bits)
