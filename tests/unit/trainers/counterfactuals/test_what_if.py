@@ -17,6 +17,7 @@ from tiny_runs import scaled_run, tiny_run  # noqa: E402
 from trainers import preset, record, what_if  # noqa: E402
 from trainers.replay.replay import replay  # noqa: E402
 from trainers.replay.replay_result import CannotReplay  # noqa: E402
+from trainers.rounded_optimizer import RoundedAdamW  # noqa: E402
 from trajstore import RunWriter, open_run  # noqa: E402
 from trajstore.errors import InvalidArgument, RunExists, StepNotFound  # noqa: E402
 
@@ -32,6 +33,9 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adam-decay": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "rounded": lambda p: RoundedAdamW(
+        p, lr=0.01, state_dtype="float32", rounding="stochastic", rounding_seed=3
+    ),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
 }
 
