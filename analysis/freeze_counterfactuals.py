@@ -313,19 +313,21 @@ def _live_moments(recurrence: Recurrence, recorded: Mapping[str, da.Array]) -> d
     typical = norms.rechunk({1: -1}).map_blocks(
         _typical_kernel, live=live, drop_axis=1, dtype=np.int64, meta=np.empty(0, np.int64)
     )[:, None, None]
-    position = da.from_array(np.arange(live.size)[None, :, None], chunks=((1,), by_token, (1,)))
-    return {
-        moment: da.map_blocks(
-            _pick_kernel,
-            array,
-            typical,
-            position,
-            chunks=(by_step, (1,) * len(by_token), by_hidden),
-            dtype=array.dtype,
-            meta=np.empty((0, 0, 0), array.dtype),
-        ).sum(axis=1, keepdims=True)
-        for moment, array in recorded.items()
-    }
+    starts = np.cumsum((0, *by_token[:-1]))
+    first = da.from_array(starts[None, :, None], chunks=((1,), (1,) * starts.size, (1,)))
+
+    def picked(array: da.Array) -> da.Array:
+        meta = np.empty((0, 0, 0), array.dtype)
+        found = da.blockwise(
+            _pick_kernel, "sth", array, "sth", typical, "sxy", first, "zty",
+            adjust_chunks={"t": 1}, align_arrays=False, dtype=array.dtype, meta=meta,
+        )  # fmt: skip
+        return found.rechunk({1: -1}).map_blocks(
+            _only_found_kernel, typical, starts=starts, chunks=(by_step, (1,), by_hidden),
+            dtype=array.dtype, meta=meta,
+        )  # fmt: skip
+
+    return {moment: picked(array) for moment, array in recorded.items()}
 
 
 def _typical_kernel(norms: Array, live: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
@@ -335,10 +337,16 @@ def _typical_kernel(norms: Array, live: npt.NDArray[np.bool_]) -> npt.NDArray[np
     return np.asarray(positions[order[:, (positions.size - 1) // 2]])
 
 
-def _pick_kernel(moment: Array, typical: Array, position: Array) -> Array:
+def _pick_kernel(moment: Array, typical: Any, first: Any) -> Array:
     """Vector of each row's typical token, (row, 1, hidden); zeros where that is elsewhere."""
     result = np.zeros((len(moment), 1, moment.shape[-1]), moment.dtype)
-    here = typical.ravel() - position[0, 0, 0]
+    here = _only(typical).ravel() - _only(first).item()
     rows = np.nonzero((here >= 0) & (here < moment.shape[1]))[0]
     result[rows, 0] = moment[rows, here[rows]]
     return result
+
+
+def _only_found_kernel(found: Array, typical: Array, starts: npt.NDArray[np.int64]) -> Array:
+    """Of what each block of tokens has picked, (row, block, hidden), what one of them has."""
+    block = np.searchsorted(starts, typical.ravel(), side="right") - 1
+    return found[np.arange(len(found)), block][:, None]
