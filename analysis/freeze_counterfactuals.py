@@ -92,9 +92,9 @@ def freeze_blame(
 
     Examples
     --------
-    >>> census = freeze_blame(ds).blame_census.sel(population="dead", outcome_name="moves")
-    >>> census.to_series().to_dict()
-    {}
+    >>> census = freeze_blame(ds).blame_census.sel(outcome_name="moves")
+    >>> census.sel(population="dead").to_series()[["recorded", "exact_moments"]].to_dict()
+    {'recorded': 0, 'exact_moments': 118}
     """
     return build_freeze_blame(Scan(ds), optimizer, window)
 
