@@ -36,6 +36,9 @@ _KINDS = len(COUNTERFACTUALS)
 # What is carried from block to block of each token: rows since its last motion, steps among them
 # that were tried, and of each counterfactual whether it moved W, and how far at most.
 _STILL, _TRIED, _MOVED, _MARGIN = 0, 1, slice(2, 2 + _KINDS), slice(2 + _KINDS, 2 + 2 * _KINDS)
+_JUDGED_TOGETHER = 1 << 17
+"""Elements; what is computed of them takes several times their memory."""
+
 _NOTHING = np.r_[np.zeros(2 + _KINDS), np.full(_KINDS, np.nan)]
 
 
@@ -235,7 +238,7 @@ def _fold_kernel(
     """Facts after a block of rows, (1, token, fact), from those before it."""
     rows, tokens, hidden = W.shape
     result = known.copy()
-    for part in tiles(rows, tokens, hidden):
+    for part in tiles(rows, tokens, hidden, _JUDGED_TOGETHER):
         facts = result[0, part]
         before = np.concatenate([W_boundary[:, part], W[:-1, part]])
         rest = _at_rest(before, np.ascontiguousarray(W[:, part]))

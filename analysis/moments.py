@@ -33,6 +33,10 @@ _DIMS = ("step", "token", "hidden")
 _TASK_BYTES = 16 << 20
 """Of one moment in float64; a few are held at a time, beside the blocks as they are read."""
 
+_ROUNDED_TOGETHER = 1 << 17
+"""Elements. Rounding has several temporary arrays, and of 2 MiB and more each costs four times as
+much: its pages go back to the system and come again."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recurrence:
@@ -253,7 +257,7 @@ def _gradient_kernel(
         return grad
     rows, tokens, hidden = grad.shape
     result = np.empty(grad.shape, np.float64 if rule.coupled_decay else grad.dtype)
-    for part in tiles(rows, tokens, hidden):
+    for part in tiles(rows, tokens, hidden, _ROUNDED_TOGETHER):
         before = None
         if W is not None and boundary is not None:
             before = np.concatenate([boundary[:, part], W[:-1, part]])

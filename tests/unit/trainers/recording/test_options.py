@@ -18,7 +18,7 @@ OPTIONS = {
     "record": "all", "parameter": None, "every": 1, "tokens": "all", "logits_mode": "last",
     "is_dead": None, "token_count": None, "token_text": None, "config": None, "origin": None,
     "memory": 1 << 30, "block_rows": None, "encoding": None, "overwrite": False, "resume": False,
-    "fsync": False, "schedule": None,
+    "fsync": False, "schedule": None, "strict_numerics": False,
 }  # fmt: skip
 OF_A_LOOP = {"scaler": None, "max_grad_norm": 0.0, "first_step": 0, "on_step": None}
 
