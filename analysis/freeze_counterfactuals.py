@@ -194,9 +194,9 @@ def _facts(recurrence: Recurrence, rule: AdamRule, window: int) -> da.Array:
             meta=np.empty((0, 0, 0)),
             align_arrays=False,
         )
-        # The next block of them waits until this one is judged, so that none piles up.
+        # The next block of them waits until this one is judged.
         exact = {
-            moment: waiting(last_row(rows_of_block), (facts, "ztf"))
+            moment: waiting(last_row(rows_of_block), facts)
             for moment, rows_of_block in exact.items()
         }
         start += rows

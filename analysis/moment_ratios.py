@@ -192,7 +192,7 @@ def _measured(
             before[at] = last_row(exact)
             measured[at][0].append(counts)
             measured[at][1].append(squares)
-            done += [(counts, "rtc"), (squares, "rt")]
+            done += [counts, squares]
         # The next block waits until this one is measured.
         before = [waiting(row, *done) for row in before]
     return [(da.concatenate(counts), da.concatenate(squares)) for counts, squares in measured]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -211,24 +212,22 @@ def last_row(block: da.Array) -> da.Array:
     )
 
 
-def waiting(row: da.Array, *others: tuple[da.Array, str]) -> da.Array:
-    """The same row, (1, token, hidden), that waits until others are known.
+def waiting(row: da.Array, *others: da.Array) -> da.Array:
+    """The same row, (1, token, hidden), that waits until the whole of others is known.
 
-    Otherwise all of a token's steps would be followed first, and held until what they are compared
-    with is read.
-
-    Parameters
-    ----------
-    row : dask Array
-    *others : (dask Array, str)
-        Each with its indices, ``t`` for those of tokens, and neither ``s`` nor ``h``.
+    Otherwise all steps of some tokens would be followed first, and of each block that is read for
+    them the other tokens held until it is their turn.
     """
+    numbers = itertools.count(row.ndim)
+    indexed = (
+        item for other in others for item in (other, tuple(next(numbers) for _ in other.shape))
+    )
     return da.blockwise(
         _first_of,
-        "sth",
+        tuple(range(row.ndim)),
         row,
-        "sth",
-        *(item for pair in others for item in pair),
+        tuple(range(row.ndim)),
+        *indexed,
         dtype=row.dtype,
         align_arrays=False,
         meta=np.empty((0, 0, 0)),
