@@ -56,9 +56,9 @@ _LONGEST_VECTOR = 1 << 12
 """Up to which float32 tells the regimes of a 16-bit type exactly."""
 
 
-def tiles(rows: int, tokens: int, hidden: int) -> Iterator[slice]:
-    """Consecutive slices of tokens, each of which is a tile."""
-    width = max(1, _TILE_ELEMENTS // max(1, rows * hidden))
+def tiles(rows: int, tokens: int, hidden: int, most: int = _TILE_ELEMENTS) -> Iterator[slice]:
+    """Consecutive slices of tokens, each of which is a tile, of so many elements at most."""
+    width = max(1, most // max(1, rows * hidden))
     for start in range(0, tokens, width):
         yield slice(start, min(start + width, tokens))
 

@@ -36,6 +36,9 @@ _KINDS = len(COUNTERFACTUALS)
 # What is carried from block to block of each token: rows since its last motion, steps among them
 # that were tried, and of each counterfactual whether it moved W, and how far at most.
 _STILL, _TRIED, _MOVED, _MARGIN = 0, 1, slice(2, 2 + _KINDS), slice(2 + _KINDS, 2 + 2 * _KINDS)
+_JUDGED_TOGETHER = 1 << 17
+"""Elements; what is computed of them takes several times their memory."""
+
 _NOTHING = np.r_[np.zeros(2 + _KINDS), np.full(_KINDS, np.nan)]
 
 
@@ -92,9 +95,9 @@ def freeze_blame(
 
     Examples
     --------
-    >>> census = freeze_blame(ds).blame_census.sel(population="dead", outcome_name="moves")
-    >>> census.to_series().to_dict()
-    {}
+    >>> census = freeze_blame(ds).blame_census.sel(outcome_name="moves")
+    >>> census.sel(population="dead").to_series()[["recorded", "exact_moments"]].to_dict()
+    {'recorded': 0, 'exact_moments': 118}
     """
     return build_freeze_blame(Scan(ds), optimizer, window)
 
@@ -191,9 +194,9 @@ def _facts(recurrence: Recurrence, rule: AdamRule, window: int) -> da.Array:
             meta=np.empty((0, 0, 0)),
             align_arrays=False,
         )
-        # The next block of them waits until this one is judged, so that none piles up.
+        # The next block of them waits until this one is judged.
         exact = {
-            moment: waiting(last_row(rows_of_block), (facts, "ztf"))
+            moment: waiting(last_row(rows_of_block), facts)
             for moment, rows_of_block in exact.items()
         }
         start += rows
@@ -235,7 +238,7 @@ def _fold_kernel(
     """Facts after a block of rows, (1, token, fact), from those before it."""
     rows, tokens, hidden = W.shape
     result = known.copy()
-    for part in tiles(rows, tokens, hidden):
+    for part in tiles(rows, tokens, hidden, _JUDGED_TOGETHER):
         facts = result[0, part]
         before = np.concatenate([W_boundary[:, part], W[:-1, part]])
         rest = _at_rest(before, np.ascontiguousarray(W[:, part]))
@@ -313,19 +316,21 @@ def _live_moments(recurrence: Recurrence, recorded: Mapping[str, da.Array]) -> d
     typical = norms.rechunk({1: -1}).map_blocks(
         _typical_kernel, live=live, drop_axis=1, dtype=np.int64, meta=np.empty(0, np.int64)
     )[:, None, None]
-    position = da.from_array(np.arange(live.size)[None, :, None], chunks=((1,), by_token, (1,)))
-    return {
-        moment: da.map_blocks(
-            _pick_kernel,
-            array,
-            typical,
-            position,
-            chunks=(by_step, (1,) * len(by_token), by_hidden),
-            dtype=array.dtype,
-            meta=np.empty((0, 0, 0), array.dtype),
-        ).sum(axis=1, keepdims=True)
-        for moment, array in recorded.items()
-    }
+    starts = np.cumsum((0, *by_token[:-1]))
+    first = da.from_array(starts[None, :, None], chunks=((1,), (1,) * starts.size, (1,)))
+
+    def picked(array: da.Array) -> da.Array:
+        meta = np.empty((0, 0, 0), array.dtype)
+        found = da.blockwise(
+            _pick_kernel, "sth", array, "sth", typical, "sxy", first, "zty",
+            adjust_chunks={"t": 1}, align_arrays=False, dtype=array.dtype, meta=meta,
+        )  # fmt: skip
+        return found.rechunk({1: -1}).map_blocks(
+            _only_found_kernel, typical, starts=starts, chunks=(by_step, (1,), by_hidden),
+            dtype=array.dtype, meta=meta,
+        )  # fmt: skip
+
+    return {moment: picked(array) for moment, array in recorded.items()}
 
 
 def _typical_kernel(norms: Array, live: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
@@ -335,10 +340,16 @@ def _typical_kernel(norms: Array, live: npt.NDArray[np.bool_]) -> npt.NDArray[np
     return np.asarray(positions[order[:, (positions.size - 1) // 2]])
 
 
-def _pick_kernel(moment: Array, typical: Array, position: Array) -> Array:
+def _pick_kernel(moment: Array, typical: Any, first: Any) -> Array:
     """Vector of each row's typical token, (row, 1, hidden); zeros where that is elsewhere."""
     result = np.zeros((len(moment), 1, moment.shape[-1]), moment.dtype)
-    here = typical.ravel() - position[0, 0, 0]
+    here = _only(typical).ravel() - _only(first).item()
     rows = np.nonzero((here >= 0) & (here < moment.shape[1]))[0]
     result[rows, 0] = moment[rows, here[rows]]
     return result
+
+
+def _only_found_kernel(found: Array, typical: Array, starts: npt.NDArray[np.int64]) -> Array:
+    """Of what each block of tokens has picked, (row, block, hidden), what one of them has."""
+    block = np.searchsorted(starts, typical.ravel(), side="right") - 1
+    return found[np.arange(len(found)), block][:, None]

@@ -133,13 +133,7 @@ def build_moment_error(
     input_checks.variables(history.ds, "grad", "clip_coef", *MOMENTS)
     recurrence = Recurrence.of(history, optimizer, "moment_error")
     names, groups = populations(history.ds)
-    errors = da.stack(
-        [
-            _error(counts, squares, groups, levels)
-            for counts, squares in _measured(recurrence, groups)
-        ],
-        axis=2,
-    )
+    errors = da.stack(_errors(recurrence, groups, levels), axis=2)
     coords = {
         "step": history.ds["step"],
         "population": names,
@@ -164,17 +158,16 @@ def build_moment_error(
     ).map(lambda array: array.assign_attrs(units="1"), keep_attrs=True)
 
 
-def _measured(
-    recurrence: Recurrence, groups: npt.NDArray[np.bool_]
-) -> list[tuple[da.Array, da.Array]]:
-    """Of both moments: counts of ratios, and squares of norms per token."""
+def _errors(
+    recurrence: Recurrence, groups: npt.NDArray[np.bool_], levels: npt.NDArray[np.float64]
+) -> list[da.Array]:
+    """Of both moments: ratio of norms, then quantiles, (step, population, 1 + quantile)."""
     by_step, by_token, _ = recurrence.gradient.chunks
     kinds = max(1, len(groups) - 1)
     group = da.from_array(np.argmax(groups, axis=0)[None, :, None], chunks=((1,), by_token, (1,)))
     before = [recurrence.first(moment) for moment in MOMENTS]
-    measured: list[tuple[list[da.Array], list[da.Array]]] = [([], []) for _ in MOMENTS]
+    errors: list[list[da.Array]] = [[] for _ in MOMENTS]
     for number, rows in enumerate(by_step):
-        done = []
         for at, moment in enumerate(MOMENTS):
             recorded = recurrence.recorded(moment).blocks[number]
             exact = recurrence.exact_block(moment, number, before[at])
@@ -190,12 +183,10 @@ def _measured(
             )
             squares = over_hidden(_squares_kernel, recorded, exact, dtype=_SQUARES)
             before[at] = last_row(exact)
-            measured[at][0].append(counts)
-            measured[at][1].append(squares)
-            done += [(counts, "rtc"), (squares, "rt")]
-        # The next block waits until this one is measured.
-        before = [waiting(row, *done) for row in before]
-    return [(da.concatenate(counts), da.concatenate(squares)) for counts, squares in measured]
+            errors[at].append(_error(counts, squares, groups, levels))
+        # The next block waits until this one is done with.
+        before = [waiting(row, *(blocks[-1] for blocks in errors)) for row in before]
+    return [da.concatenate(blocks) for blocks in errors]
 
 
 def _error(

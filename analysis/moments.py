@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,10 @@ Array = npt.NDArray[Any]
 _DIMS = ("step", "token", "hidden")
 _TASK_BYTES = 16 << 20
 """Of one moment in float64; a few are held at a time, beside the blocks as they are read."""
+
+_ROUNDED_TOGETHER = 1 << 17
+"""Elements. Rounding has several temporary arrays, and of 2 MiB and more each costs four times as
+much: its pages go back to the system and come again."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -207,24 +212,22 @@ def last_row(block: da.Array) -> da.Array:
     )
 
 
-def waiting(row: da.Array, *others: tuple[da.Array, str]) -> da.Array:
-    """The same row, (1, token, hidden), that waits until others are known.
+def waiting(row: da.Array, *others: da.Array) -> da.Array:
+    """The same row, (1, token, hidden), that waits until the whole of others is known.
 
-    Otherwise all of a token's steps would be followed first, and held until what they are compared
-    with is read.
-
-    Parameters
-    ----------
-    row : dask Array
-    *others : (dask Array, str)
-        Each with its indices, ``t`` for those of tokens, and neither ``s`` nor ``h``.
+    Otherwise all steps of some tokens would be followed first, and of each block that is read for
+    them the other tokens held until it is their turn.
     """
+    numbers = itertools.count(row.ndim)
+    indexed = (
+        item for other in others for item in (other, tuple(next(numbers) for _ in other.shape))
+    )
     return da.blockwise(
         _first_of,
-        "sth",
+        tuple(range(row.ndim)),
         row,
-        "sth",
-        *(item for pair in others for item in pair),
+        tuple(range(row.ndim)),
+        *indexed,
         dtype=row.dtype,
         align_arrays=False,
         meta=np.empty((0, 0, 0)),
@@ -253,7 +256,7 @@ def _gradient_kernel(
         return grad
     rows, tokens, hidden = grad.shape
     result = np.empty(grad.shape, np.float64 if rule.coupled_decay else grad.dtype)
-    for part in tiles(rows, tokens, hidden):
+    for part in tiles(rows, tokens, hidden, _ROUNDED_TOGETHER):
         before = None
         if W is not None and boundary is not None:
             before = np.concatenate([boundary[:, part], W[:-1, part]])

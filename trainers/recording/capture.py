@@ -48,7 +48,8 @@ def attach(
     on_step : callable, optional
         Called with the recorder after every optimizer step.
     on_note : callable, optional
-        Called with each sentence of advice about the numerics; without it they are logged.
+        Called with each sentence of advice about the numerics of a new run; without it they are
+        logged.
 
     Raises
     ------
@@ -82,7 +83,7 @@ def attach(
     except BaseException:
         recorder.close(complete=False)
         raise
-    if planned:
+    if planned and not options.resume:  # or it was told when the run began
         tell(advice, on_note)
     return recorder
 

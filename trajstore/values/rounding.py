@@ -94,8 +94,11 @@ def round_to(values: Array, native: str) -> Array:
         `values` itself where the native type is the stored one. A NaN stays as it is.
     """
     if native == "bfloat16":
-        rounded = _to_even(unsigned_view(values)) & ~np.uint32(_SPARE_MASK)
-        return np.where(np.isnan(values), values, rounded.view(np.float32))
+        rounded = _to_even(unsigned_view(values))
+        rounded &= ~np.uint32(_SPARE_MASK)
+        nearest: Array = rounded.view(np.float32)
+        nan = np.isnan(values)
+        return np.where(nan, values, nearest) if nan.any() else nearest
     if native == "float16":
         with np.errstate(over="ignore"):
             return values.astype(np.float16).astype(values.dtype)
@@ -109,7 +112,10 @@ def _halves(values: Array) -> Array:
 def _to_even(wide: Array) -> Array:
     """Bits of float32 with the nearest bfloat16 in their upper half; nonsense for NaN."""
     # Half of the last kept place, less one if that place is even.
-    rounded: Array = ((wide >> _SPARE) & np.uint32(1)) + np.uint32(_SPARE_MASK >> 1)
+    rounded: Array = wide >> _SPARE
+    # In place: of large arrays, each temporary one costs more than what is computed into it.
+    rounded &= np.uint32(1)
+    rounded += np.uint32(_SPARE_MASK >> 1)
     rounded += wide
     return rounded
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import dask
+import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
 from adam_runs import blamed_by_hand, trained
+from dask.callbacks import Callback
 
 import analysis
 from analysis import COUNTERFACTUALS, OUTCOMES
@@ -199,6 +203,44 @@ def test_each_chunk_is_read_once():
         analysis.compute(lazy.assign(counted), ["freeze_blame", "freeze"]).compute()
     assert len(reads) == 3 * 2 * 4
     assert set(reads.values()) == {1}
+
+
+def held_at_most(question: Callable[[xr.Dataset], xr.Dataset], rows: int) -> int:
+    """Bytes of the arrays that dask holds at once, of a run in blocks of two rows."""
+    shape = (rows, 8, 16)
+    block = da.ones(shape, chunks=(2, -1, -1), dtype=np.float32)
+    dims, attrs = ("step", "token", "hidden"), {"native_dtype": "bfloat16"}
+    ds = xr.Dataset(
+        {
+            name: (dims, block.map_blocks(np.copy, token=f"of-{name}"), attrs)
+            for name in ("W", "grad", "exp_avg", "exp_avg_sq")
+        },
+        coords={"step": np.arange(rows), "is_dead": ("token", np.arange(8) % 2 == 0)},
+        attrs=trained("AdamW", {}, "bfloat16", rows=2).attrs,
+    ).assign(clip_coef=("step", np.ones(rows)), lr=("step", np.full(rows, 1e-3)))
+    largest = 0
+
+    def look(key: Any, result: Any, dsk: Any, state: dict[str, Any], worker: Any) -> None:
+        nonlocal largest
+        held = {}
+        for value in state["cache"].values():
+            if isinstance(value, np.ndarray):
+                whole = value
+                while isinstance(whole.base, np.ndarray):
+                    whole = whole.base
+                held[id(whole)] = whole.nbytes
+        largest = max(largest, sum(held.values()))
+
+    with Callback(posttask=look), dask.config.set(scheduler="sync"):
+        question(ds).compute()
+    return largest
+
+
+@pytest.mark.parametrize("question", [analysis.freeze_blame, analysis.moment_error])
+def test_memory_does_not_grow_with_the_number_of_steps(question, monkeypatch):
+    # Two tokens a task, so that the tokens of a block are not all dealt with together.
+    monkeypatch.setattr("analysis.moments._TASK_BYTES", 8 * 2 * 2 * 16)
+    assert held_at_most(question, 40) < 1.3 * held_at_most(question, 10)
 
 
 def test_a_recorded_run_of_gatsby(tmp_path: Path):

@@ -45,6 +45,18 @@ def test_a_function_is_told_before_the_first_step(tmp_path: Path) -> None:
     assert [one["sentence"] for one in information(path)["advice"]] == told
 
 
+def test_a_run_that_goes_on_is_not_told_again(tmp_path: Path) -> None:
+    told: list[str] = []
+    path = tmp_path / "run.zarr"
+    model = TinyModel(torch.bfloat16)
+    train(model, path, on_note=told.append)
+    train(model, path, on_note=told.append, resume=True, first_step=2)
+    assert len(told) == 1
+    with pytest.raises(ConfigError, match="exp_avg_sq can never decay"):
+        train(model, path, resume=True, first_step=4, strict_numerics=True)
+    assert information(path)["committed_rows"] == 5
+
+
 def test_without_one_it_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(TinyModel(torch.bfloat16), tmp_path / "run.zarr")
     (record,) = caplog.records

@@ -18,9 +18,15 @@ OPTIONS = {
     "record": "all", "parameter": None, "every": 1, "tokens": "all", "logits_mode": "last",
     "is_dead": None, "token_count": None, "token_text": None, "config": None, "origin": None,
     "memory": 1 << 30, "block_rows": None, "encoding": None, "overwrite": False, "resume": False,
-    "fsync": False, "schedule": None,
+    "fsync": False, "schedule": None, "strict_numerics": False,
 }  # fmt: skip
-OF_A_LOOP = {"scaler": None, "max_grad_norm": 0.0, "first_step": 0, "on_step": None}
+OF_A_LOOP = {
+    "scaler": None,
+    "max_grad_norm": 0.0,
+    "first_step": 0,
+    "on_step": None,
+    "on_note": None,
+}
 
 
 def keywords(function: Any) -> dict[str, Any]:
@@ -34,7 +40,7 @@ def keywords(function: Any) -> dict[str, Any]:
 def test_what_users_may_write_is_shown_with_its_defaults() -> None:
     assert keywords(RecordingOptions) == OPTIONS
     assert keywords(capture) == OPTIONS | OF_A_LOOP
-    assert keywords(TrajectoryCallback) == OPTIONS | {"on_step": None}
+    assert keywords(TrajectoryCallback) == OPTIONS | {"on_step": None, "on_note": None}
     assert list(inspect.signature(capture).parameters)[:3] == ["model", "optimizer", "path"]
     assert list(inspect.signature(TrajectoryCallback).parameters)[:2] == ["path", "record"]
 
