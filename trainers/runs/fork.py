@@ -139,6 +139,7 @@ def fork(
             forked = ForkedState(
                 training, history.checkpoint, keep_state=keeps_state(source.config, config)
             )
+            optimizer = forked.optimizer_attributes(source.parameter)
             created = utc_now()
             values = config.model_dump(mode="json")
             branch_run(
@@ -149,8 +150,10 @@ def fork(
                 attributes={
                     "created": created,
                     "config": values,
-                    "optimizer": forked.optimizer_attributes(source.parameter),
-                    "provenance": source.forked_provenance(at, config, history.proven_until),
+                    "optimizer": optimizer,
+                    "provenance": source.forked_provenance(
+                        at, config, optimizer, history.proven_until
+                    ),
                 },
                 memory=config.recording.memory,
                 fsync=fsync,
@@ -339,7 +342,9 @@ class _Source:
         tell(_unproven(self.path, proven, difference, reason))
         return _History(path=retrained, checkpoint=reached.checkpoint, proven_until=proven)
 
-    def forked_provenance(self, at: int, config: RunConfig, proven_until: int) -> dict[str, Any]:
+    def forked_provenance(
+        self, at: int, config: RunConfig, optimizer: dict[str, Any], proven_until: int
+    ) -> dict[str, Any]:
         """Provenance of a fork: that of the run until there, and where it parts from it."""
         entry: dict[str, Any] = {
             "run": str(self.path),
@@ -350,6 +355,11 @@ class _Source:
             "weights_sha256": hashlib.sha256(self._weights(at)).hexdigest(),
             "time": utc_now(),
         }
+        before = self.attributes.get("optimizer", {})
+        clipping = {self.config.training.max_grad_norm, config.training.max_grad_norm}
+        casts = config.model.dtype != self.config.model.dtype
+        if casts or len(clipping) > 1 or _rule(before) != _rule(optimizer):
+            entry["optimizer"] = before  # which made the steps until there
         found = {**self.provenance, "fork": entry}
         if "fork" in self.provenance:
             entry["forked_before"] = self.provenance["fork"]
@@ -375,6 +385,13 @@ class _Source:
                 f"the weights of the checkpoint of step {taken.step} are not those that "
                 f"{self.path} holds; remove that checkpoint, and fork again"
             )
+
+
+def _rule(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """What of an optimizer's attributes decides how a step is taken, but for its rate."""
+    settings = optimizer.get("hyperparameters", {})
+    kept = {key: value for key, value in settings.items() if key not in ("lr", "initial_lr")}
+    return {"class": optimizer.get("class"), **kept}
 
 
 def _say_nothing(note: str) -> None:

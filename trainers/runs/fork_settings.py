@@ -98,6 +98,11 @@ def forked_types(held: Mapping[str, str], recorded: RunConfig, config: RunConfig
                     "fork with adam or adamw"
                 )
             continue
+        if name == "W_ulp_l1" and config.model.dtype != recorded.model.dtype:
+            raise ConfigError(
+                f"model.dtype = {config.model.dtype!r}: the run records W_ulp_l1, which counts in "
+                f"spacings of {recorded.model.dtype}; such a run keeps its type"
+            )
         same = before.get(name) == after.get(name)
         types[name] = native if same else after.get(name, native)
         if not holds_exactly(native, types[name]):

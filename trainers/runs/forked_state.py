@@ -76,10 +76,12 @@ class ForkedState:
             Name of the recorded one.
         """
         tensor = dict(self._training.model.named_parameters())[parameter]
-        optimizer = self._training.optimizer
-        for group in optimizer.param_groups:
+        optimizer, schedule = self._training.optimizer, self._training.schedule
+        for group, factor in zip(optimizer.param_groups, schedule.lr_lambdas, strict=True):
             if any(other is tensor for other in group["params"]):
-                return optimizer_attributes(optimizer, group, {})
+                # The rate of the first step, as in a run that begins with these settings.
+                first = group | {"lr": group["initial_lr"] * factor(0)}
+                return optimizer_attributes(optimizer, first, {})
         raise AssertionError(f"{parameter} is not trained")
 
     @torch.no_grad()

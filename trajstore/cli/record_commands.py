@@ -100,7 +100,8 @@ def _configured(
 ) -> Any:
     """Configuration that is asked for; of a run that goes on, where none is named, its own.
 
-    `run` is the one that goes on, if it is there. The steps of a preset or a file are those of a new run: one that goes on keeps its own.
+    `run` is the one that goes on, if it is there. The steps of a preset or a file are those of a
+    new run: one that goes on keeps its own.
     """
     import trainers
 
@@ -233,7 +234,7 @@ def record(
             "on_proof": progress.show_proof,
         }
         try:
-            if source is None:
+            if source is None or at is None:
                 trainers.record(config, path, resume=resume, **common)
             else:
                 trainers.fork(source, path, at=at, settings=changes, **common)
