@@ -110,9 +110,9 @@ def test_without_hard_links_files_are_copied(
 
 def test_what_cannot_be_branched_is_refused_and_nothing_is_left(small_run: Small) -> None:
     source, _ = small_run
-    with pytest.raises(InvalidArgument, match="has 11 committed rows.* after 12"):
+    with pytest.raises(InvalidArgument, match=r"has 11 committed rows.* after 12"):
         branch(source, 12)
-    with pytest.raises(InvalidArgument, match="loss is float32 .* bfloat16 does not hold"):
+    with pytest.raises(InvalidArgument, match=r"loss is float32 .* bfloat16 does not hold"):
         branch(source, 4, loss="bfloat16")
     with pytest.raises(InvalidArgument, match="does not hold exp_avg"):
         branch(source, 4, exp_avg="bfloat16")
