@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,44 +125,23 @@ def fork(
     target = check_target(output, overwrite=overwrite)
     if target == source.path:
         raise InvalidArgument(f"{output} is the run that is forked; choose another path")
-    folder = CheckpointFolder(target, fsync=fsync)
-    folder.check()
+    CheckpointFolder(target).check()
     sources = text_sources(source.newest_checkpoint(), corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(config, **sources)
     check_text(source.path, text)
     for note in _notes(source.config, config, at):
         tell(note)
+    folder = CheckpointFolder(target, fsync=fsync)
     try:
         with staged_run(target, overwrite=overwrite) as new:
             history = source.reach(at, new, text, sources, tell, on_proof)
-            training = build_training(config, text)
-            forked = ForkedState(
-                training, history.checkpoint, keep_state=keeps_state(source.config, config)
-            )
-            optimizer = forked.optimizer_attributes(source.parameter)
-            created = utc_now()
-            values = config.model_dump(mode="json")
-            branch_run(
-                history.path,
-                new,
-                history.checkpoint.rows,
-                types=types,
-                attributes={
-                    "created": created,
-                    "config": values,
-                    "optimizer": optimizer,
-                    "provenance": source.forked_provenance(
-                        at, config, optimizer, history.proven_until
-                    ),
-                },
-                memory=config.recording.memory,
-                fsync=fsync,
-            )
-            # Before the run is in its place: a fork without a checkpoint could not be gone on with.
-            folder.add(forked.checkpoint(created, target.name, values), history.checkpoint.rows)
+            checkpoint = _make(source, history, new, config, types, text, fsync=fsync)
+            # Before the run is in its place: without a checkpoint it could not be gone on with.
+            folder.add(replace(checkpoint, name=target.name), checkpoint.rows)
     except BaseException:
         folder.discard()
         raise
+    del history, checkpoint  # what is trained from here on is as large
     return record(
         config,
         target,
@@ -175,6 +154,40 @@ def fork(
         on_step=on_step,
         on_note=on_note,
     )
+
+
+def _make(
+    source: _Source,
+    history: _History,
+    new: Path,
+    config: RunConfig,
+    types: dict[str, str],
+    text: Corpus,
+    *,
+    fsync: bool,
+) -> Checkpoint:
+    """Make the run of a fork, with what it has in common with its source; its first checkpoint."""
+    training = build_training(config, text)
+    kept = keeps_state(source.config, config)
+    forked = ForkedState(training, history.checkpoint, keep_state=kept)
+    optimizer = forked.optimizer_attributes(source.parameter)
+    created = utc_now()
+    values = config.model_dump(mode="json")
+    branch_run(
+        history.path,
+        new,
+        history.checkpoint.rows,
+        types=types,
+        attributes={
+            "created": created,
+            "config": values,
+            "optimizer": optimizer,
+            "provenance": source.forked_provenance(config, optimizer, history),
+        },
+        memory=config.recording.memory,
+        fsync=fsync,
+    )
+    return forked.checkpoint(created, values)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -343,15 +356,16 @@ class _Source:
         return _History(path=retrained, checkpoint=reached.checkpoint, proven_until=proven)
 
     def forked_provenance(
-        self, at: int, config: RunConfig, optimizer: dict[str, Any], proven_until: int
+        self, config: RunConfig, optimizer: dict[str, Any], history: _History
     ) -> dict[str, Any]:
         """Provenance of a fork: that of the run until there, and where it parts from it."""
+        at = history.checkpoint.step
         entry: dict[str, Any] = {
             "run": str(self.path),
             "created": self.attributes.get("created"),
             "step": at,
             "settings": changed_fields(self.config, config),
-            "proven_until": proven_until,
+            "proven_until": history.proven_until,
             "weights_sha256": hashlib.sha256(self._weights(at)).hexdigest(),
             "time": utc_now(),
         }

@@ -38,15 +38,13 @@ class ForkedState:
         self._load_optimizer(keep_state)
         self._load_schedule()
 
-    def checkpoint(self, run: str, name: str, config: dict[str, Any]) -> Checkpoint:
+    def checkpoint(self, run: str, config: dict[str, Any]) -> Checkpoint:
         """Checkpoint of the fork.
 
         Parameters
         ----------
         run : str
             When the run of the fork was created.
-        name : str
-            Of its folder.
         config : dict
             Its configuration.
         """
@@ -58,7 +56,6 @@ class ForkedState:
         state |= {key: taken.state[key] for key in ("scaler", "random", "data")}
         return Checkpoint(
             run=run,
-            name=name,
             step=taken.step,
             rows=taken.rows,
             config=config,
