@@ -82,7 +82,9 @@ def fork(
         ``training.steps``, ``.max_grad_norm``, ``.autocast`` and ``.device``, ``model.dtype`` from
         bfloat16 to float32, ``recording.memory`` and ``.checkpoint_every``. State of the optimizer
         is cast, and kept between adam and adamw; to and from sgd it starts anew.
-    corpus, tokenizer, overwrite, fsync, strict_numerics, stop, on_corpus, on_step, on_note, on_proof
+    corpus, tokenizer, overwrite, fsync, strict_numerics
+        As for `trainers.record`.
+    stop, on_corpus, on_step, on_note, on_proof
         As for `trainers.record`. While steps are trained again, `stop` is not asked.
 
     Returns
