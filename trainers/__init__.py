@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trainers.presets import PRESETS, preset
     from trainers.recording.capture import capture
     from trainers.recording.hf_callback import TrajectoryCallback
+    from trainers.runs.fork import fork
     from trainers.runs.record import record
     from trainers.runs.resume_checks import recorded_config
     from trainers.runs.run_plan import plan
@@ -25,6 +26,7 @@ __all__ = [
     "TrajectoryCallback",
     "capture",
     "fetch",
+    "fork",
     "plan",
     "preset",
     "record",
@@ -38,6 +40,7 @@ _HOME = {
     "TrajectoryCallback": "trainers.recording.hf_callback",
     "capture": "trainers.recording.capture",
     "fetch": "trainers.texts.fetch",
+    "fork": "trainers.runs.fork",
     "plan": "trainers.runs.run_plan",
     "preset": "trainers.presets",
     "record": "trainers.runs.record",

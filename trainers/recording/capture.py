@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trainers.recording.compared_run import Comparison
 from trainers.recording.numeric_advice import optimizer_advice, tell
 from trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trainers.recording.parameter_rows import ParameterRows
@@ -19,7 +20,7 @@ from trainers.recording.step_hooks import Recorder, real_optimizer
 from trajstore.errors import RecordingError
 from trajstore.optimizer_advice import require_sound
 
-__all__ = ["attach", "capture"]
+__all__ = ["attach", "capture", "recording"]
 
 
 def attach(
@@ -31,6 +32,7 @@ def attach(
     *,
     on_step: Callable[[Recorder], None] | None = None,
     on_note: Callable[[str], None] | None = None,
+    comparison: Comparison | None = None,
 ) -> Recorder:
     """Recorder that watches a training from now on.
 
@@ -50,6 +52,8 @@ def attach(
     on_note : callable, optional
         Called with each sentence of advice about the numerics of a new run; without it they are
         logged.
+    comparison : Comparison, optional
+        Compare each row with that of the run that is there, instead of storing it.
 
     Raises
     ------
@@ -71,7 +75,8 @@ def attach(
         require_sound(advice)
     planned = plan_runs(path, parameters, real, options, loop) if _is_first_process() else []
     rows = [
-        ParameterRows(run, ExistingRun.find(run) if options.resume else None) for run in planned
+        ParameterRows(run, ExistingRun.find(run, comparison) if options.resume else None)
+        for run in planned
     ]
     recorder = Recorder(
         model, real, rows, loop=loop, logits_mode=options.logits_mode, on_step=on_step
@@ -86,6 +91,40 @@ def attach(
     if planned and not options.resume:  # or it was told when the run began
         tell(advice, on_note)
     return recorder
+
+
+@contextlib.contextmanager
+def recording(
+    model: torch.nn.Module,
+    optimizer: Any,
+    path: str | os.PathLike[str],
+    options: RecordingOptions,
+    loop: TrainingLoop,
+    *,
+    on_step: Callable[[Recorder], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
+    comparison: Comparison | None = None,
+) -> Iterator[Recorder]:
+    """Recorder of a training inside the ``with``; takes what `attach` takes.
+
+    It is closed as complete when the block ends, and as interrupted when an exception leaves it.
+    """
+    recorder = attach(
+        model,
+        optimizer,
+        path,
+        options,
+        loop,
+        on_step=on_step,
+        on_note=on_note,
+        comparison=comparison,
+    )
+    try:
+        yield recorder
+    except BaseException:
+        recorder.close(complete=False)
+        raise
+    recorder.close(complete=True)
 
 
 def _is_first_process() -> bool:
@@ -179,13 +218,10 @@ def capture(
         first_step=first_step,
         schedule={"max_grad_norm": max_grad_norm},
     )
-    recorder = attach(model, optimizer, path, wanted, loop, on_step=on_step, on_note=on_note)
-    try:
+    with recording(
+        model, optimizer, path, wanted, loop, on_step=on_step, on_note=on_note
+    ) as recorder:
         yield recorder
-    except BaseException:
-        recorder.close(complete=False)
-        raise
-    recorder.close(complete=True)
     if recorder.writer is None and _is_first_process():
         raise RecordingError(
             f"no optimizer step was taken while {path} was to be recorded, so there is no run"

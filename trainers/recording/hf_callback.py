@@ -11,6 +11,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trainers.recording.capture import attach
+from trainers.recording.compared_run import Comparison
 from trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trainers.recording.step_hooks import Recorder
 from trajstore.errors import RecordingError
@@ -23,6 +24,14 @@ class TrajectoryCallback(TrainerCallback):
 
     Gradient accumulation, clipping, mixed precision and distributed training are those of the
     Trainer; the first process records.
+
+    Attributes
+    ----------
+    recorder : Recorder or None
+        None until the training begins.
+    comparison : Comparison or None
+        Set before the training begins, each row is compared with that of the run that is there,
+        instead of being stored.
 
     Raises
     ------
@@ -78,6 +87,7 @@ class TrajectoryCallback(TrainerCallback):
         self._on_step = on_step
         self._on_note = on_note
         self.recorder: Recorder | None = None
+        self.comparison: Comparison | None = None
 
     def on_train_begin(
         self,
@@ -121,6 +131,7 @@ class TrajectoryCallback(TrainerCallback):
             loop,
             on_step=self._on_step,
             on_note=self._on_note,
+            comparison=self.comparison,
         )
         # The Trainer tells no callback that it failed: what is whole is committed at the latest
         # when the interpreter ends.

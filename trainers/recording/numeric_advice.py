@@ -55,11 +55,11 @@ def tell(advice: Sequence[Advice], on_note: Callable[[str], None] | None) -> Non
 
 
 def _state_type(parameter: RecordedParameter, optimizer: Optimizer) -> str:
-    """Type of the state as it is; before the first step, as it will be."""
+    """Type of the state: as the optimizer says, or as it is, or as it will be."""
+    if "state_dtype" in parameter.group:
+        return str(parameter.group["state_dtype"])
     state = optimizer.state.get(parameter.tensor, {})
-    if "exp_avg_sq" in state:
-        return _name(state["exp_avg_sq"].dtype)
-    return str(parameter.group.get("state_dtype") or _name(parameter.tensor.dtype))
+    return _name(state.get("exp_avg_sq", parameter.tensor).dtype)
 
 
 def _name(dtype: torch.dtype) -> str:
