@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trainers.presets import PRESETS, preset
     from trainers.recording.capture import capture
     from trainers.recording.hf_callback import TrajectoryCallback
+    from trainers.runs.fork import fork
     from trainers.runs.record import record
     from trainers.runs.resume_checks import recorded_config
     from trainers.runs.run_plan import plan
@@ -24,6 +25,7 @@ __all__ = [
     "TrajectoryCallback",
     "capture",
     "fetch",
+    "fork",
     "plan",
     "preset",
     "record",
@@ -36,6 +38,7 @@ _HOME = {
     "TrajectoryCallback": "trainers.recording.hf_callback",
     "capture": "trainers.recording.capture",
     "fetch": "trainers.texts.fetch",
+    "fork": "trainers.runs.fork",
     "plan": "trainers.runs.run_plan",
     "preset": "trainers.presets",
     "record": "trainers.runs.record",

@@ -85,7 +85,7 @@ class StepNotFound(TrajstoreError, KeyError):
 
 
 class NothingToResume(TrajstoreError, RuntimeError):
-    """A run cannot go on from where it is; record it with checkpoints, or anew."""
+    """A run cannot go on from where it is; go on where it was recorded, or record it anew."""
 
 
 class RecordingError(TrajstoreError, RuntimeError):

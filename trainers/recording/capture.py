@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trainers.recording.compared_run import Comparison
 from trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trainers.recording.parameter_rows import ParameterRows
 from trainers.recording.parameters import find_parameters
@@ -17,7 +18,7 @@ from trainers.recording.resumed_run import ExistingRun
 from trainers.recording.step_hooks import Recorder, real_optimizer
 from trajstore.errors import RecordingError
 
-__all__ = ["attach", "capture"]
+__all__ = ["attach", "capture", "recording"]
 
 
 def attach(
@@ -28,6 +29,7 @@ def attach(
     loop: TrainingLoop,
     *,
     on_step: Callable[[Recorder], None] | None = None,
+    comparison: Comparison | None = None,
 ) -> Recorder:
     """Recorder that watches a training from now on.
 
@@ -44,6 +46,8 @@ def attach(
     loop : TrainingLoop
     on_step : callable, optional
         Called with the recorder after every optimizer step.
+    comparison : Comparison, optional
+        Compare each row with that of the run that is there, instead of storing it.
 
     Raises
     ------
@@ -60,7 +64,8 @@ def attach(
     parameters = find_parameters(model, real, options.parameter)
     planned = plan_runs(path, parameters, real, options, loop) if _is_first_process() else []
     rows = [
-        ParameterRows(run, ExistingRun.find(run) if options.resume else None) for run in planned
+        ParameterRows(run, ExistingRun.find(run, comparison) if options.resume else None)
+        for run in planned
     ]
     recorder = Recorder(
         model, real, rows, loop=loop, logits_mode=options.logits_mode, on_step=on_step
@@ -73,6 +78,30 @@ def attach(
         recorder.close(complete=False)
         raise
     return recorder
+
+
+@contextlib.contextmanager
+def recording(
+    model: torch.nn.Module,
+    optimizer: Any,
+    path: str | os.PathLike[str],
+    options: RecordingOptions,
+    loop: TrainingLoop,
+    *,
+    on_step: Callable[[Recorder], None] | None = None,
+    comparison: Comparison | None = None,
+) -> Iterator[Recorder]:
+    """Recorder of a training inside the ``with``; takes what `attach` takes.
+
+    It is closed as complete when the block ends, and as interrupted when an exception leaves it.
+    """
+    recorder = attach(model, optimizer, path, options, loop, on_step=on_step, comparison=comparison)
+    try:
+        yield recorder
+    except BaseException:
+        recorder.close(complete=False)
+        raise
+    recorder.close(complete=True)
 
 
 def _is_first_process() -> bool:
@@ -159,13 +188,8 @@ def capture(
         first_step=first_step,
         schedule={"max_grad_norm": max_grad_norm},
     )
-    recorder = attach(model, optimizer, path, wanted, loop, on_step=on_step)
-    try:
+    with recording(model, optimizer, path, wanted, loop, on_step=on_step) as recorder:
         yield recorder
-    except BaseException:
-        recorder.close(complete=False)
-        raise
-    recorder.close(complete=True)
     if recorder.writer is None and _is_first_process():
         raise RecordingError(
             f"no optimizer step was taken while {path} was to be recorded, so there is no run"

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from trainers.recording.compared_run import RowTarget
 from trajstore.errors import RecordingError
-from trajstore.store.writer import RunWriter
 from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["DeferredTransfer", "DirectTransfer", "Transfer", "open_transfer", "place_tensor"]
@@ -33,7 +32,7 @@ def place_tensor(place: npt.NDArray[Any], native: str) -> torch.Tensor:
     return torch.from_numpy(place.view(signed)).view(getattr(torch, native))
 
 
-def _places(writer: RunWriter) -> dict[str, torch.Tensor]:
+def _places(writer: RowTarget) -> dict[str, torch.Tensor]:
     return {
         name: place_tensor(place, writer.layout.arrays[name].native.name)
         for name, place in writer.next_row().items()
@@ -54,10 +53,10 @@ class DirectTransfer:
 
     Parameters
     ----------
-    writer : RunWriter
+    writer : RunWriter or ComparedRun
     """
 
-    def __init__(self, writer: RunWriter) -> None:
+    def __init__(self, writer: RowTarget) -> None:
         self._writer = writer
         self._row: dict[str, torch.Tensor] = {}
 
@@ -91,13 +90,13 @@ class DeferredTransfer:
 
     Parameters
     ----------
-    writer : RunWriter
+    writer : RunWriter or ComparedRun
         From now on used by this transfer's own thread.
     device : torch.device
         Of the tensors. With CUDA the host's side is pinned, and a stream of its own copies to it.
     """
 
-    def __init__(self, writer: RunWriter, device: torch.device) -> None:
+    def __init__(self, writer: RowTarget, device: torch.device) -> None:
         self._writer = writer
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -194,17 +193,12 @@ class DeferredTransfer:
 Transfer = DirectTransfer | DeferredTransfer
 
 
-def open_transfer(
-    writer: RunWriter, device: torch.device, rows: Sequence[tuple[int, Mapping[str, torch.Tensor]]]
-) -> Transfer:
-    """Transfer that suits the device, after the rows that are on the host already.
+def open_transfer(writer: RowTarget, device: torch.device) -> Transfer:
+    """Transfer that suits the device.
 
     Parameters
     ----------
-    writer : RunWriter
+    writer : RunWriter or ComparedRun
     device : torch.device
-    rows : sequence of (step, values)
     """
-    for step, values in rows:
-        writer.append(step, **values)
     return DeferredTransfer(writer, device) if device.type == "cuda" else DirectTransfer(writer)

@@ -11,6 +11,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from trainers.recording.capture import attach
+from trainers.recording.compared_run import Comparison
 from trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trainers.recording.step_hooks import Recorder
 from trajstore.errors import RecordingError
@@ -23,6 +24,14 @@ class TrajectoryCallback(TrainerCallback):
 
     Gradient accumulation, clipping, mixed precision and distributed training are those of the
     Trainer; the first process records.
+
+    Attributes
+    ----------
+    recorder : Recorder or None
+        None until the training begins.
+    comparison : Comparison or None
+        Set before the training begins, each row is compared with that of the run that is there,
+        instead of being stored.
 
     Raises
     ------
@@ -74,6 +83,7 @@ class TrajectoryCallback(TrainerCallback):
         self._options.check_path(path)
         self._on_step = on_step
         self.recorder: Recorder | None = None
+        self.comparison: Comparison | None = None
 
     def on_train_begin(
         self,
@@ -110,7 +120,13 @@ class TrajectoryCallback(TrainerCallback):
             schedule=schedule,
         )
         self.recorder = attach(
-            model, optimizer, self._path, self._options, loop, on_step=self._on_step
+            model,
+            optimizer,
+            self._path,
+            self._options,
+            loop,
+            on_step=self._on_step,
+            comparison=self.comparison,
         )
         # The Trainer tells no callback that it failed: what is whole is committed at the latest
         # when the interpreter ends.

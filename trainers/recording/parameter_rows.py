@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
+from trainers.recording.compared_run import RowTarget
 from trainers.recording.device_norms import ULP_TYPES, token_norm, ulp_l1
 from trainers.recording.device_to_host import Transfer, open_transfer
 from trainers.recording.planned_run import PlannedRun
@@ -20,7 +21,6 @@ from trainers.recording.resumed_run import ExistingRun
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import RecordingError
 from trajstore.schema import VARIABLES
-from trajstore.store.writer import RunWriter
 
 __all__ = ["MOMENTS", "ParameterRows"]
 
@@ -45,7 +45,7 @@ class ParameterRows:
     parameter : RecordedParameter
     variables : tuple of str
         What is recorded.
-    writer : RunWriter or None
+    writer : RunWriter or ComparedRun or None
         None until the run is made.
     rows : int
         Rows handed over for storing.
@@ -63,7 +63,7 @@ class ParameterRows:
     def __init__(self, planned: PlannedRun, existing: ExistingRun | None = None) -> None:
         self.parameter = planned.parameter
         self.variables = planned.options.variables
-        self.writer: RunWriter | None = None
+        self.writer: RowTarget | None = None
         self.rows = 0
         self.last_step = planned.loop.first_step
         W = self.parameter.tensor.detach()
@@ -104,7 +104,7 @@ class ParameterRows:
         self.writer = existing.open()
         self._existing = None
         with self._full_disk():
-            self._transfer = open_transfer(self.writer, self.parameter.tensor.device, [])
+            self._transfer = open_transfer(self.writer, self.parameter.tensor.device)
         self.rows, self.last_step = existing.rows, existing.last_step
         self._initial_W = self._initial_W.new_empty(0)
 
@@ -172,6 +172,8 @@ class ParameterRows:
             self._row = {}
             self._whole_step = None if due else step
             return
+        if skipped:
+            self._set_missing_moments()
         self._check_whole(step, self._row)
         self._row = {}
         self._whole_step = step
@@ -190,6 +192,14 @@ class ParameterRows:
                     self._transfer.close()
             finally:
                 self.writer.close("complete" if complete else "interrupted")
+
+    def _set_missing_moments(self) -> None:
+        """Set what the optimizer has not made yet, because every step until now was skipped."""
+        assert self.writer is not None
+        for name in MOMENTS:
+            if name in self.variables and name not in self._row:
+                dtype = getattr(torch, self.writer.layout.arrays[name].native.name)
+                self.set(name, torch.zeros_like(self.parameter.tensor, dtype=dtype))
 
     def _select(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._ids is None else tensor.index_select(0, self._ids)
@@ -238,7 +248,8 @@ class ParameterRows:
                 if name in last and name not in row:  # skipped before there was any state
                     row[name] = torch.zeros_like(last[name])
             self._check_whole(step, row)
-        self.writer = self._planned.create({name: _native(last[name]) for name in self.variables})
+        types = {name: _native(last[name]) for name in self.variables}
+        self.writer = writer = self._planned.create(types)
         rows = [(self.last_step, self._initial_row(last))]
         rows += [
             (step, {name: row[name] for name in self.variables})
@@ -246,7 +257,9 @@ class ParameterRows:
             if step % self._every == 0
         ]
         with self._full_disk():
-            self._transfer = open_transfer(self.writer, self.parameter.tensor.device, rows)
+            for step, row in rows:
+                writer.append(step, **row)
+            self._transfer = open_transfer(writer, self.parameter.tensor.device)
         self.rows, self.last_step = len(rows), rows[-1][0]
         if last_step % self._every:
             for name in self.variables:
@@ -288,7 +301,7 @@ class ParameterRows:
 class _FullDisk:
     """Says what to do when the disk is full."""
 
-    def __init__(self, writer: RunWriter) -> None:
+    def __init__(self, writer: RowTarget) -> None:
         self._writer = writer
 
     def __enter__(self) -> None:

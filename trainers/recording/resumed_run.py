@@ -10,12 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trainers.recording.compared_run import ComparedRun, Comparison, RowDifference, RowTarget
 from trainers.recording.device_to_host import place_tensor
 from trainers.recording.planned_run import PlannedRun
 from trainers.recording.provenance import resumed_provenance
 from trajstore.errors import InvalidArgument, NothingToResume
 from trajstore.schema import COORDINATES, STEP
 from trajstore.store.open_group import open_group
+from trajstore.store.resumed_run import resumed_run
 from trajstore.store.writer import RunWriter
 from trajstore.values.native_types import narrow, native_type
 
@@ -40,6 +42,8 @@ class ExistingRun:
         W in that row, of its native type, on the CPU.
     attributes : mapping
         Attributes of the root that change.
+    compared : ComparedRun or None
+        Where the rows to come are only compared with those of the run.
     """
 
     planned: PlannedRun
@@ -48,10 +52,17 @@ class ExistingRun:
     last_step: int
     last_weights: torch.Tensor
     attributes: Mapping[str, Any]
+    compared: ComparedRun | None = None
 
     @classmethod
-    def find(cls, planned: PlannedRun) -> Self:
+    def find(cls, planned: PlannedRun, comparison: Comparison | None = None) -> Self:
         """Look at the run that is where one is planned, without changing anything.
+
+        Parameters
+        ----------
+        planned : PlannedRun
+        comparison : Comparison, optional
+            Have the rows to come compared with those of the run, which stays as it is.
 
         Raises
         ------
@@ -78,6 +89,16 @@ class ExistingRun:
             last_step=int(steps[-1]),
             last_weights=place_tensor(narrow(np.asarray(W[steps.size - 1]), native), native.name),
             attributes=_changed_attributes(planned, attributes),
+            compared=None
+            if comparison is None
+            else ComparedRun(
+                resumed_run(
+                    planned.path, None, attributes=None, memory=planned.memory, threads=None
+                ),
+                np.asarray(arrays[STEP.name][...]).tolist(),
+                int(steps.size),
+                comparison,
+            ),
         )
 
     def check(self, W: torch.Tensor) -> None:
@@ -95,19 +116,25 @@ class ExistingRun:
         """
         step = self.planned.loop.first_step
         if step == self.last_step and not _same_bits(W, self.last_weights):
+            if self.compared is not None:
+                found = RowDifference(step=step, row=self.rows - 1, variables=("W",))
+                self.compared.comparison.difference = found
+                return
             raise NothingToResume(
                 f"the weights that the training goes on with are not those of {self.planned.path} "
                 f"at step {step}; load the checkpoint of that step, or record anew"
             )
 
-    def open(self) -> RunWriter:
-        """Writer of the run after its rows.
+    def open(self) -> RowTarget:
+        """What takes the rows to come: a writer of the run after its rows.
 
         Raises
         ------
         RunLocked
             If another process writes to it.
         """
+        if self.compared is not None:
+            return self.compared
         return RunWriter.resume(
             self.planned.path,
             rows=self.rows,

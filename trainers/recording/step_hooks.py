@@ -27,13 +27,13 @@ from accelerate.state import GradientState
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from trainers.recording.compared_run import RowTarget
 from trainers.recording.forward_values import ForwardPasses, LogitsMode
 from trainers.recording.options import TrainingLoop
 from trainers.recording.parameter_rows import MOMENTS, ParameterRows
 from trainers.recording.parameters import unwrap
 from trainers.recording.torch_internals import call_when_backward_ends, found_overflow, version
 from trajstore.errors import RecordingError
-from trajstore.store.writer import RunWriter
 
 __all__ = ["Recorder", "clip_coefficient", "real_optimizer"]
 
@@ -134,7 +134,7 @@ class Recorder:
             self._watch_scaler(self._scaler)
 
     @property
-    def writer(self) -> RunWriter | None:
+    def writer(self) -> RowTarget | None:
         """Writer of the first parameter's run; None until the first step is complete."""
         return self._parameters[0].writer if self._parameters else None
 

@@ -8,8 +8,9 @@ for bit.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from trainers.replay.findings import Comparisons, Findings, UnreplayedSteps
 from trainers.replay.pending_mismatch import OpenMismatch
@@ -70,7 +71,14 @@ def replay(
         with unreplayed.collect(*rows.steps[1:].tolist()):
             simulator = recorded_simulator(source, device.device)
             clipped_to = attribute(source.attributes, "optimizer", "schedule", "max_grad_norm")
-            steps = StepReplay(rows, simulator, clipped_to, findings, exact=device.exact)
+            steps = StepReplay(
+                rows,
+                simulator,
+                clipped_to,
+                findings,
+                exact=device.exact,
+                others_until=_steps_of_another(source.attributes),
+            )
             names |= {"grad", *simulator.recorded}
         check_skipped(rows, findings)
         previous: RecordedRow | None = None
@@ -128,6 +136,14 @@ class ProvenSteps:
     notes: tuple[str, ...] = ()
 
 
+def _steps_of_another(attributes: Mapping[str, Any]) -> int:
+    """Last step that was taken with another optimizer than the attributes say; 0 for none."""
+    if attribute(attributes, "provenance", "fork", "optimizer") is None:
+        return 0
+    step = attribute(attributes, "provenance", "fork", "step")
+    return step if isinstance(step, int) else 0
+
+
 class StepReplay:
     """Replays one recorded step after the other: carries it out, compares, and explains.
 
@@ -141,6 +157,8 @@ class StepReplay:
         That what is wrong is added to.
     exact : bool
         Whether every bit has to agree. If not, values that differ are counted, and are no findings.
+    others_until : int
+        Last step that another optimizer than the run's made, before it was forked; 0 for none.
     """
 
     def __init__(
@@ -151,8 +169,10 @@ class StepReplay:
         findings: Findings,
         *,
         exact: bool,
+        others_until: int = 0,
     ) -> None:
         self._rows = rows
+        self._others_until = others_until
         self._simulator = simulator
         self._findings = findings
         self._exact = exact
@@ -176,6 +196,11 @@ class StepReplay:
             If something that it starts from is not known.
         """
         try:
+            if row.step <= self._others_until:
+                raise CannotReplay(
+                    "it was taken with other settings, before the run was forked; replay the run "
+                    "that it was forked from"
+                )
             step = self._steps.step_to(previous, row)
             step = with_usable_rate(step, self._simulator, self._findings)
         except CannotReplay:

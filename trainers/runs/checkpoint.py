@@ -143,8 +143,10 @@ class CheckpointFolder:
             if (other := self._other_owner(step)) is not None:
                 raise self._taken_by(other)
 
-    def newest(self, run: str, committed_rows: int) -> Checkpoint | None:
-        """Newest checkpoint of that run that is not past its committed rows.
+    def newest(
+        self, run: str, committed_rows: int, *, until: int | None = None
+    ) -> Checkpoint | None:
+        """Newest checkpoint of that run that is not past its committed rows, nor past a step.
 
         Raises
         ------
@@ -152,6 +154,8 @@ class CheckpointFolder:
             If one that may be it is damaged.
         """
         for step in reversed(self.steps()):
+            if until is not None and step > until:
+                continue
             checkpoint = Checkpoint.load(self._file(step))
             if self._is_others(checkpoint.name):
                 continue
@@ -198,6 +202,14 @@ class CheckpointFolder:
         checkpoint.save(self._file(checkpoint.step), fsync=self._fsync)
         self._rows[checkpoint.step] = checkpoint.rows
         self.prune(committed_rows)
+
+    def discard(self) -> None:
+        """Remove those that were added here, because their run has come to nothing."""
+        for step in self._rows:
+            self._file(step).unlink(missing_ok=True)
+        self._rows = {}
+        if self.path.is_dir() and not any(self.path.iterdir()):
+            self.path.rmdir()
 
     def prune(self, committed_rows: int) -> None:
         """Remove those that nobody will resume from: of the usable ones, all but the newest.
@@ -275,6 +287,6 @@ def _described(path: Path) -> dict[str, Any]:
 
 def _wrong(path: Path, fault: str) -> FormatError:
     return FormatError(
-        f"{path} is not a sound checkpoint: {fault}; remove it to go on from an older one if there "
-        "is one, or record the run again"
+        f"{path} is not a sound checkpoint: {fault}; remove it to go on from an older one, or, if "
+        "there is none, by training the recorded steps again"
     )

@@ -129,7 +129,8 @@ class TrainerCheckpoints(TrainerCallback):
     Parameters
     ----------
     training : Training
-    checkpointing : Checkpointing
+    after_step : callable
+        As `Checkpointing.after_step`.
     trajectory : TrajectoryCallback
     taken_from : Checkpoint, optional
         That the training goes on from.
@@ -138,12 +139,12 @@ class TrainerCheckpoints(TrainerCallback):
     def __init__(
         self,
         training: Training,
-        checkpointing: Checkpointing,
+        after_step: Callable[[Recorder, Any], bool],
         trajectory: TrajectoryCallback,
         taken_from: Checkpoint | None,
     ) -> None:
         self._training = training
-        self._checkpointing = checkpointing
+        self._after_step = after_step
         self._trajectory = trajectory
         self._taken_from = taken_from
         self._random_from = taken_from
@@ -194,10 +195,10 @@ class TrainerCheckpoints(TrainerCallback):
         optimizer: Any,
         **kwargs: Any,
     ) -> None:
-        """Take a checkpoint if one is due, and stop if that is asked for."""
+        """Have a checkpoint taken if one is due, and stop if that is asked for."""
         recorder = self._trajectory.recorder
         assert recorder is not None
-        if self._checkpointing.after_step(recorder, getattr(optimizer, "scaler", None)):
+        if self._after_step(recorder, getattr(optimizer, "scaler", None)):
             control.should_training_stop = True
 
     def _restore_random(self) -> None:

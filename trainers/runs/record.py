@@ -7,21 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainers.config import RunConfig
-from trainers.recording.capture import capture
-from trainers.recording.hf_callback import TrajectoryCallback
-from trainers.recording.options import RecordingOptions
 from trainers.recording.step_hooks import Recorder
-from trainers.recording.token_selection import Tokens, read_tokens, select_tokens
 from trainers.runs.checkpoint import Checkpoint, CheckpointFolder
-from trainers.runs.checkpoint_schedule import Checkpointing, TrainerCheckpoints
-from trainers.runs.resume_checks import check_text, complete, find_checkpoint, notes
-from trainers.runs.training_setup import Training, build_training
-from trainers.runs.training_state import restore_random, restore_state
+from trainers.runs.checkpoint_schedule import Checkpointing
+from trainers.runs.recorded_training import recording_options, run_recorded
+from trainers.runs.resume_checks import Standing, check_text, complete, notes, standing
+from trainers.runs.retraining import prove_last_row
+from trainers.runs.training_setup import build_training
 from trainers.texts.corpus import Corpus, load_corpus
 from trajstore.errors import InvalidArgument
 from trajstore.store.create import check_target
 
-__all__ = ["record"]
+__all__ = ["record", "text_sources"]
 
 
 def record(
@@ -37,6 +34,7 @@ def record(
     on_corpus: Callable[[Corpus], None] | None = None,
     on_step: Callable[[Recorder], None] | None = None,
     on_note: Callable[[str], None] | None = None,
+    on_proof: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Train and record a run, or go on with one.
 
@@ -53,16 +51,19 @@ def record(
     overwrite : bool
         Replace a run that is there.
     resume : bool
-        Go on from the newest checkpoint of the run that is there. One that has all the steps is
-        marked complete.
+        Go on with the run that is there from its newest checkpoint. Without one, its steps are
+        trained again, and each row is compared with the recorded one. Without rows, or a run, it
+        begins; one that has all the steps is marked complete.
     fsync : bool
         Have every commit and checkpoint survive a loss of power.
     stop : callable
-        Asked after every step; when it returns True the run is closed as ``interrupted``, with a
-        checkpoint of that step.
+        Asked after every step that is recorded; when it returns True the run is closed as
+        ``interrupted``, with a checkpoint of that step.
     on_corpus, on_step, on_note : callable, optional
-        Called with the `Corpus` when it is loaded, with the `Recorder` after every step, and with
-        what should be known about a run that goes on.
+        Called with the `Corpus` when the recording begins, with the `Recorder` after every step,
+        and with what should be known about a run that goes on.
+    on_proof : callable, optional
+        Called after every step that is trained again, with it and the last of them.
 
     Returns
     -------
@@ -75,10 +76,9 @@ def record(
     RunExists
         If something is at `path`, and it is neither to be replaced nor gone on with; or a run that
         is named alike has its checkpoints where this one's would be.
-    RunNotFound
-        If there is no run to go on with.
     NothingToResume
-        If the run cannot go on.
+        If the run cannot go on: it was imported or computed, or trained again it is not what was
+        recorded. It stays as it was.
     InvalidArgument
         If the text or the tokenizer cannot be read.
     CorpusError
@@ -100,27 +100,46 @@ def record(
         raise InvalidArgument(
             "got both resume and overwrite; a run is either gone on with or replaced"
         )
-    if resume:
+    before: Standing | None = None
+    if resume and os.path.exists(path):
         target = Path(path).absolute()
-        taken = find_checkpoint(target, config)
-        if taken.step >= config.training.steps:
-            complete(target, fsync=fsync)
+        before = standing(target, config)
+        if before.has_all(config.training.steps):
+            _finish(target, before, on_note, fsync=fsync)
             return target
+        resume = before.rows > 0
     else:
-        target = check_target(path, overwrite=overwrite)
+        resume = False
+    if not resume:
+        # What is there has no rows: whoever made it was killed before the first commit.
+        target = check_target(path, overwrite=overwrite or before is not None)
         CheckpointFolder(target).check()
-        taken = None
-    sources = _sources(taken, corpus=corpus, tokenizer=tokenizer)
+    taken = before.taken if before is not None else None
+    sources = text_sources(taken, corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(config, **sources)
-    if taken is not None:
+    if before is not None:
         check_text(target, text)
+    # Before anything is trained: an impossible choice should not cost a minute.
+    options = recording_options(
+        config,
+        text,
+        overwrite=overwrite or (before is not None and not resume),
+        resume=resume,
+        fsync=fsync,
+    )
+    if before is not None and resume and taken is None:
+        if on_note is not None:
+            on_note(
+                f"{target} has no checkpoint, so its {before.last_step} steps are trained again "
+                "and compared with what was recorded, before it goes on (--checkpoint-every K "
+                "saves that)"
+            )
+        taken = prove_last_row(target, text, sources=sources, fsync=fsync, on_proof=on_proof)
     if on_corpus is not None:
         on_corpus(text)
     if taken is not None and on_note is not None:
         for note in notes(target, config, taken):
             on_note(note)
-    # Before anything is built: an impossible choice should not cost a minute.
-    options = _options(config, text, overwrite=overwrite, resume=resume, fsync=fsync)
     training = build_training(config, text)
     checkpointing = Checkpointing(
         training,
@@ -131,104 +150,37 @@ def record(
         stop=stop,
         fsync=fsync,
     )
-    run = _run_plain if config.training.loop == "plain" else _run_trainer
-    run(training, target, options, checkpointing, taken, on_step)
+    recorder = run_recorded(
+        training,
+        target,
+        options,
+        taken,
+        after_step=checkpointing.after_step,
+        on_step=on_step,
+    )
+    checkpointing.finish(recorder)
     return target
 
 
-def _sources(taken: Checkpoint | None, **given: str | os.PathLike[str] | None) -> dict[str, str]:
+def _finish(
+    target: Path, before: Standing, on_note: Callable[[str], None] | None, *, fsync: bool
+) -> None:
+    """Mark a run complete that has every step, and say what became of it."""
+    if not before.complete:
+        complete(target, fsync=fsync)
+    elif on_note is not None:
+        on_note(
+            f"{target} has all {before.last_step} steps already, so nothing is trained; to extend "
+            f"it, give more: --resume --steps {2 * before.last_step}"
+        )
+
+
+def text_sources(
+    taken: Checkpoint | None, **given: str | os.PathLike[str] | None
+) -> dict[str, str]:
     """Paths of the text and the tokenizer: as given now, or else as the first time."""
     before = {} if taken is None else taken.sources
     sources = {name: file for name, file in before.items() if Path(file).exists()}
     return sources | {
         name: str(Path(file).absolute()) for name, file in given.items() if file is not None
     }
-
-
-def _options(
-    config: RunConfig, text: Corpus, *, overwrite: bool, resume: bool, fsync: bool
-) -> RecordingOptions:
-    """What the configuration records, with what is known of the text.
-
-    Raises
-    ------
-    InvalidArgument
-        If the tokens are impossible.
-    """
-    recording = config.recording
-    counts = text.counts()
-    tokens: Tokens = recording.tokens
-    if recording.tokens not in ("all", "dead", "live"):
-        tokens = read_tokens(recording.tokens)
-    select_tokens(tokens, config.model.vocab_size, counts == 0)
-    return RecordingOptions(
-        record=recording.record,
-        every=recording.every,
-        tokens=tokens,
-        logits_mode=recording.logits_mode,
-        is_dead=counts == 0,
-        token_count=counts,
-        token_text=text.token_text,
-        config=config.model_dump(mode="json"),
-        origin=text.provenance(),
-        memory=recording.memory,
-        block_rows=recording.block_rows,
-        encoding=recording.encoding,
-        overwrite=overwrite,
-        resume=resume,
-        fsync=fsync,
-        schedule={
-            "name": config.schedule.name,
-            "warmup_steps": config.schedule.warmup_steps,
-            "steps": config.decay_steps,
-        },
-    )
-
-
-def _run_plain(
-    training: Training,
-    target: Path,
-    options: RecordingOptions,
-    checkpointing: Checkpointing,
-    taken: Checkpoint | None,
-    on_step: Callable[[Recorder], None] | None,
-) -> None:
-    first_step = 0
-    if taken is not None:
-        restore_state(training, taken, training.scaler)
-        first_step = taken.step
-    with capture(
-        training.model,
-        training.optimizer,
-        target,
-        scaler=training.scaler,
-        max_grad_norm=training.config.training.max_grad_norm,
-        first_step=first_step,
-        on_step=on_step,
-        **vars(options),
-    ) as recorder:
-        if taken is not None:
-            restore_random(training, taken)
-        training.run(
-            first_step=first_step,
-            on_step_end=lambda: checkpointing.after_step(recorder, training.scaler),
-        )
-    checkpointing.finish(recorder)
-
-
-def _run_trainer(
-    training: Training,
-    target: Path,
-    options: RecordingOptions,
-    checkpointing: Checkpointing,
-    taken: Checkpoint | None,
-    on_step: Callable[[Recorder], None] | None,
-) -> None:
-    trajectory = TrajectoryCallback(target, on_step=on_step, **vars(options))
-    checkpoints = TrainerCheckpoints(training, checkpointing, trajectory, taken)
-    try:
-        training.run([checkpoints, trajectory], first_step=0 if taken is None else taken.step)
-    finally:
-        trajectory.close()
-    assert trajectory.recorder is not None
-    checkpointing.finish(trajectory.recorder)

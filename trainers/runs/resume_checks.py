@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,18 @@ from trajstore.store.object_keys import checkpoint_folder
 from trajstore.store.open_group import open_group
 from trajstore.store.writer import RunWriter
 
-__all__ = ["check_text", "complete", "find_checkpoint", "notes", "recorded_config"]
+__all__ = [
+    "Standing",
+    "check_device",
+    "check_recorded",
+    "check_text",
+    "complete",
+    "decay_note",
+    "flat",
+    "notes",
+    "recorded_config",
+    "standing",
+]
 
 _MAY_CHANGE = {"training.steps", "recording.memory", "recording.checkpoint_every"}
 
@@ -51,8 +63,36 @@ def recorded_config(path: str | os.PathLike[str]) -> RunConfig:
     return RunConfig.parse(config)
 
 
-def find_checkpoint(path: Path, config: RunConfig) -> Checkpoint:
-    """Checkpoint that a run goes on from.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Standing:
+    """How far a run has come that is to go on.
+
+    Attributes
+    ----------
+    rows : int
+        That are committed.
+    last_step : int
+        Of the last of them; 0 without any.
+    complete : bool
+        Whether it was closed as complete.
+    taken : Checkpoint or None
+        The newest one that it can go on from.
+    """
+
+    rows: int
+    last_step: int
+    complete: bool
+    taken: Checkpoint | None
+
+    def has_all(self, steps: int) -> bool:
+        """Whether no step is left to be trained."""
+        if not self.rows or self.last_step < steps:
+            return False
+        return self.complete or self.taken is None or self.taken.step >= steps
+
+
+def standing(path: Path, config: RunConfig) -> Standing:
+    """How far a run has come.
 
     Parameters
     ----------
@@ -66,7 +106,7 @@ def find_checkpoint(path: Path, config: RunConfig) -> Checkpoint:
     RunNotFound
         If there is no run.
     NothingToResume
-        If there is no checkpoint, or nothing left to do.
+        If it can not go on, or has come further than is wanted.
     ConfigError
         If the configuration has changed where it may not; the message names the field.
     RunLocked
@@ -77,24 +117,47 @@ def find_checkpoint(path: Path, config: RunConfig) -> Checkpoint:
     recorded = recorded_config(path)
     with RunLock.acquire(path):
         attributes = _attributes(path)
+        check_recorded(path, attributes)
         _check_config(path, recorded, config, attributes.get("provenance", {}))
         rows = attributes.get("committed_rows", 0)
         taken = CheckpointFolder(path).newest(str(attributes.get("created")), rows)
         arrays: Any = open_group(path)
         last = int(arrays["step"][rows - 1]) if rows else 0
     wanted = config.training.steps
-    if wanted < last or (wanted == last and attributes["status"] == "complete"):
+    if wanted < last:
         raise NothingToResume(
             f"{path} has come to step {last}, and {wanted} are wanted; to extend it, give more: "
-            f"--resume --steps {2 * last or 1}"
+            f"--resume --steps {2 * last}"
         )
-    if taken is None:
+    fork = attributes.get("provenance", {}).get("fork")
+    if fork and rows and taken is None and wanted > last:
         raise NothingToResume(
-            f"{path} has no checkpoint in {checkpoint_folder(path).name} that lies within its "
-            f"{rows} committed rows, so it cannot go on; record it anew with --overwrite, and with "
-            "--checkpoint-every K so that it can"
+            f"{path} is a fork of {fork.get('run')} at step {fork.get('step')} and has no "
+            f"checkpoint in {checkpoint_folder(path).name}; fork that run again"
         )
-    return taken
+    return Standing(
+        rows=rows, last_step=last, complete=attributes["status"] == "complete", taken=taken
+    )
+
+
+def check_recorded(path: Path, attributes: dict[str, Any]) -> None:
+    """Insist that a run is of a training that can be done again.
+
+    Raises
+    ------
+    NothingToResume
+        If it was imported, or computed from another run.
+    """
+    if attributes.get("imported"):
+        raise NothingToResume(
+            f"{path} was imported, so there is no training to go on with; record it with "
+            "`trajstore record`"
+        )
+    if attributes.get("provenance", {}).get("what_if"):
+        raise NothingToResume(
+            f"{path} was made by `trajstore what-if` from the gradients of another run, so there "
+            "is no training to go on with; fork that run instead (`trajstore record --fork`)"
+        )
 
 
 def complete(path: Path, *, fsync: bool = False) -> None:
@@ -150,28 +213,36 @@ def notes(path: Path, config: RunConfig, taken: Checkpoint) -> list[str]:
             f"{name} is {now} now and was {before.get(name)}, so the bits may differ from those of "
             "a run that was never interrupted"
         )
-    old = RunConfig.parse(taken.config)
-    if config.schedule.name != "constant" and old.decay_steps != config.decay_steps:
-        found.append(
-            f"the decay of the learning rate ends at step {config.decay_steps} now and not at "
-            f"{old.decay_steps}, so the rate jumps at step {taken.step + 1}, from "
-            f"{_rate(old, taken.step):.6g} to {_rate(config, taken.step):.6g}; to keep the old "
-            f"decay give --set schedule.steps={old.decay_steps}, and for one decay without a seam "
-            f"record the first part with --set schedule.steps={config.decay_steps}"
-        )
-    return found
+    moved = decay_note(RunConfig.parse(taken.config), config, taken.step)
+    return [*found, moved] if moved else found
+
+
+def decay_note(old: RunConfig, new: RunConfig, step: int) -> str | None:
+    """What should be known of the learning rate after a step, if its decay ends elsewhere now."""
+    if new.schedule.name == "constant" or old.decay_steps == new.decay_steps:
+        return None
+    return (
+        f"the decay of the learning rate ends at step {new.decay_steps} now and not at "
+        f"{old.decay_steps}, so the rate jumps at step {step + 1}, from "
+        f"{_rate(old, step):.6g} to {_rate(new, step):.6g}; to keep the old "
+        f"decay give --set schedule.steps={old.decay_steps}, and for one decay without a seam "
+        f"record the first part with --set schedule.steps={new.decay_steps}"
+    )
 
 
 def _attributes(path: Path) -> dict[str, Any]:
     if not path.exists():
-        raise RunNotFound(f"there is no run at {path} to go on with; record it without --resume")
+        raise RunNotFound(
+            f"there is no run at {path} to go on with; to begin one, name a preset "
+            "(--preset gatsby) or a file (--config FILE)"
+        )
     return open_group(path).attrs.asdict()
 
 
 def _check_config(
     path: Path, recorded: RunConfig, config: RunConfig, provenance: dict[str, Any]
 ) -> None:
-    before, now = _flat(recorded), _flat(config)
+    before, now = flat(recorded), flat(config)
     for field, value in now.items():
         if value == before[field] or field in _MAY_CHANGE or field == "training.device":
             continue
@@ -181,6 +252,17 @@ def _check_config(
             f"{field} is {_toml(before[field])} in {path} and {_toml(value)} now; a run that goes "
             f"on keeps it, so leave it out, or record another run"
         )
+    check_device(path, config, provenance)
+
+
+def check_device(path: Path, config: RunConfig, provenance: dict[str, Any]) -> None:
+    """Insist that a configuration means the kind of device that a run was recorded on.
+
+    Raises
+    ------
+    ConfigError
+        If it means another.
+    """
     device = find_device(config.training.device)
     used = str(provenance.get("device")).partition(":")[0]
     if device.type != used:
@@ -190,7 +272,8 @@ def _check_config(
         )
 
 
-def _flat(config: RunConfig) -> dict[str, Any]:
+def flat(config: RunConfig) -> dict[str, Any]:
+    """Values of a configuration, by ``section.field``."""
     return {
         f"{section}.{field}": value
         for section, fields in config.model_dump(mode="json").items()

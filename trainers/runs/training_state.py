@@ -18,7 +18,7 @@ from trainers.runs.checkpoint import Checkpoint
 from trainers.runs.training_setup import Training
 from trajstore.errors import FormatError
 
-__all__ = ["restore_random", "restore_state", "take_state"]
+__all__ = ["model_tensors", "optimizer_values", "restore_random", "restore_state", "take_state"]
 
 Tensors = dict[str, torch.Tensor]
 
@@ -47,7 +47,7 @@ def take_state(training: Training, scaler: Any) -> tuple[dict[str, Any], Tensors
         "random": {"python": random.getstate(), "numpy": _numpy_state()},
         "data": None,
     }
-    tensors = {name: _copy(tensor) for name, tensor in _model_tensors(training.model)}
+    tensors = {name: _copy(tensor) for name, tensor in model_tensors(training.model)}
     for index, values in optimizer["state"].items():
         for key, value in values.items():
             if isinstance(value, torch.Tensor):
@@ -87,19 +87,12 @@ def restore_state(training: Training, taken: Checkpoint, scaler: Any) -> None:
     """
     state, tensors = taken.state, taken.tensors
     _restore_model(training.model, tensors)
-    saved = state["optimizer"]
-    values: dict[int, dict[str, Any]] = {
-        int(index): dict(entries) for index, entries in saved["values"].items()
-    }
-    for name, tensor in tensors.items():
-        if name.startswith("optimizer."):
-            _, index, key = name.split(".", 2)
-            values.setdefault(int(index), {})[key] = tensor
     groups = [
         {key: tuple(item) if isinstance(item, list) and key != "params" else item
          for key, item in group.items()}
-        for group in saved["param_groups"]
+        for group in state["optimizer"]["param_groups"]
     ]  # fmt: skip
+    values = optimizer_values(taken)
     training.optimizer.load_state_dict({"state": values, "param_groups": groups})
     schedule = training.schedule
     schedule.load_state_dict(dict(state["schedule"]))
@@ -111,6 +104,18 @@ def restore_state(training: Training, taken: Checkpoint, scaler: Any) -> None:
         scaler.load_state_dict(state["scaler"])
     if training.batches is not None:
         training.batches.restore(tensors["data.generator"], state["data"]["consumed"])
+
+
+def optimizer_values(taken: Checkpoint) -> dict[int, dict[str, Any]]:
+    """State of each parameter, by its number, as an optimizer's state dict has it."""
+    values: dict[int, dict[str, Any]] = {
+        int(index): dict(entries) for index, entries in taken.state["optimizer"]["values"].items()
+    }
+    for name, tensor in taken.tensors.items():
+        if name.startswith("optimizer."):
+            _, index, key = name.split(".", 2)
+            values.setdefault(int(index), {})[key] = tensor
+    return values
 
 
 def restore_random(training: Training, taken: Checkpoint) -> None:
@@ -137,7 +142,8 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def _model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, by the names that a checkpoint gives them."""
     for name, tensor in model.named_parameters():
         yield f"model.{name}", tensor
     for name, buffer in model.named_buffers():
@@ -146,7 +152,7 @@ def _model_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 @torch.no_grad()
 def _restore_model(model: torch.nn.Module, tensors: Tensors) -> None:
-    there = dict(_model_tensors(model))
+    there = dict(model_tensors(model))
     saved = {name for name in tensors if name.startswith(("model.", "buffer."))}
     for name in sorted(saved ^ there.keys()):
         raise FormatError(

@@ -1,0 +1,361 @@
+"""A fork is the run that it was forked from until there, and then another one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+torch = pytest.importorskip("torch")
+from trainers import RunConfig, fork, preset, record, recorded_config  # noqa: E402
+from trainers.replay.replay import replay  # noqa: E402
+from trainers.runs.checkpoint import Checkpoint  # noqa: E402
+from trajstore import RunWriter, repair, verify  # noqa: E402
+from trajstore.errors import (  # noqa: E402
+    ConfigError,
+    InvalidArgument,
+    NothingToResume,
+    RunExists,
+    RunNotFound,
+    StepNotFound,
+)
+from trajstore.store.branched_run import branch_run  # noqa: E402
+from trajstore.store.object_keys import checkpoint_folder  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+STEPS, BLOCK = 12, 4
+SMALL = [
+    "model.context=16", "model.hidden=8", "model.layers=1", "training.batch_size=9",
+    "training.device=cpu", f"training.steps={STEPS}", f"recording.block_rows={BLOCK}",
+]  # fmt: skip
+VARIANTS = {"trainer": ["gatsby"], "plain": ["gatsby-adam", "schedule.name=linear"]}
+
+
+def config_of(name: str, *assignments: str) -> RunConfig:
+    named, *changes = VARIANTS[name]
+    return preset(named).with_values([*SMALL, *changes, *assignments])
+
+
+def after(step: int) -> Callable[[], bool]:
+    steps = iter(range(1, step + 1))
+    return lambda: next(steps) == step
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "april.txt"
+    path.write_bytes(b"It was a bright cold day in April. " * 2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def recorded(
+    tmp_path_factory: pytest.TempPathFactory, text: Path
+) -> Callable[[str], tuple[Path, Path]]:
+    """A whole run of a variant, and one with the checkpoint of step 6."""
+    folder = tmp_path_factory.mktemp("recorded")
+
+    def runs(name: str) -> tuple[Path, Path]:
+        whole, stopped = folder / f"{name}.zarr", folder / f"{name}-stopped.zarr"
+        if not whole.exists():
+            record(config_of(name), whole, corpus=text)
+            record(config_of(name), stopped, corpus=text, stop=after(6))
+        return whole, stopped
+
+    return runs
+
+
+@pytest.fixture
+def whole(recorded: Callable[[str], tuple[Path, Path]]) -> Path:
+    return recorded("trainer")[0]
+
+
+@pytest.fixture
+def stopped(recorded: Callable[[str], tuple[Path, Path]]) -> Path:
+    return recorded("trainer")[1]
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(run)): file.read_bytes() for file in run.rglob("*") if file.is_file()
+    }
+
+
+def parts(one: Path, other: Path) -> dict[str, int | None]:
+    """First step at which each common variable differs."""
+    a, b = xr.open_zarr(one).load(), xr.open_zarr(other).load()
+    rows = min(a.sizes["step"], b.sizes["step"])
+    assert (a.step.values[:rows] == b.step.values[:rows]).all()
+    found: dict[str, int | None] = {}
+    for name in set(a.data_vars) & set(b.data_vars):
+        left, right = (ds[name].values[:rows].reshape(rows, -1) for ds in (a, b))
+        unsigned = f"u{left.itemsize}"
+        rows_apart = np.flatnonzero((left.view(unsigned) != right.view(unsigned)).any(1))
+        found[name] = int(a.step.values[rows_apart[0]]) if rows_apart.size else None
+    return found
+
+
+def last_checkpoint(run: Path) -> Checkpoint:
+    return Checkpoint.load(max(checkpoint_folder(run).iterdir()))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_fork_with_nothing_set_is_its_source_to_the_end(
+    name: str, recorded: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    source, stopped = recorded(name)
+    other = fork(stopped, tmp_path / "other.zarr", at=6)
+    assert set(parts(source, other).values()) == {None}
+    a, b = last_checkpoint(source), last_checkpoint(other)
+    assert (a.step, a.rows, a.state, a.config) == (b.step, b.rows, b.state, b.config)
+    for key, tensor in a.tensors.items():
+        assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (tensor, b.tensors[key])))
+    before, after = (xr.open_zarr(path).attrs for path in (source, other))
+    assert before["optimizer"] == after["optimizer"]
+    entry = after["provenance"]["fork"]
+    assert (entry["run"], entry["created"]) == (
+        str(stopped), xr.open_zarr(stopped).attrs["created"],
+    )  # fmt: skip
+    assert (entry["step"], entry["proven_until"], entry["settings"]) == (6, 6, {})
+    assert replay(other).clean
+    assert verify(other).clean
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_without_a_checkpoint_the_steps_until_there_are_proven(
+    name: str, recorded: Callable[[str], tuple[Path, Path]], text: Path, tmp_path: Path
+) -> None:
+    source, stopped = recorded(name)
+    before = contents(source)
+    notes: list[str] = []
+    proven: list[tuple[int, int]] = []
+    other = fork(
+        source, tmp_path / "other.zarr", at=6, settings=["optimizer.lr=3e-3"],
+        on_note=notes.append, on_proof=lambda *at: proven.append(at),
+    )  # fmt: skip
+    assert proven == [(step, 6) for step in range(1, 7)]
+    assert "steps 1 to 6 are trained again" in notes[0]
+    found = parts(source, other)
+    assert found["W"] == found["lr"] == 7
+    assert found["loss"] == found["grad"] == 8
+    for variable in ("W", "grad", "lr"):
+        shards = [path / variable for path in (source, other)]
+        first, second = ([*sorted(shard.glob("c.*"))] for shard in shards)
+        assert first[0].samefile(second[0])
+        assert first[0].stat().st_nlink == 2
+        assert not first[1].samefile(second[1])
+    assert contents(source) == before
+    at_once = fork(stopped, tmp_path / "again.zarr", at=6, settings=["optimizer.lr=3e-3"])
+    assert set(parts(other, at_once).values()) == {None}
+
+
+def test_from_the_nearest_checkpoint_before(stopped: Path, text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    shutil.copytree(stopped, path)
+    shutil.copytree(checkpoint_folder(stopped), checkpoint_folder(path))
+    record(recorded_config(path), path, corpus=text, resume=True, stop=after(4))
+    shutil.rmtree(checkpoint_folder(path))
+    shutil.copytree(checkpoint_folder(stopped), checkpoint_folder(path))
+    assert last_checkpoint(path).step == 6
+    proven: list[int] = []
+    other = fork(
+        path, tmp_path / "other.zarr", at=9, settings=["schedule.name=constant"],
+        on_proof=lambda step, last: proven.append(step),
+    )  # fmt: skip
+    assert proven == [7, 8, 9]
+    assert parts(path, other)["lr"] == 10
+    assert (xr.open_zarr(other).lr.values[10:] == 1e-3).all()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_weights_and_moments_become_float32(
+    name: str, recorded: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    source, stopped = recorded(name)
+    other = fork(stopped, tmp_path / "other.zarr", at=6, settings=["model.dtype=float32"])
+    ds = xr.open_zarr(other).load()
+    for variable in ("W", "grad", "exp_avg", "exp_avg_sq", "grad_norm", "clip_coef"):
+        assert ds[variable].attrs["native_dtype"] == "float32"
+    found = parts(source, other)
+    assert found["W"] == 7
+    assert found["lr"] is None
+    assert (other / "loss" / "c.0").samefile(stopped / "loss" / "c.0")
+    assert (other / "W" / "c.0.0.0").stat().st_nlink == 1
+    narrow = ds.W.values[7:].view("u4") & 0xFFFF
+    assert narrow.any()
+    taken = last_checkpoint(other)
+    assert taken.tensors["optimizer.0.exp_avg"].dtype == torch.float32
+    assert verify(other).clean
+    replayed = replay(other)
+    assert not replayed.findings
+    assert replayed.replayed == STEPS - 6
+    assert "before the run was forked" in str(replayed.unreplayed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        (["optimizer.name=adam", "optimizer.betas=[0.8,0.9]", "optimizer.eps=1e-6"], None),
+        (["optimizer.weight_decay=0.3", "training.max_grad_norm=0.1"], None),
+        (["optimizer.name=sgd", "optimizer.momentum=0.9"], "sgd starts anew at step 7"),
+        (["training.steps=10"], "jumps at step 7"),
+    ],
+)
+def test_settings_take_effect(
+    settings: list[str], note: str | None, stopped: Path, whole: Path, tmp_path: Path
+) -> None:
+    notes: list[str] = []
+    other = fork(
+        stopped, tmp_path / "other.zarr", at=6, settings=settings, on_note=notes.append
+    )  # fmt: skip
+    assert parts(whole, other)["W"] in (7, 8)
+    assert [bool(note)] == [bool(notes)]
+    assert note is None or note in notes[0]
+    attributes = xr.open_zarr(other).attrs
+    config = RunConfig.parse(attributes["config"])
+    assert config == recorded_config(stopped).with_values(settings)
+    kind = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}[config.optimizer.name]
+    assert attributes["optimizer"]["class"].endswith(f".{kind}")
+    if kind == "SGD":
+        assert "exp_avg" not in xr.open_zarr(other)
+    else:
+        assert attributes["optimizer"]["hyperparameters"]["betas"] == [*config.optimizer.betas]
+    assert not replay(other).findings
+    assert verify(other).clean
+
+
+def test_a_fork_is_gone_on_with_forked_and_repaired_as_any_run(
+    stopped: Path, text: Path, tmp_path: Path
+) -> None:
+    before = contents(stopped)
+    straight, path = tmp_path / "straight.zarr", tmp_path / "run.zarr"
+    changes = ["optimizer.lr=3e-3", "model.dtype=float32"]
+    fork(stopped, straight, at=6, settings=changes)
+    fork(stopped, path, at=6, settings=changes, stop=after(1))
+    record(recorded_config(path), path, resume=True, stop=after(2))
+    further = fork(path, tmp_path / "further.zarr", at=9, settings=["optimizer.lr=1e-4"])
+    assert parts(straight, further)["W"] == 10
+    entry = xr.open_zarr(further).attrs["provenance"]["fork"]
+    assert entry["run"] == str(path)
+    assert entry["forked_before"]["run"] == str(stopped)
+    record(recorded_config(path), path, resume=True)
+    assert set(parts(straight, path).values()) == {None}
+    shutil.rmtree(checkpoint_folder(path))
+    with pytest.raises(NothingToResume, match=r"is itself a fork, of .* at step 6"):
+        fork(path, tmp_path / "no.zarr", at=8, corpus=text)
+    (path / "W" / "c.1.0.0").unlink()
+    assert repair(path, yes=True).rows == BLOCK
+    assert contents(stopped) == before
+    assert sorted(file.name for file in tmp_path.iterdir() if file.suffix == ".zarr") == [
+        "further.zarr", "run.zarr", "straight.zarr",
+    ]  # fmt: skip
+
+
+def test_where_training_again_differs_the_fork_has_what_was_trained(
+    whole: Path, text: Path, tmp_path: Path
+) -> None:
+    """A recorded value is changed, as if another machine had made it."""
+    ds = xr.open_zarr(whole).load()
+    source = tmp_path / "run.zarr"
+    types = {name: ds[name].attrs["native_dtype"] for name in ds.data_vars}
+    branch_run(whole, source, 5, types=types, attributes={}, memory="64MiB")
+    with RunWriter.resume(source) as run:
+        for row in range(5, STEPS + 1):
+            values = {name: ds[name].values[row].copy() for name in types}
+            if row == 5:
+                values["loss"] *= 2
+            run.append(row, **values)
+    notes: list[str] = []
+    other = fork(source, tmp_path / "other.zarr", at=7, corpus=text, on_note=notes.append)
+    assert set(parts(whole, other).values()) == {None}
+    assert parts(source, other)["loss"] == 5
+    assert "from step 5 on this is not the recorded training any more: at step 5 loss" in notes[1]
+    entry = xr.open_zarr(other).attrs["provenance"]["fork"]
+    assert (entry["step"], entry["proven_until"]) == (7, 4)
+    assert verify(other).clean
+
+
+@pytest.mark.parametrize(
+    ("at", "settings", "kind", "sentence"),
+    [
+        (13, [], StepNotFound, "no row of step 13; the nearest are 12"),
+        (0, [], InvalidArgument, "fork at step 0"),
+        (12, [], ConfigError, "nothing is left to be trained after step 12.*--steps 24"),
+        (6, ["optimizer.rate=1"], ConfigError, "no field optimizer.rate"),
+        (6, ["optimizer.lr=fast"], ConfigError, "optimizer.lr = 'fast'"),
+        (6, ["model.hidden=16"], ConfigError, "model.hidden cannot change at a fork; what can: "),
+        (6, ["training.seed=1"], ConfigError, "training.seed cannot change"),
+        (6, ["recording.every=2"], ConfigError, "recording.every cannot change"),
+        (6, ["training.autocast=float16"], ConfigError, "gradient scaler"),
+    ],
+)
+def test_what_cannot_be_forked_is_one_sentence_and_leaves_nothing(
+    at: int, settings: list[str], kind: Any, sentence: str, whole: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=sentence):
+        fork(whole, tmp_path / "other.zarr", at=at, settings=settings)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_calls_that_are_refused(stopped: Path, text: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.zarr"
+    with pytest.raises(RunNotFound):
+        fork(tmp_path / "no.zarr", other, at=3)
+    with pytest.raises(InvalidArgument, match="copy the run"):
+        fork("s3://bucket/run.zarr", other, at=3)
+    with pytest.raises(RunExists):
+        fork(stopped, stopped, at=3)
+    with pytest.raises(InvalidArgument, match="is the run that is forked"):
+        fork(stopped, stopped, at=3, overwrite=True)
+    path = tmp_path / "run.zarr"
+    shutil.copytree(stopped, path)
+    RunWriter.resume(path, attributes={"imported": {"from": "x"}}).close("interrupted")
+    with pytest.raises(NothingToResume, match="was imported"):
+        fork(path, other, at=3)
+    shutil.rmtree(path)
+    with RunWriter.create(path, token=[0, 1], hidden=2, variables={"W": "float32"}) as run:
+        run.append(0, W=np.zeros((2, 2), "float32"))
+    with pytest.raises(NothingToResume, match="not recorded by"):
+        fork(path, other, at=0)
+    shutil.rmtree(path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_float32_run_does_not_become_bfloat16(text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    config = config_of("plain", "model.dtype=float32", "training.steps=3")
+    record(config, path, corpus=text)
+    with pytest.raises(ConfigError, match="W would be bfloat16 and is float32 until there"):
+        fork(path, tmp_path / "other.zarr", at=2, settings=["model.dtype=bfloat16"])
+    assert not (tmp_path / "other.zarr").exists()
+
+
+def test_what_fails_while_it_is_made_leaves_nothing(
+    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("trainers.runs.fork.CheckpointFolder.add", fail)
+    with pytest.raises(OSError, match="No space"):
+        fork(stopped, tmp_path / "other.zarr", at=6)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_checkpoint_must_be_of_the_run(stopped: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    shutil.copytree(stopped, path)
+    shutil.copytree(checkpoint_folder(stopped), checkpoint_folder(path))
+    (file,) = checkpoint_folder(path).iterdir()
+    taken = Checkpoint.load(file)
+    taken.tensors["model.transformer.wte.weight"][3, 2] += 1
+    taken.save(file)
+    with pytest.raises(NothingToResume, match="the weights of the checkpoint of step 6 are not"):
+        fork(path, tmp_path / "other.zarr", at=6)
+    assert not (tmp_path / "other.zarr").exists()

@@ -1,0 +1,211 @@
+"""A run without a checkpoint is gone on with by training its steps again, or refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xarray as xr
+
+torch = pytest.importorskip("torch")
+from trainers import RunConfig, preset, record, recorded_config  # noqa: E402
+from trajstore import RunWriter, verify  # noqa: E402
+from trajstore.errors import NothingToResume, RunLocked  # noqa: E402
+from trajstore.store.branched_run import branch_run  # noqa: E402
+from trajstore.store.object_keys import checkpoint_folder  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+STEPS = 12
+SMALL = [
+    "model.context=16", "model.hidden=8", "model.layers=1", "training.batch_size=9",
+    "training.device=cpu", f"training.steps={STEPS}", "recording.block_rows=4",
+]  # fmt: skip
+VARIANTS = {
+    "trainer": ["gatsby"],
+    "trainer, every 3, accumulated": [
+        "gatsby", "recording.every=3", "training.accumulation=2", "recording.tokens=live",
+        "recording.record=['all','W_step_norm','hidden_mean']",
+    ],
+    "plain": ["gatsby-adam", "schedule.name=linear", "recording.encoding=portable"],
+    "plain, float16, first steps skipped": [
+        "gatsby-adam", "training.autocast=float16", "model.dtype=float32",
+        "initialisation.kind=normal", "initialisation.sigma=300", "optimizer.lr=1",
+    ],
+}  # fmt: skip
+
+
+def config_of(name: str, *assignments: str) -> RunConfig:
+    named, *changes = VARIANTS[name]
+    return preset(named).with_values([*SMALL, *changes, *assignments])
+
+
+def after(step: int) -> Callable[[], bool]:
+    steps = iter(range(1, step + 1))
+    return lambda: next(steps) == step
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "april.txt"
+    path.write_bytes(b"It was a bright cold day in April. " * 2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """The variant `trainer`, stopped after step 6."""
+    path = tmp_path_factory.mktemp("stopped") / "run.zarr"
+    record(config_of("trainer"), path, corpus=text, stop=after(6))
+    return path
+
+
+@pytest.fixture
+def lost(stopped: Path, tmp_path: Path) -> Path:
+    """A copy of it without the checkpoint."""
+    return Path(shutil.copytree(stopped, tmp_path / "run.zarr"))
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(run)): file.read_bytes() for file in run.rglob("*") if file.is_file()
+    }
+
+
+def same(one: Path, other: Path) -> None:
+    a, b = xr.open_zarr(one).load(), xr.open_zarr(other).load()
+    assert list(a.variables) == list(b.variables)
+    for name in a.variables:
+        if a[name].dtype.kind in "fi":
+            assert a[name].values.tobytes() == b[name].values.tobytes(), name
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("trainer", 7), ("trainer, every 3, accumulated", 8), ("plain", 5),
+     ("plain, float16, first steps skipped", 6)],
+)  # fmt: skip
+def test_a_run_whose_checkpoint_is_gone_goes_on(
+    name: str, step: int, text: Path, tmp_path: Path
+) -> None:
+    straight, path = tmp_path / "straight.zarr", tmp_path / "run.zarr"
+    record(config_of(name), straight, corpus=text)
+    record(config_of(name), path, corpus=text, stop=after(step))
+    shutil.rmtree(checkpoint_folder(path))
+    notes: list[str] = []
+    proven: list[tuple[int, int]] = []
+    record(
+        recorded_config(path), path, corpus=text, resume=True, on_note=notes.append,
+        on_proof=lambda *at: proven.append(at),
+    )  # fmt: skip
+    same(straight, path)
+    assert proven == [(number, step) for number in range(1, step + 1)]
+    assert f"its {step} steps are trained again" in notes[0]
+    ds = xr.open_zarr(path)
+    assert ds.attrs["status"] == "complete"
+    assert ds.attrs["provenance"]["resumed"][0]["step"] == step
+    assert verify(path).clean
+    if "float16" in name:
+        assert ds.skipped.values[1] == 1
+        assert not ds.exp_avg.values[1].any()
+
+
+def test_what_was_proven_is_kept_as_a_checkpoint(lost: Path, text: Path) -> None:
+    def stop() -> bool:
+        raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        record(recorded_config(lost), lost, corpus=text, resume=True, stop=stop)
+    assert [file.name for file in checkpoint_folder(lost).iterdir()] == [
+        "step-00000006.safetensors"
+    ]
+    notes: list[str] = []
+    record(recorded_config(lost), lost, resume=True, on_note=notes.append)
+    assert notes == []
+
+
+def test_a_row_that_differs_is_named_and_the_run_stays(
+    lost: Path, text: Path, tmp_path: Path
+) -> None:
+    ds = xr.open_zarr(lost).load()
+    other = tmp_path / "other.zarr"
+    types = {name: ds[name].attrs["native_dtype"] for name in ds.data_vars}
+    provenance = ds.attrs["provenance"] | {"threads": 99}
+    branch_run(lost, other, 3, types=types, attributes={"provenance": provenance}, memory="64MiB")
+    with RunWriter.resume(other) as run:
+        for row in (3, 4):
+            values = {name: ds[name].values[row].copy() for name in types}
+            if row == 3:
+                values["logits"][7] *= 2
+            run.append(row, **values)
+    before = contents(other)
+    with pytest.raises(NothingToResume, match=r"at step 3 logits differs .*and was 99") as error:
+        record(recorded_config(other), other, corpus=text, resume=True)
+    assert str(error.value).count(". ") == 0
+    assert contents(other) == before
+    assert not checkpoint_folder(other).exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_another_beginning_is_named(lost: Path, text: Path) -> None:
+    config = recorded_config(lost).model_dump(mode="json")
+    config["training"]["seed"] = 7
+    RunWriter.resume(lost, attributes={"config": config}).close("interrupted")
+    with pytest.raises(NothingToResume, match=r"at step 0 W differs .*are the same as then"):
+        record(recorded_config(lost), lost, corpus=text, resume=True)
+
+
+def test_a_rate_of_another_schedule_is_named(lost: Path, text: Path) -> None:
+    config = recorded_config(lost).with_values(["training.steps=40"]).model_dump(mode="json")
+    RunWriter.resume(lost, attributes={"config": config}).close("interrupted")
+    with pytest.raises(NothingToResume, match="the learning rate was not then what"):
+        record(recorded_config(lost), lost, corpus=text, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "sentence"),
+    [
+        ({"imported": {"from": "x.h5"}}, "was imported"),
+        ({"provenance": {"what_if": {"run": "x.zarr"}}}, "was made by `trajstore what-if`"),
+        ({"provenance": {"fork": {"run": "x.zarr", "step": 3}, "device": "cpu"}},
+         "is a fork of x.zarr at step 3 and has no checkpoint"),
+        ({"config": {}}, "was not recorded by"),
+    ],
+)  # fmt: skip
+def test_what_is_of_no_training_cannot_go_on(
+    lost: Path, attributes: dict[str, Any], sentence: str
+) -> None:
+    config = recorded_config(lost)
+    RunWriter.resume(lost, attributes=attributes).close("interrupted")
+    before = contents(lost)
+    with pytest.raises(NothingToResume, match=sentence):
+        record(config, lost, resume=True)
+    assert contents(lost) == before
+
+
+def test_a_run_that_is_not_there_or_has_no_rows_begins(
+    stopped: Path, text: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.zarr"
+    record(config_of("trainer"), path, corpus=text, resume=True, stop=after(6))
+    same(stopped, path)
+    config = xr.open_zarr(path).attrs["config"]
+    RunWriter.resume(path, rows=0).close("interrupted")
+    shutil.rmtree(checkpoint_folder(path))
+    record(RunConfig.parse(config), path, corpus=text, resume=True, stop=after(6))
+    same(stopped, path)
+
+
+def test_nobody_else_may_write_while_it_is_proven(lost: Path, text: Path) -> None:
+    seen = []
+
+    def look(step: int, last: int) -> None:
+        with pytest.raises(RunLocked):
+            RunWriter.resume(lost)
+        seen.append(step)
+
+    record(recorded_config(lost), lost, corpus=text, resume=True, on_proof=look)
+    assert seen

@@ -1,0 +1,435 @@
+"""`fork`: a recorded training, gone on with from one of its steps with other settings."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainers.config import RunConfig
+from trainers.recording.compared_run import RowDifference
+from trainers.recording.step_hooks import Recorder
+from trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trainers.runs.fork_settings import changed_fields, forked_config, forked_types, keeps_state
+from trainers.runs.forked_state import ForkedState
+from trainers.runs.record import record, text_sources
+from trainers.runs.resume_checks import (
+    check_device,
+    check_recorded,
+    check_text,
+    decay_note,
+    recorded_config,
+)
+from trainers.runs.retraining import explained, train_again
+from trainers.runs.training_setup import build_training
+from trainers.texts.corpus import Corpus, load_corpus
+from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, StepNotFound
+from trajstore.schema import COORDINATES, STEP
+from trajstore.store.branched_run import branch_run
+from trajstore.store.create import check_target, staged_run
+from trajstore.store.open_group import open_group
+from trajstore.store.writer import RunWriter
+from trajstore.store.zarr_json import utc_now
+from trajstore.values.native_types import as_bits, native_type
+
+__all__ = ["fork"]
+
+
+def fork(
+    run: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    at: int,
+    settings: Sequence[str] = (),
+    corpus: str | os.PathLike[str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    fsync: bool = False,
+    stop: Callable[[], bool] = lambda: False,
+    on_corpus: Callable[[Corpus], None] | None = None,
+    on_step: Callable[[Recorder], None] | None = None,
+    on_note: Callable[[str], None] | None = None,
+    on_proof: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Train on from a step of a recorded run with other settings, and record that as a run.
+
+    The training begins with the checkpoint of that step, if the run has it. If not, the steps from
+    the nearest one before, or from the start, are trained again, and each row is compared with the
+    recorded one, bit for bit. What is reached is the state that the run had, or, from the first row
+    on that differs (on another machine, say), it is not: then that is told, and the new run holds
+    the rows that were trained now. The rows until there are those of the run, whole blocks of them
+    as hard links. The root attribute ``provenance.fork`` says all this. The run is only read.
+
+    Parameters
+    ----------
+    run : path-like
+        A local run that `trainers.record` made.
+    output : path-like
+        Where the new run will be, by custom ``NAME.zarr``.
+    at : int
+        Step of the run, one that has a row, and not 0.
+    settings : sequence of str
+        What changes, ``section.field=value``: any field of ``optimizer`` and ``schedule``,
+        ``training.steps``, ``.max_grad_norm``, ``.autocast`` and ``.device``, ``model.dtype`` from
+        bfloat16 to float32, ``recording.memory`` and ``.checkpoint_every``. State of the optimizer
+        is cast, and kept between adam and adamw; to and from sgd it starts anew.
+    corpus, tokenizer, overwrite, fsync, stop, on_corpus, on_step, on_note, on_proof
+        As for `trainers.record`. While steps are trained again, `stop` is not asked.
+
+    Returns
+    -------
+    Path
+        Of the new run, which `trainers.record` can go on with, as with any.
+
+    Raises
+    ------
+    RunNotFound, FormatError
+        If there is no run, or none that this version can add to.
+    NothingToResume
+        If it is not of a training that can be done again, or not of the one that its configuration
+        describes.
+    StepNotFound
+        If the step has no row.
+    ConfigError
+        If a setting is unknown or impossible, or cannot change at a fork.
+    RunExists
+        If something is at `output`, and `overwrite` is not set.
+    CorpusError
+        If the text is not that of the run.
+
+    Nothing has been made then.
+
+    Examples
+    --------
+    >>> from trainers import preset, record
+    >>> config = preset("gatsby").with_values(["training.steps=4", "training.batch_size=4"])
+    >>> path = record(config, "run.zarr")
+    >>> other = fork(path, "other.zarr", at=2, settings=["optimizer.lr=3e-4"])
+    >>> from trajstore import open_run
+    >>> changed = (open_run(path).W != open_run(other).W).any(["token", "hidden"])
+    >>> changed.values.tolist()
+    [False, False, False, True, True]
+    """
+    tell = on_note or _say_nothing
+    source = _Source.open(run)
+    config = forked_config(source.config, settings)
+    source.check_step(at, config)
+    check_device(source.path, config, source.provenance)
+    types = forked_types(source.types, source.config, config)
+    target = check_target(output, overwrite=overwrite)
+    if target == source.path:
+        raise InvalidArgument(f"{output} is the run that is forked; choose another path")
+    CheckpointFolder(target).check()
+    sources = text_sources(source.newest_checkpoint(), corpus=corpus, tokenizer=tokenizer)
+    text = load_corpus(config, **sources)
+    check_text(source.path, text)
+    for note in _notes(source.config, config, at):
+        tell(note)
+    folder = CheckpointFolder(target, fsync=fsync)
+    try:
+        with staged_run(target, overwrite=overwrite) as new:
+            history = source.reach(at, new, text, sources, tell, on_proof)
+            checkpoint = _make(source, history, new, config, types, text, fsync=fsync)
+            # Before the run is in its place: without a checkpoint it could not be gone on with.
+            folder.add(replace(checkpoint, name=target.name), checkpoint.rows)
+    except BaseException:
+        folder.discard()
+        raise
+    del history, checkpoint  # what is trained from here on is as large
+    return record(
+        config,
+        target,
+        resume=True,
+        corpus=corpus,
+        tokenizer=tokenizer,
+        fsync=fsync,
+        stop=stop,
+        on_corpus=on_corpus,
+        on_step=on_step,
+        on_note=on_note,
+    )
+
+
+def _make(
+    source: _Source,
+    history: _History,
+    new: Path,
+    config: RunConfig,
+    types: dict[str, str],
+    text: Corpus,
+    *,
+    fsync: bool,
+) -> Checkpoint:
+    """Make the run of a fork, with what it has in common with its source; its first checkpoint."""
+    training = build_training(config, text)
+    kept = keeps_state(source.config, config)
+    forked = ForkedState(training, history.checkpoint, keep_state=kept)
+    optimizer = forked.optimizer_attributes(source.parameter)
+    created = utc_now()
+    values = config.model_dump(mode="json")
+    branch_run(
+        history.path,
+        new,
+        history.checkpoint.rows,
+        types=types,
+        attributes={
+            "created": created,
+            "config": values,
+            "optimizer": optimizer,
+            "provenance": source.forked_provenance(config, optimizer, history),
+        },
+        memory=config.recording.memory,
+        fsync=fsync,
+    )
+    return forked.checkpoint(created, values)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _History:
+    """What a fork has in common with its source.
+
+    Attributes
+    ----------
+    path : Path
+        Of a run that holds its rows.
+    checkpoint : Checkpoint
+        Of its last step.
+    proven_until : int
+        Last step at which it is known to be the source's.
+    """
+
+    path: Path
+    checkpoint: Checkpoint
+    proven_until: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Source:
+    """The run that is forked.
+
+    Attributes
+    ----------
+    path : Path
+    config : RunConfig
+    attributes : dict
+        Of its root.
+    types : dict of str to str
+        Native type of each variable.
+    steps : list of int
+        Of its rows.
+    """
+
+    path: Path
+    config: RunConfig
+    attributes: dict[str, Any]
+    types: dict[str, str]
+    steps: list[int]
+
+    @classmethod
+    def open(cls, run: str | os.PathLike[str]) -> _Source:
+        """Look at a run.
+
+        Raises
+        ------
+        RunNotFound, FormatError, InvalidArgument, NothingToResume
+            If it cannot be forked.
+        """
+        if "://" in os.fspath(run):
+            raise InvalidArgument(f"cannot fork {run}: copy the run to a local folder first")
+        path = Path(run).absolute()
+        group: Any = open_group(path)
+        attributes = group.attrs.asdict()
+        config = recorded_config(path)
+        check_recorded(path, attributes)
+        known = {STEP.name, *COORDINATES}
+        return cls(
+            path=path,
+            config=config,
+            attributes=attributes,
+            types={
+                name: str(array.attrs["native_dtype"])
+                for name, array in group.arrays()
+                if name not in known
+            },
+            steps=np.asarray(group[STEP.name][...]).tolist(),
+        )
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        """Its attribute of that name."""
+        found: dict[str, Any] = self.attributes.get("provenance", {})
+        return found
+
+    @property
+    def parameter(self) -> str:
+        """Name of the recorded parameter."""
+        return str(self.attributes["recording"]["parameter"])
+
+    def check_step(self, at: int, config: RunConfig) -> None:
+        """Insist on a step that there is, and on others to come."""
+        if at not in self.steps:
+            near = [step for step in self.steps if step < at][-1:]
+            near += [step for step in self.steps if step > at][:1]
+            there = f"the nearest are {' and '.join(map(str, near))}" if near else "it has no rows"
+            raise StepNotFound(f"{self.path} has no row of step {at}; {there}")
+        if at == 0:
+            raise InvalidArgument(
+                "a fork at step 0 would have nothing in common with the run but its start; record "
+                "a run with these settings, or fork at a later step"
+            )
+        if config.training.steps <= at:
+            raise ConfigError(
+                f"training.steps = {config.training.steps}: nothing is left to be trained after "
+                f"step {at}; give more: --steps {2 * at}"
+            )
+
+    def newest_checkpoint(self, until: int | None = None) -> Checkpoint | None:
+        """Its newest one that can be used, at or before a step."""
+        created = str(self.attributes.get("created"))
+        return CheckpointFolder(self.path).newest(created, len(self.steps), until=until)
+
+    def reach(
+        self,
+        at: int,
+        new: Path,
+        text: Corpus,
+        sources: dict[str, str],
+        tell: Callable[[str], None],
+        on_proof: Callable[[int, int], None] | None,
+    ) -> _History:
+        """Come to the state after a step: from its checkpoint, or by training again.
+
+        Parameters
+        ----------
+        new : Path
+            Beside it, rows are kept that are not those of the run.
+
+        Raises
+        ------
+        NothingToResume
+            If that state is not to be had.
+        """
+        taken = self.newest_checkpoint(until=at)
+        if taken is not None and taken.step == at:
+            self._check_weights(taken)
+            return _History(path=self.path, checkpoint=taken, proven_until=at)
+        before = self.provenance.get("fork")
+        if taken is None and before:
+            raise NothingToResume(
+                f"{self.path} is itself a fork, of {before.get('run')} at step "
+                f"{before.get('step')}, and has no checkpoint at or before step {at}; fork that "
+                "run instead"
+            )
+        first = 0 if taken is None else taken.step
+        tell(
+            f"{self.path} has no checkpoint of step {at}, so steps {first + 1} to {at} are trained "
+            "again, and compared with what was recorded"
+        )
+        retrained = new.with_name("retrained.zarr")
+
+        def go_on(rows: int) -> RunWriter:
+            memory = self.config.recording.memory
+            branch_run(self.path, retrained, rows, types=self.types, attributes={}, memory=memory)
+            return RunWriter.resume(retrained, memory=memory)
+
+        reached = train_again(
+            self.path, text, taken, at, sources=sources, go_on=go_on, on_proof=on_proof
+        )
+        difference = reached.difference
+        if reached.checkpoint is not None and difference is None:
+            return _History(path=self.path, checkpoint=reached.checkpoint, proven_until=at)
+        assert difference is not None
+        reason = explained(self.path, difference)
+        if reached.checkpoint is None or "lr" in difference.variables:
+            raise NothingToResume(
+                f"{self.path} cannot be forked at step {at}, because trained again it is not what "
+                f"was recorded: {reason}"
+            )
+        proven = self.steps[difference.row - 1]
+        tell(_unproven(self.path, proven, difference, reason))
+        return _History(path=retrained, checkpoint=reached.checkpoint, proven_until=proven)
+
+    def forked_provenance(
+        self, config: RunConfig, optimizer: dict[str, Any], history: _History
+    ) -> dict[str, Any]:
+        """Provenance of a fork: that of the run until there, and where it parts from it."""
+        at = history.checkpoint.step
+        entry: dict[str, Any] = {
+            "run": str(self.path),
+            "created": self.attributes.get("created"),
+            "step": at,
+            "settings": changed_fields(self.config, config),
+            "proven_until": history.proven_until,
+            "weights_sha256": hashlib.sha256(self._weights(at)).hexdigest(),
+            "time": utc_now(),
+        }
+        before = self.attributes.get("optimizer", {})
+        clipping = {self.config.training.max_grad_norm, config.training.max_grad_norm}
+        casts = config.model.dtype != self.config.model.dtype
+        if casts or len(clipping) > 1 or _rule(before) != _rule(optimizer):
+            entry["optimizer"] = before  # which made the steps until there
+        found = {**self.provenance, "fork": entry}
+        if "fork" in self.provenance:
+            entry["forked_before"] = self.provenance["fork"]
+        if "resumed" in found:
+            found["resumed"] = [item for item in found["resumed"] if item["step"] < at]
+        return found
+
+    def _weights(self, at: int) -> bytes:
+        """Native bits of W at a step."""
+        W: Any = open_group(self.path)["W"]
+        native = native_type(self.types["W"])
+        return as_bits(np.asarray(W[self.steps.index(at)]), native, "W").tobytes()
+
+    def _check_weights(self, taken: Checkpoint) -> None:
+        """Insist that a checkpoint is of the run, as far as its rows show."""
+        group: Any = open_group(self.path)
+        token = torch.from_numpy(np.asarray(group["token"][...]).astype(np.int64))
+        weights = taken.tensors[f"model.{self.parameter}"].index_select(0, token)
+        if as_bits(weights, native_type(self.types["W"]), "W").tobytes() != self._weights(
+            taken.step
+        ):
+            raise NothingToResume(
+                f"the weights of the checkpoint of step {taken.step} are not those that "
+                f"{self.path} holds; remove that checkpoint, and fork again"
+            )
+
+
+def _rule(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """What of an optimizer's attributes decides how a step is taken, but for its rate."""
+    settings = optimizer.get("hyperparameters", {})
+    kept = {key: value for key, value in settings.items() if key not in ("lr", "initial_lr")}
+    return {"class": optimizer.get("class"), **kept}
+
+
+def _say_nothing(note: str) -> None:
+    return
+
+
+def _notes(recorded: RunConfig, config: RunConfig, at: int) -> list[str]:
+    """What should be known of a fork with these settings."""
+    found = []
+    before, after = recorded.optimizer.name, config.optimizer.name
+    if not keeps_state(recorded, config):
+        found.append(
+            f"the state of {before} means nothing to {after}, so {after} starts anew at step "
+            f"{at + 1}" + (", and the moments are not in the fork" if after == "sgd" else "")
+        )
+    changed = changed_fields(recorded, config)
+    if "training.steps" in changed and not any(name.startswith("schedule.") for name in changed):
+        moved = decay_note(recorded, config, at)
+        found += [moved] if moved else []
+    return found
+
+
+def _unproven(path: Path, proven: int, difference: RowDifference, reason: str) -> str:
+    return (
+        f"from step {difference.step} on this is not the recorded training any more: {reason}; the "
+        f"fork has the rows of {path} until step {proven}, and then those that were trained now"
+    )

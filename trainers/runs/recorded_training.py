@@ -1,0 +1,161 @@
+"""One training with a recorder attached: from its start or a checkpoint, in either loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainers.config import RunConfig
+from trainers.recording.capture import recording
+from trainers.recording.compared_run import Comparison
+from trainers.recording.hf_callback import TrajectoryCallback
+from trainers.recording.options import RecordingOptions, TrainingLoop
+from trainers.recording.step_hooks import Recorder
+from trainers.recording.token_selection import Tokens, read_tokens, select_tokens
+from trainers.runs.checkpoint import Checkpoint
+from trainers.runs.checkpoint_schedule import TrainerCheckpoints
+from trainers.runs.training_setup import Training
+from trainers.runs.training_state import restore_random, restore_state
+from trainers.texts.corpus import Corpus
+from trajstore.errors import RecordingError
+
+__all__ = ["recording_options", "run_recorded"]
+
+
+def recording_options(
+    config: RunConfig, text: Corpus, *, overwrite: bool, resume: bool, fsync: bool
+) -> RecordingOptions:
+    """What the configuration records, with what is known of the text.
+
+    Raises
+    ------
+    InvalidArgument
+        If the tokens are impossible.
+    """
+    recording = config.recording
+    counts = text.counts()
+    tokens: Tokens = recording.tokens
+    if recording.tokens not in ("all", "dead", "live"):
+        tokens = read_tokens(recording.tokens)
+    select_tokens(tokens, config.model.vocab_size, counts == 0)
+    return RecordingOptions(
+        record=recording.record,
+        every=recording.every,
+        tokens=tokens,
+        logits_mode=recording.logits_mode,
+        is_dead=counts == 0,
+        token_count=counts,
+        token_text=text.token_text,
+        config=config.model_dump(mode="json"),
+        origin=text.provenance(),
+        memory=recording.memory,
+        block_rows=recording.block_rows,
+        encoding=recording.encoding,
+        overwrite=overwrite,
+        resume=resume,
+        fsync=fsync,
+        schedule={
+            "name": config.schedule.name,
+            "warmup_steps": config.schedule.warmup_steps,
+            "steps": config.decay_steps,
+        },
+    )
+
+
+def run_recorded(
+    training: Training,
+    target: Path,
+    options: RecordingOptions,
+    taken: Checkpoint | None,
+    *,
+    after_step: Callable[[Recorder, Any], bool],
+    on_step: Callable[[Recorder], None] | None = None,
+    comparison: Comparison | None = None,
+) -> Recorder:
+    """Train, with every step recorded, or compared with the run that is there.
+
+    Parameters
+    ----------
+    training : Training
+    target : Path
+        Of the run.
+    options : RecordingOptions
+    taken : Checkpoint or None
+        That the training goes on from.
+    after_step : callable
+        Called after every step, when all is as the next one will find it, with the recorder and the
+        loop's gradient scaler; says whether to stop.
+    on_step : callable, optional
+        Called with the recorder after every optimizer step.
+    comparison : Comparison, optional
+        Compare instead of recording.
+
+    Returns
+    -------
+    Recorder
+        Closed.
+    """
+    run = _run_plain if training.batches is not None else _run_trainer
+    return run(training, target, options, taken, after_step, on_step, comparison)
+
+
+def _run_plain(
+    training: Training,
+    target: Path,
+    options: RecordingOptions,
+    taken: Checkpoint | None,
+    after_step: Callable[[Recorder, Any], bool],
+    on_step: Callable[[Recorder], None] | None,
+    comparison: Comparison | None,
+) -> Recorder:
+    first_step = 0
+    if taken is not None:
+        restore_state(training, taken, training.scaler)
+        first_step = taken.step
+    max_grad_norm = training.config.training.max_grad_norm
+    loop = TrainingLoop(
+        scaler=training.scaler,
+        max_grad_norm=max_grad_norm,
+        first_step=first_step,
+        schedule={"max_grad_norm": max_grad_norm},
+    )
+    with recording(
+        training.model,
+        training.optimizer,
+        target,
+        options,
+        loop,
+        on_step=on_step,
+        comparison=comparison,
+    ) as recorder:
+        if taken is not None:
+            restore_random(training, taken)
+        training.run(
+            first_step=first_step, on_step_end=lambda: after_step(recorder, training.scaler)
+        )
+    if recorder.writer is None:
+        raise RecordingError(
+            f"every step was skipped while {target} was to be recorded, so there is no run"
+        )
+    return recorder
+
+
+def _run_trainer(
+    training: Training,
+    target: Path,
+    options: RecordingOptions,
+    taken: Checkpoint | None,
+    after_step: Callable[[Recorder, Any], bool],
+    on_step: Callable[[Recorder], None] | None,
+    comparison: Comparison | None,
+) -> Recorder:
+    trajectory = TrajectoryCallback(target, on_step=on_step, **vars(options))
+    trajectory.comparison = comparison
+    checkpoints = TrainerCheckpoints(training, after_step, trajectory, taken)
+    try:
+        training.run([checkpoints, trajectory], first_step=0 if taken is None else taken.step)
+    finally:
+        trajectory.close()
+    assert trajectory.recorder is not None
+    return trajectory.recorder

@@ -1,0 +1,185 @@
+"""A step of a recorded run, reached by training again.
+
+Every row on the way is compared with the recorded one, all its variables, bit for bit: what is
+reached is proven to be the state that the run had, and it may go on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainers.recording.compared_run import Comparison, RowDifference
+from trainers.recording.provenance import changed_provenance
+from trainers.recording.step_hooks import Recorder
+from trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trainers.runs.recorded_training import recording_options, run_recorded
+from trainers.runs.resume_checks import recorded_config
+from trainers.runs.training_setup import build_training, find_device
+from trainers.runs.training_state import take_state
+from trainers.texts.corpus import Corpus
+from trajstore.errors import NothingToResume
+from trajstore.store.lock import RunLock
+from trajstore.store.open_group import open_group
+from trajstore.store.writer import RunWriter
+
+__all__ = ["Reached", "explained", "prove_last_row", "train_again"]
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Reached:
+    """Where training again has led.
+
+    Attributes
+    ----------
+    checkpoint : Checkpoint or None
+        Of the step that was to be reached; None if a row before it differed, and nobody took the
+        rows from there on.
+    difference : RowDifference or None
+        The first row that is not the recorded one.
+    """
+
+    checkpoint: Checkpoint | None
+    difference: RowDifference | None
+
+
+def train_again(
+    run: Path,
+    text: Corpus,
+    taken: Checkpoint | None,
+    step: int,
+    *,
+    sources: Mapping[str, str],
+    go_on: Callable[[int], RunWriter] | None = None,
+    on_proof: Progress | None = None,
+) -> Reached:
+    """Train a run's steps again until one of them. The run is only read.
+
+    Parameters
+    ----------
+    run : Path
+    text : Corpus
+        Of the run.
+    taken : Checkpoint or None
+        Of the run, at an earlier step, to begin from; None for its start.
+    step : int
+        That is to be reached, which has a row.
+    sources : mapping of str to str
+        Paths of the text and the tokenizer, where they were given.
+    go_on : callable, optional
+        Called with the number of the first row that differs, makes the writer that takes that row
+        and those after it. Without it, training stops there.
+    on_proof : callable, optional
+        Called after every step with it, and with the one that is to be reached.
+
+    Raises
+    ------
+    ConfigError
+        If the device of the configuration is not there.
+    """
+    config = recorded_config(run)
+    attributes = open_group(run).attrs.asdict()
+    comparison = Comparison(go_on)
+    reached: list[Checkpoint] = []
+    training = build_training(config, text)
+
+    def after_step(recorder: Recorder, scaler: Any) -> bool:
+        if on_proof is not None:
+            on_proof(recorder.step, step)
+        if recorder.step < step:
+            return comparison.difference is not None and comparison.successor is None
+        state, tensors = take_state(training, scaler)
+        reached.append(
+            Checkpoint(
+                run=str(attributes["created"]),
+                name=run.name,
+                step=step,
+                rows=recorder.rows,
+                config=config.model_dump(mode="json"),
+                sources=dict(sources),
+                state=state,
+                tensors=tensors,
+            )
+        )
+        return True
+
+    options = recording_options(config, text, overwrite=False, resume=True, fsync=False)
+    run_recorded(training, run, options, taken, after_step=after_step, comparison=comparison)
+    return Reached(
+        checkpoint=reached[0] if reached else None,
+        difference=comparison.difference,
+    )
+
+
+def prove_last_row(
+    run: Path,
+    text: Corpus,
+    *,
+    sources: Mapping[str, str],
+    fsync: bool = False,
+    on_proof: Progress | None = None,
+) -> Checkpoint:
+    """Checkpoint of the last row of a run that has none, by training all its steps again.
+
+    It is kept beside the run, so that this need not be done twice.
+
+    Raises
+    ------
+    NothingToResume
+        If a row is not the recorded one; the run is as it was.
+    RunLocked
+        If another process writes to the run.
+    """
+    with RunLock.acquire(run):
+        arrays: Any = open_group(run)
+        rows = int(arrays.attrs["committed_rows"])
+        step = int(arrays["step"][rows - 1])
+        reached = train_again(run, text, None, step, sources=sources, on_proof=on_proof)
+        if reached.difference is not None:
+            reason = explained(run, reached.difference)
+            raise NothingToResume(
+                f"{run} has no checkpoint, and trained again it is not what was recorded: "
+                f"{reason}; the run is as it was, and can be gone on with only where it was "
+                "recorded"
+            )
+        assert reached.checkpoint is not None
+        CheckpointFolder(run, fsync=fsync).add(reached.checkpoint, rows)
+    return reached.checkpoint
+
+
+def explained(run: Path, difference: RowDifference) -> str:
+    """Where a training that is done again first differs, and what may be why."""
+    attributes: dict[str, Any] = open_group(run).attrs.asdict()
+    provenance = attributes.get("provenance", {})
+    config = recorded_config(run)
+    where = f"at step {difference.step} {' and '.join(_first(difference.variables))}"
+    where += " differ" if len(difference.variables) > 1 else " differs"
+    if "lr" in difference.variables:
+        return (
+            f"{where}, because the learning rate was not then what its configuration now says; "
+            "it went on later with another schedule"
+        )
+    changes = [
+        f"{name} is {now} now and was {provenance.get(name)}"
+        for name, now in changed_provenance(provenance, find_device(config.training.device)).items()
+    ]
+    for entry in provenance.get("resumed", []):
+        changes += [
+            f"{name} was {value} from step {entry['step'] + 1} on"
+            for name, value in entry.items()
+            if name not in ("step", "time")
+        ]
+    reason = ", ".join(changes) or "versions, machine and number of threads are the same as then"
+    return f"{where} ({reason})"
+
+
+def _first(variables: tuple[str, ...]) -> list[str]:
+    """The first variables, and how many more there are."""
+    shown = list(variables[:2])
+    if len(variables) > 2:
+        shown = [", ".join(shown), f"{len(variables) - 2} more"]
+    return shown
