@@ -1,8 +1,9 @@
 """A training that is killed while it records, and resumed, is the training that never was.
 
 Killed at any object that a commit or a checkpoint moves into its place, and at any step; a reader
-polls the run throughout and compares every row it sees. `TRAJSTORE_KILLS` sets how many trainings
-are killed (`make crash`).
+polls the run throughout and compares every row it sees. It is always the same call that begins the
+run and goes on with it, with checkpoints or without. `TRAJSTORE_KILLS` sets how many trainings are
+killed (`make crash`).
 """
 
 from __future__ import annotations
@@ -32,36 +33,33 @@ SIZES = [
     "training.device=cpu",
     f"training.steps={STEPS}",
     "recording.block_rows=4",
-    "recording.checkpoint_every=4",
 ]
+CHECKPOINTS = ["recording.checkpoint_every=4"]
 TEXT = "So we beat on, boats against the current, borne back ceaselessly into the past."
 
 
 def train(
-    path: Path, preset: str, corpus: Path, kill: KillAt | None, told: Connection | None
+    path: Path,
+    preset: str,
+    corpus: Path,
+    changes: list[str],
+    kill: KillAt | None,
+    told: Connection | None,
 ) -> None:
     """Record a training from wherever it stands, telling each step; in a process."""
     import torch
 
     import trainers
-    from trajstore.errors import NothingToResume
 
     torch.set_num_threads(1)
     if kill is not None:
         kill.install()
-    config = trainers.preset(preset).with_values(SIZES)
+    config = trainers.preset(preset).with_values([*SIZES, *changes])
     options: dict[str, Any] = {"corpus": corpus}
     if told is not None:
         options["on_step"] = lambda recorder: told.send(recorder.step)
-    if not path.exists():
-        trainers.record(config, path, **options)
-        return
-    if xr.open_zarr(path).attrs["status"] == "complete":
-        return
-    try:
-        trainers.record(config, path, resume=True, **options)
-    except NothingToResume:  # it was killed before its first checkpoint
-        trainers.record(config, path, overwrite=True, **options)
+        options["on_proof"] = lambda step, last: told.send(step)
+    trainers.record(config, path, resume=True, **options)
 
 
 def compare_rows(path: Path, stop: Any, result: Connection) -> None:
@@ -84,7 +82,7 @@ def compare_rows(path: Path, stop: Any, result: Connection) -> None:
                 most = max(most, rows)
                 opens += 1
             except BaseException as error:
-                # A training that had no checkpoint yet begins again, in a folder of its own.
+                # A training that had no rows yet begins again, in a folder of its own.
                 if path.exists() and path.stat().st_ino == folder:
                     problems.append(f"{type(error).__name__}: {error}")
         if last_look and opens:
@@ -98,7 +96,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp(request.param)
     corpus = folder / "text.txt"
     corpus.write_text(TEXT)
-    assert not killed(train, folder / "whole.zarr", request.param, corpus, None)
+    assert not killed(train, folder / "whole.zarr", request.param, corpus, [], None)
     assert xr.open_zarr(folder / "whole.zarr").sizes["step"] == STEPS + 1
     return request.param, corpus, folder
 
@@ -113,21 +111,43 @@ def test_a_killed_training_ends_as_if_it_had_not_been(whole: Any, seed: int) -> 
         for number in range(4):
             if number == 0:  # at a move that every such training comes to
                 kill = KillAt(rng.randrange(1, 60), after=rng.random() < 0.5)
-                assert killed(train, path, preset, corpus, kill)
+                assert killed(train, path, preset, corpus, CHECKPOINTS, kill)
             elif rng.random() < 0.5:
                 kill = KillAt(rng.randrange(1, 120), after=rng.random() < 0.5)
-                killed(train, path, preset, corpus, kill)
+                killed(train, path, preset, corpus, CHECKPOINTS, kill)
             else:
                 last = rng.randrange(1, STEPS + 1)
-                killed(train, path, preset, corpus, None, after_step=last)
+                killed(train, path, preset, corpus, CHECKPOINTS, None, after_step=last)
             if path.exists():
                 found = verify(path)
                 assert found.clean, found.problems
-        killed(train, path, preset, corpus, None)
+        assert not killed(train, path, preset, corpus, CHECKPOINTS, None)
+    check_end(path, expected)
+    assert reader.most == STEPS + 1
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("TRAJSTORE_KILLS", "1"))))
+def test_one_call_in_a_queue_needs_no_checkpoints(whole: Any, seed: int) -> None:
+    """Killed before there is a run, before its first rows, and then anywhere."""
+    preset, corpus, folder = whole
+    rng = random.Random(1000 + seed)
+    path = folder / f"queued-{seed}.zarr"
+    expected = xr.open_zarr(folder / "whole.zarr").load()
+    with Reader(path, compare_rows) as reader:
+        assert killed(train, path, preset, corpus, [], KillAt(rng.randrange(1, 40), after=True))
+        killed(train, path, preset, corpus, [], None, after_step=rng.randrange(5, STEPS + 1))
+        killed(train, path, preset, corpus, [], None, after_step=rng.randrange(1, STEPS + 1))
+        assert not killed(train, path, preset, corpus, [], None)
+        assert not killed(train, path, preset, corpus, [], None)  # it has all its steps
+    check_end(path, expected)
+    assert reader.most == STEPS + 1
+
+
+def check_end(path: Path, expected: xr.Dataset) -> None:
+    """Fail unless a run is complete, and every bit is that of another."""
     ds = xr.open_zarr(path)
     assert ds.attrs["status"] == "complete"
     assert ds.sizes["step"] == STEPS + 1
     for name in expected.variables:
         assert ds[name].values.tobytes() == expected[name].values.tobytes(), name
     assert verify(path).clean
-    assert reader.most == STEPS + 1

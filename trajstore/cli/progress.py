@@ -151,6 +151,17 @@ class RecordingProgress(_Bar):
         """Say what should be known about a run that goes on."""
         err.print(Text(f"Note: {note}."))
 
+    def show_proof(self, step: int, last: int) -> None:
+        """Show how many of the recorded steps have been trained again."""
+        if err.is_terminal:
+            state = f"proving step {step} of {last} against the recorded rows"
+            self._bar.update(self._task, completed=step, state=state)
+            return
+        now = time.monotonic()
+        if now >= self._next or step == last:
+            self._next = now + self._interval
+            err.print(f"proving step {step} of {last}")
+
     def show_step(self, recorder: Recorder) -> None:
         """Show the step, its loss, what is recorded and how far the writer is behind."""
         now = time.monotonic()

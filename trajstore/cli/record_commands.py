@@ -100,12 +100,15 @@ def _configured(
 ) -> Any:
     """Configuration that is asked for; of a run that goes on, where none is named, its own.
 
-    The steps of a preset or a file are those of a new run: one that goes on keeps its own.
+    `run` is the one that goes on, if it is there. The steps of a preset or a file are those of a
+    new run: one that goes on keeps its own.
     """
     import trainers
 
-    recorded = None if run is None else trainers.recorded_config(run)
-    if preset_name is None and config_file is None and recorded is not None:
+    named = preset_name is not None or config_file is not None
+    begins = run is not None and named and not run.exists()
+    recorded = None if run is None or begins else trainers.recorded_config(run)
+    if not named and recorded is not None:
         config = recorded
     elif (preset_name is None) == (config_file is None):
         raise InvalidArgument("name either a preset (--preset gatsby) or a file (--config FILE)")
@@ -115,6 +118,13 @@ def _configured(
         config = trainers.RunConfig.from_toml(str(config_file))
     if recorded is not None:
         config = config.with_values([f"training.steps={recorded.training.steps}"])
+    return config.with_values(_assignments(assignments, variables, fields))
+
+
+def _assignments(
+    assignments: tuple[str, ...], variables: str | None, fields: dict[str, Any]
+) -> list[str]:
+    """All that is to be changed of a configuration, whichever option says so."""
     given = [
         f"{_PLACES[name]}={json.dumps(value)}"
         for name, value in fields.items()
@@ -122,7 +132,7 @@ def _configured(
     ]
     if variables is not None:
         given.append(f"recording.record={json.dumps(variables.split(','))}")
-    return config.with_values([*assignments, *given])
+    return [*assignments, *given]
 
 
 @click.command()
@@ -136,7 +146,19 @@ def _configured(
     metavar="K",
     help="Steps between checkpoints, rounded up to whole blocks; default: only the last step.",
 )
-@click.option("--resume", is_flag=True, help="Go on with a run, also with more --steps.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on with the run if it is there, also with more --steps, and else begin it.",
+)
+@click.option(
+    "--fork",
+    "source",
+    type=click.Path(),
+    metavar="RUN",
+    help="Train on from a step of another run, with the settings of --set.",
+)
+@click.option("--at", type=int, metavar="STEP", help="The step of --fork.")
 @click.option("--overwrite", is_flag=True, help="Replace a run that is there.")
 @click.option("--fsync", is_flag=True, help="Have every commit survive a loss of power.")
 @JSON
@@ -150,6 +172,8 @@ def record(
     tokenizer: str | None,
     variables: str | None,
     resume: bool,
+    source: str | None,
+    at: int | None,
     overwrite: bool,
     fsync: bool,
     as_json: bool,
@@ -157,7 +181,13 @@ def record(
 ) -> None:
     """Train a model and record every optimizer step.
 
-    Ctrl-C and SIGTERM stop it after the step in progress, so that --resume can go on.
+    Ctrl-C and SIGTERM stop it after the step in progress, so that --resume can go on. Without a
+    checkpoint, --resume trains the recorded steps again, and compares them. With --resume one and
+    the same command line begins a run and goes on with it, whenever it was killed.
+
+    --fork goes on from a step of another run, recorded or reached by training again, with other
+    settings: any of optimizer and schedule, training.steps, training.max_grad_norm,
+    training.autocast, model.dtype=float32. The rows until there are shared, not copied.
 
     \b
     Example:
@@ -166,17 +196,25 @@ def record(
       trajstore record --preset wordybird-1b --every 10 --tokens dead
       trajstore record --preset gatsby --checkpoint-every 500 -o long.zarr
       trajstore record --resume --steps 20000 -o long.zarr
+      trajstore record --preset gatsby --steps 9000 --checkpoint-every 500 --resume -o queued.zarr
+      trajstore record --fork long.zarr --at 800 --set optimizer.lr=3e-4 -o slower.zarr
     """
     import trainers
 
-    if resume and output is None and preset_name is None and config_file is None:
+    named = preset_name is not None or config_file is not None
+    if resume and output is None and not named:
         raise InvalidArgument("name the run to go on with: --resume -o RUN.zarr")
+    _check_fork(source, at, output, named=named, resume=resume)
     if output is not None and "://" in output:  # a Path would make a folder of it
         raise InvalidArgument(f"cannot record to {output}: a run is recorded to a local folder")
     path = Path(output or f"{preset_name or Path(str(config_file)).stem}.zarr")
-    config = _configured(
-        preset_name, config_file, assignments, variables, fields, path if resume else None
-    )
+    changes = _assignments(assignments, variables, fields)
+    if source is None:
+        config = _configured(
+            preset_name, config_file, assignments, variables, fields, path if resume else None
+        )
+    else:
+        config = _forked(source, changes)
 
     with StopRequest() as stop, RecordingProgress(config.training.steps) as progress:
 
@@ -184,22 +222,24 @@ def record(
             progress.show_corpus(text)
             stop.begin()
 
+        common: dict[str, Any] = {
+            "corpus": corpus,
+            "tokenizer": tokenizer,
+            "overwrite": overwrite,
+            "fsync": fsync,
+            "stop": stop,
+            "on_corpus": begin,
+            "on_step": progress.show_step,
+            "on_note": progress.show_note,
+            "on_proof": progress.show_proof,
+        }
         try:
-            trainers.record(
-                config,
-                path,
-                corpus=corpus,
-                tokenizer=tokenizer,
-                overwrite=overwrite,
-                resume=resume,
-                fsync=fsync,
-                stop=stop,
-                on_corpus=begin,
-                on_step=progress.show_step,
-                on_note=progress.show_note,
-            )
+            if source is None or at is None:
+                trainers.record(config, path, resume=resume, **common)
+            else:
+                trainers.fork(source, path, at=at, settings=changes, **common)
         except SystemExit:
-            left = f"{path} is as it was" if resume else "nothing has been recorded"
+            left = f"{path} is as it was" if path.exists() else "nothing has been recorded"
             err.print(Text(f"Stopped before the training began; {left}."))
             raise
     from trajstore.store.run_info import information
@@ -223,6 +263,40 @@ def record(
             f"on disk (ratio {facts['ratio']:.2f})."
         )
         out.print(f"Look at it with: trajstore summary {path}")
+
+
+def _check_fork(
+    source: str | None, at: int | None, output: str | None, *, named: bool, resume: bool
+) -> None:
+    """Refuse options that do not go with a fork, or only with one."""
+    if source is None:
+        if at is not None:
+            raise InvalidArgument("--at is the step of a fork; name the run: --fork RUN.zarr")
+        return
+    if at is None:
+        raise InvalidArgument("name the step to fork at: --at STEP")
+    if output is None:
+        raise InvalidArgument("name the run to be made: -o OTHER.zarr")
+    if named:
+        raise InvalidArgument(
+            "a fork has the configuration of its run; leave out --preset and --config, and say "
+            "with --set what changes"
+        )
+    if resume:
+        raise InvalidArgument(
+            f"got both --fork and --resume; a fork that is there goes on with: trajstore record "
+            f"--resume -o {shlex.quote(output)}"
+        )
+
+
+def _forked(source: str, changes: list[str]) -> Any:
+    """Configuration of a fork, before it is looked at more closely."""
+    import trainers
+    from trajstore.store.open_group import open_group
+
+    if "://" not in source:
+        open_group(source)
+    return trainers.recorded_config(source).with_values(changes)
 
 
 @click.command()
