@@ -124,8 +124,6 @@ def fork(
     tell = on_note or _say_nothing
     source = _Source.open(run)
     config = forked_config(source.config, settings)
-    if strict_numerics:
-        require_sound(numeric_advice(config))
     source.check_step(at, config)
     check_device(source.path, config, source.provenance)
     types = forked_types(source.types, source.config, config)
@@ -136,6 +134,9 @@ def fork(
     sources = text_sources(source.newest_checkpoint(), corpus=corpus, tokenizer=tokenizer)
     text = load_corpus(config, **sources)
     check_text(source.path, text)
+    advice = numeric_advice(config)
+    if strict_numerics:
+        require_sound(advice)
     for note in _notes(source.config, config, at):
         tell(note)
     folder = CheckpointFolder(target, fsync=fsync)
@@ -149,6 +150,8 @@ def fork(
         folder.discard()
         raise
     del history, checkpoint  # what is trained from here on is as large
+    for one in advice:
+        tell(one.sentence)
     return record(
         config,
         target,
