@@ -126,6 +126,9 @@ def test_float32_weights_are_what_torch_makes_of_the_gradients(tmp_path: Path) -
     assert replay(out).clean
     moved = np.sqrt(((expected[1:].astype("f8") - expected[:-1]) ** 2).sum(-1)).astype("f4")
     np.testing.assert_allclose(wide.W_step_norm.values[1:], moved, rtol=1e-6)
+    late = what_if(run, tmp_path / "late.zarr", ["model.dtype=float32"], from_step=5).path
+    assert np.isnan(open_run(late).W_ulp_l1.values[0]).all()
+    assert (open_run(late).W_step_norm.values[0] == ds.W_step_norm.values[5]).all()
 
 
 @pytest.mark.parametrize(

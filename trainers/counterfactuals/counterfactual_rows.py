@@ -1,0 +1,157 @@
+"""The rows of a counterfactual: what the optimizer makes of W, beside what stays as recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainers.counterfactuals.open_loop import OpenLoop
+from trainers.counterfactuals.planned_counterfactual import (
+    OF_THE_OPTIMIZER,
+    PlannedCounterfactual,
+)
+from trainers.recording.device_norms import token_norm, ulp_l1
+from trainers.recording.parameter_rows import MOMENTS
+from trainers.replay.parameter_placement import tensor_of
+from trainers.replay.recorded_optimizer import State
+from trainers.replay.recorded_rows import RecordedRow
+from trainers.replay.replay_result import CannotReplay
+from trajstore.schema import VARIABLES
+from trajstore.values.native_types import as_bits
+
+__all__ = ["CounterfactualRows"]
+
+Array = npt.NDArray[Any]
+
+_WINDOW = 128 << 20
+
+
+class CounterfactualRows:
+    """Makes one row after the other.
+
+    Parameters
+    ----------
+    planned : PlannedCounterfactual
+    """
+
+    def __init__(self, planned: PlannedCounterfactual) -> None:
+        self._planned = planned
+        self._rows = planned.rows
+        self._variables = planned.variables
+
+    def __iter__(self) -> Iterator[tuple[RecordedRow, dict[str, Array]]]:
+        """Each row of the new run with its bits."""
+        first = self._planned.first
+        names = {*self._variables, *self._planned.recorded.state_names}
+        (row,) = self._rows.read(names, first=first, stop=first + 1)
+        loop = self._begin(row)
+        recorded = {name: self._rows.scalar(name, first) for name in ("lr", "clip_coef")}
+        values = self._values(loop, row, None) | recorded
+        if "W_ulp_l1" in values and self._variables["W"] != self._rows.natives["W"]:
+            # The way that led to this row was counted in spacings of another type.
+            values["W_ulp_l1"] = np.full_like(
+                values["W_ulp_l1"], self._variables["W_ulp_l1"].nan_bits
+            )
+        yield row, values
+        copied = [name for name in self._variables if name not in OF_THE_OPTIMIZER]
+        for row in self._rows.read(copied, first=first + 1, window=_WINDOW):
+            last = loop.weights.clone() if self._has_motion else None
+            self._step(loop, row, self._planned.lr, self._planned.clip_coef)
+            yield row, self._values(loop, row, last)
+
+    @property
+    def _has_motion(self) -> bool:
+        return "W_step_norm" in self._variables or "W_ulp_l1" in self._variables
+
+    def _begin(self, row: RecordedRow) -> OpenLoop:
+        """The optimizer with the recorded state of a row."""
+        taken = self._rows.steps_taken(row.number)
+        state: State | None = None
+        if taken and self._planned.settings.keeps_state:
+            if self._planned.needs_rebuilding:
+                before = self._rebuilt(row.number)
+                state = {name: before.state(name) for name in self._planned.recorded.state_names}
+            else:
+                state = {
+                    name: self._parameter(name, row) for name in self._planned.recorded.state_names
+                }
+            if state and row.number == 0 and not any(value.any() for value in state.values()):
+                raise CannotReplay(
+                    f"the state of the optimizer at step {row.step} was not seen: recording began "
+                    "there; begin a step later (--from)"
+                )
+        weights = self._parameter("W", row).to(getattr(torch, self._planned.settings.weights_dtype))
+        return OpenLoop(self._planned.optimizer, self._planned.placement, weights, state, taken)
+
+    def _rebuilt(self, last: int) -> OpenLoop:
+        """The recorded optimizer after all recorded steps up to a row, to have its state."""
+        (start,) = self._rows.read(["W"], stop=1)
+        loop = OpenLoop(
+            self._planned.recorded, self._planned.placement, self._parameter("W", start), None, 0
+        )
+        for row in self._rows.read(["grad"], first=1, stop=last + 1, window=_WINDOW):
+            self._step(loop, row, None, None)
+        return loop
+
+    def _step(
+        self,
+        loop: OpenLoop,
+        row: RecordedRow,
+        lr: npt.NDArray[np.float64] | None,
+        clip_coef: list[Array] | None,
+    ) -> None:
+        """Take the step of a row, with changed rates or, without them, as it was recorded."""
+        number = row.number
+        if self._rows.skipped[number]:
+            return
+        rate = self._rows.value("lr", number) if lr is None else float(lr[number])
+        bits = self._rows.scalar("clip_coef", number) if clip_coef is None else clip_coef[number]
+        gradient = loop.gradient(
+            self._planned.of_tokens(row.bits["grad"]), self._rows.natives["grad"]
+        )
+        loop.step(gradient, tensor_of(bits, self._rows.natives["clip_coef"]), rate)
+
+    def _parameter(self, name: str, row: RecordedRow) -> torch.Tensor:
+        return self._planned.placement.parameter(
+            self._planned.of_tokens(row.bits[name]), self._rows.natives[name]
+        )
+
+    def _values(
+        self, loop: OpenLoop, row: RecordedRow, last: torch.Tensor | None
+    ) -> dict[str, Array]:
+        """Bits of a row of the new run."""
+        values: dict[str, Array] = {}
+        for name in self._variables:
+            if name == "W":
+                values[name] = loop.bits(loop.weights)
+            elif name in MOMENTS:
+                values[name] = loop.bits(loop.state(name))
+            elif name == "lr":
+                values[name] = self._planned.lr[row.number].view(np.uint64)
+            elif name == "clip_coef":
+                values[name] = self._planned.clip_coef[row.number]
+            elif name == "grad":
+                values[name] = self._gradient(row)
+            elif last is not None and name in ("W_step_norm", "W_ulp_l1"):
+                measure = token_norm if name == "W_step_norm" else ulp_l1
+                values[name] = loop.bits(measure(loop.weights, last))
+            elif VARIABLES[name].dims == ("step",):
+                values[name] = self._rows.scalar(name, row.number)
+            else:
+                bits = row.bits[name]
+                values[name] = (
+                    self._planned.of_tokens(bits) if "token" in VARIABLES[name].dims else bits
+                )
+        return values
+
+    def _gradient(self, row: RecordedRow) -> Array:
+        """The gradient as the optimizer gets it, before clipping."""
+        native, wanted = self._rows.natives["grad"], self._variables["grad"]
+        bits = self._planned.of_tokens(row.bits["grad"])
+        if native == wanted:
+            return bits
+        return as_bits(tensor_of(bits, native).to(getattr(torch, wanted.name)), wanted, "grad")
