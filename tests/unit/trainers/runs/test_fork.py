@@ -12,7 +12,9 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
-from trainers import RunConfig, fork, preset, record, recorded_config  # noqa: E402
+from small_trainings import BLOCK, small_config, stop_after  # noqa: E402
+
+from trainers import RunConfig, fork, record, recorded_config  # noqa: E402
 from trainers.replay.replay import replay  # noqa: E402
 from trainers.runs.checkpoint import Checkpoint  # noqa: E402
 from trajstore import RunWriter, repair, verify  # noqa: E402
@@ -29,29 +31,12 @@ from trajstore.store.object_keys import checkpoint_folder  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-STEPS, BLOCK = 12, 4
-SMALL = [
-    "model.context=16", "model.hidden=8", "model.layers=1", "training.batch_size=9",
-    "training.device=cpu", f"training.steps={STEPS}", f"recording.block_rows={BLOCK}",
-]  # fmt: skip
+STEPS = 12
 VARIANTS = {"trainer": ["gatsby"], "plain": ["gatsby-adam", "schedule.name=linear"]}
 
 
 def config_of(name: str, *assignments: str) -> RunConfig:
-    named, *changes = VARIANTS[name]
-    return preset(named).with_values([*SMALL, *changes, *assignments])
-
-
-def after(step: int) -> Callable[[], bool]:
-    steps = iter(range(1, step + 1))
-    return lambda: next(steps) == step
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "april.txt"
-    path.write_bytes(b"It was a bright cold day in April. " * 2)
-    return path
+    return small_config(VARIANTS[name], *assignments, steps=STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +50,7 @@ def recorded(
         whole, stopped = folder / f"{name}.zarr", folder / f"{name}-stopped.zarr"
         if not whole.exists():
             record(config_of(name), whole, corpus=text)
-            record(config_of(name), stopped, corpus=text, stop=after(6))
+            record(config_of(name), stopped, corpus=text, stop=stop_after(6))
         return whole, stopped
 
     return runs
@@ -159,7 +144,7 @@ def test_from_the_nearest_checkpoint_before(stopped: Path, text: Path, tmp_path:
     path = tmp_path / "run.zarr"
     shutil.copytree(stopped, path)
     shutil.copytree(checkpoint_folder(stopped), checkpoint_folder(path))
-    record(recorded_config(path), path, corpus=text, resume=True, stop=after(4))
+    record(recorded_config(path), path, corpus=text, resume=True, stop=stop_after(4))
     shutil.rmtree(checkpoint_folder(path))
     shutil.copytree(checkpoint_folder(stopped), checkpoint_folder(path))
     assert last_checkpoint(path).step == 6
@@ -238,8 +223,8 @@ def test_a_fork_is_gone_on_with_forked_and_repaired_as_any_run(
     straight, path = tmp_path / "straight.zarr", tmp_path / "run.zarr"
     changes = ["optimizer.lr=3e-3", "model.dtype=float32"]
     fork(stopped, straight, at=6, settings=changes)
-    fork(stopped, path, at=6, settings=changes, stop=after(1))
-    record(recorded_config(path), path, resume=True, stop=after(2))
+    fork(stopped, path, at=6, settings=changes, stop=stop_after(1))
+    record(recorded_config(path), path, resume=True, stop=stop_after(2))
     further = fork(path, tmp_path / "further.zarr", at=9, settings=["optimizer.lr=1e-4"])
     assert parts(straight, further)["W"] == 10
     entry = xr.open_zarr(further).attrs["provenance"]["fork"]

@@ -12,7 +12,9 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
-from trainers import RunConfig, preset, record, recorded_config  # noqa: E402
+from small_trainings import BLOCK, TEXT, small_config, stop_after  # noqa: E402
+
+from trainers import RunConfig, record, recorded_config  # noqa: E402
 from trainers.runs.checkpoint import Checkpoint  # noqa: E402
 from trajstore import RunWriter, repair  # noqa: E402
 from trajstore.errors import (  # noqa: E402
@@ -29,12 +31,7 @@ from trajstore.store.object_keys import checkpoint_folder  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-STEPS, EPOCH, BLOCK = 16, 6, 4
-TEXT = b"It was a bright cold day in April. " * 2  # 54 examples of 16 tokens: 6 batches of 9
-SMALL = [
-    "model.context=16", "model.hidden=8", "model.layers=1", "training.batch_size=9",
-    "training.device=cpu", f"training.steps={STEPS}", f"recording.block_rows={BLOCK}",
-]  # fmt: skip
+STEPS, EPOCH = 16, 6
 SUMMARIES = "recording.record=['all','W_step_norm','W_ulp_l1','grad_token_norm','hidden_mean']"
 VARIANTS = {
     "trainer": ["gatsby"],
@@ -67,21 +64,7 @@ VARIANTS = {
 
 
 def config_of(name: str, *assignments: str) -> RunConfig:
-    named, *changes = VARIANTS[name]
-    return preset(named).with_values([*SMALL, *changes, *assignments])
-
-
-def after(step: int) -> Callable[[], bool]:
-    """Ask to stop when so many steps have been taken."""
-    steps = iter(range(1, step + 1))
-    return lambda: next(steps) == step
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "april.txt"
-    path.write_bytes(TEXT)
-    return path
+    return small_config(VARIANTS[name], *assignments, steps=STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +85,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[
 def interrupted(tmp_path: Path, text: Path) -> Path:
     """The variant `trainer`, stopped after step 5, with its checkpoint."""
     path = tmp_path / "run.zarr"
-    record(config_of("trainer"), path, corpus=text, stop=after(5))
+    record(config_of("trainer"), path, corpus=text, stop=stop_after(5))
     return path
 
 
@@ -150,7 +133,7 @@ def test_a_seam_leaves_no_trace(
     name: str, step: int, straight: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.zarr"
-    record(config_of(name), path, corpus=text, stop=after(step))
+    record(config_of(name), path, corpus=text, stop=stop_after(step))
     ds = xr.open_zarr(path)
     assert ds.attrs["status"] == "interrupted"
     assert ds.step.values[-1] == step
@@ -167,9 +150,9 @@ def test_many_seams_leave_no_trace(
     straight: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
     name, path = "trainer, every 3, accumulated", tmp_path / "run.zarr"
-    record(config_of(name), path, corpus=text, stop=after(1))
+    record(config_of(name), path, corpus=text, stop=stop_after(1))
     for _ in range(4):
-        record(recorded_config(path), path, resume=True, stop=after(3))
+        record(recorded_config(path), path, resume=True, stop=stop_after(3))
     assert xr.open_zarr(path).step.values.tolist() == [0, 3, 6, 9, 12, 13]
     record(recorded_config(path), path, resume=True)
     agree(straight(name), path)
@@ -215,7 +198,9 @@ def test_a_run_is_never_closed_without_its_last_checkpoint(
         assert last_checkpoint(path).rows <= self.committed_rows
 
     monkeypatch.setattr(RunWriter, "close", look)
-    record(config_of(name, "recording.checkpoint_every=4"), path, corpus=text, stop=after(last))
+    record(
+        config_of(name, "recording.checkpoint_every=4"), path, corpus=text, stop=stop_after(last)
+    )
     assert seen == [("complete" if last == STEPS else "interrupted", [last])]
     assert checkpoints(path) == [last]
     assert not list(tmp_path.glob(".*.lock"))
@@ -240,10 +225,12 @@ def test_a_checkpoint_past_the_committed_rows_is_passed_over(
     straight: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.zarr"
-    record(config_of("trainer", "recording.checkpoint_every=1"), path, corpus=text, stop=after(7))
+    record(
+        config_of("trainer", "recording.checkpoint_every=1"), path, corpus=text, stop=stop_after(7)
+    )
     folder = checkpoint_folder(path)
     early = (folder / "step-00000007.safetensors").read_bytes()
-    record(recorded_config(path), path, resume=True, stop=after(3))
+    record(recorded_config(path), path, resume=True, stop=stop_after(3))
     assert checkpoints(path) == [10]
     (folder / "step-00000007.safetensors").write_bytes(early)
     RunWriter.resume(path, rows=9).close("interrupted")
@@ -267,7 +254,7 @@ def test_a_new_run_takes_no_notice_of_old_checkpoints(interrupted: Path, text: P
     folder = checkpoint_folder(interrupted)
     old = next(folder.iterdir())
     assert old.name == "step-00000005.safetensors"
-    record(config_of("trainer"), interrupted, corpus=text, overwrite=True, stop=after(3))
+    record(config_of("trainer"), interrupted, corpus=text, overwrite=True, stop=stop_after(3))
     assert checkpoints(interrupted) == [3]
 
 
@@ -293,7 +280,7 @@ def test_a_run_that_has_all_its_steps_is_marked_complete(
     name: str, text: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.zarr"
-    record(config_of(name, "schedule.name=linear"), path, corpus=text, stop=after(10))
+    record(config_of(name, "schedule.name=linear"), path, corpus=text, stop=stop_after(10))
     before = xr.open_zarr(path).load()
     notes: list[str] = []
     shorter = recorded_config(path).with_values(["training.steps=10"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,9 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
-from trainers import RunConfig, preset, record, recorded_config  # noqa: E402
+from small_trainings import small_config, stop_after  # noqa: E402
+
+from trainers import RunConfig, record, recorded_config  # noqa: E402
 from trajstore import RunWriter, verify  # noqa: E402
 from trajstore.errors import NothingToResume, RunLocked  # noqa: E402
 from trajstore.store.branched_run import branch_run  # noqa: E402
@@ -20,10 +21,6 @@ from trajstore.store.object_keys import checkpoint_folder  # noqa: E402
 pytestmark = pytest.mark.torch
 
 STEPS = 12
-SMALL = [
-    "model.context=16", "model.hidden=8", "model.layers=1", "training.batch_size=9",
-    "training.device=cpu", f"training.steps={STEPS}", "recording.block_rows=4",
-]  # fmt: skip
 VARIANTS = {
     "trainer": ["gatsby"],
     "trainer, every 3, accumulated": [
@@ -39,27 +36,14 @@ VARIANTS = {
 
 
 def config_of(name: str, *assignments: str) -> RunConfig:
-    named, *changes = VARIANTS[name]
-    return preset(named).with_values([*SMALL, *changes, *assignments])
-
-
-def after(step: int) -> Callable[[], bool]:
-    steps = iter(range(1, step + 1))
-    return lambda: next(steps) == step
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "april.txt"
-    path.write_bytes(b"It was a bright cold day in April. " * 2)
-    return path
+    return small_config(VARIANTS[name], *assignments, steps=STEPS)
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """The variant `trainer`, stopped after step 6."""
     path = tmp_path_factory.mktemp("stopped") / "run.zarr"
-    record(config_of("trainer"), path, corpus=text, stop=after(6))
+    record(config_of("trainer"), path, corpus=text, stop=stop_after(6))
     return path
 
 
@@ -93,7 +77,7 @@ def test_a_run_whose_checkpoint_is_gone_goes_on(
 ) -> None:
     straight, path = tmp_path / "straight.zarr", tmp_path / "run.zarr"
     record(config_of(name), straight, corpus=text)
-    record(config_of(name), path, corpus=text, stop=after(step))
+    record(config_of(name), path, corpus=text, stop=stop_after(step))
     shutil.rmtree(checkpoint_folder(path))
     notes: list[str] = []
     proven: list[tuple[int, int]] = []
@@ -190,12 +174,12 @@ def test_a_run_that_is_not_there_or_has_no_rows_begins(
     stopped: Path, text: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.zarr"
-    record(config_of("trainer"), path, corpus=text, resume=True, stop=after(6))
+    record(config_of("trainer"), path, corpus=text, resume=True, stop=stop_after(6))
     same(stopped, path)
     config = xr.open_zarr(path).attrs["config"]
     RunWriter.resume(path, rows=0).close("interrupted")
     shutil.rmtree(checkpoint_folder(path))
-    record(RunConfig.parse(config), path, corpus=text, resume=True, stop=after(6))
+    record(RunConfig.parse(config), path, corpus=text, resume=True, stop=stop_after(6))
     same(stopped, path)
 
 
