@@ -144,7 +144,7 @@ def build_adam_update(history: Scan, optimizer: Mapping[str, Any] | None = None)
     """`adam_update` of a prepared Dataset."""
     input_checks.variables(history.ds, "W", "exp_avg", "exp_avg_sq", "lr")
     history.require_rows(1, "adam_update")
-    rule = AdamRule.of(optimizer or history.ds.attrs.get("optimizer"))
+    rule = AdamRule.of(input_checks.optimizer_of(history.ds, optimizer))
     native = native_dtype(history.ds["W"])
     blocks = history.blocks("W")
     dtype = result_dtype(blocks.dtype)
@@ -296,7 +296,7 @@ def build_freeze_cause(history: Scan, optimizer: Mapping[str, Any] | None = None
     """`freeze_cause` of a prepared Dataset."""
     input_checks.variables(history.ds, "W", "grad", "exp_avg", "exp_avg_sq", "lr")
     history.require_rows(1, "freeze_cause")
-    rule = AdamRule.of(optimizer or history.ds.attrs.get("optimizer"))
+    rule = AdamRule.of(input_checks.optimizer_of(history.ds, optimizer))
     lr, follows = _learning_rates(history), _follows(history)
     evidence = over_hidden(
         _evidence_kernel,

@@ -110,7 +110,7 @@ def build_freeze_blame(
         raise InvalidArgument(f"got window={window}, expected at least 1 step")
     input_checks.variables(history.ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
     recurrence = Recurrence.of(history, optimizer, "freeze_blame")
-    rule = AdamRule.of(optimizer or history.ds.attrs.get("optimizer"))
+    rule = AdamRule.of(input_checks.optimizer_of(history.ds, optimizer))
     facts = _facts(recurrence, rule, window)[0]
     blame = facts.map_blocks(
         _outcome_kernel,

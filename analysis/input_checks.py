@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import xarray as xr
 
-from trajstore.errors import StepNotFound, VariableNotRecorded
+from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.schema import TIERS
+from trajstore.store.fork_provenance import steps_of_another_optimizer
 
-__all__ = ["row_of_step", "variables"]
+__all__ = ["optimizer_of", "row_of_step", "variables"]
 
 
 def variables(ds: xr.Dataset, *names: str) -> None:
@@ -29,6 +33,28 @@ def variables(ds: xr.Dataset, *names: str) -> None:
         raise VariableNotRecorded(
             f"this question needs {', '.join(missing)}, which the run does not hold{remedy}"
         )
+
+
+def optimizer_of(ds: xr.Dataset, given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Optimizer that took the steps of these rows: as given, or as the run says.
+
+    Raises
+    ------
+    InvalidArgument
+        If the run is a fork, and some of the steps were taken before, with another optimizer.
+    """
+    if given:
+        return given
+    last = steps_of_another_optimizer(ds.attrs)
+    steps = ds["step"].values
+    if steps.size > 1 and steps[1] <= last:
+        raise InvalidArgument(
+            f"the steps up to {last} were taken with another optimizer, before the run was forked; "
+            f"ask about those after it, ds.sel(step=slice({last}, None)), or ask the run that it "
+            "was forked from"
+        )
+    optimizer: Mapping[str, Any] | None = ds.attrs.get("optimizer")
+    return optimizer
 
 
 def row_of_step(ds: xr.Dataset, step: int) -> int:

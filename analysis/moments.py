@@ -69,7 +69,7 @@ class Recurrence:
         """
         ds = history.ds
         history.require_rows(1, question)
-        rule = MomentRule.of(optimizer or ds.attrs.get("optimizer"))
+        rule = MomentRule.of(input_checks.optimizer_of(ds, optimizer))
         input_checks.variables(ds, "grad", "clip_coef", *(["W"] if rule.coupled_decay else []))
         _require_every_step(history.steps, question)
         taken = np.ones(history.rows, bool)

@@ -145,7 +145,7 @@ def require_sound(advice: Sequence[Advice]) -> None:
     """
     if advice:
         raise ConfigError(
-            "the numerics are not sound, as strict_numerics demands: "
+            "refused, as strict numerics were asked for: "
             + "; and ".join(one.sentence for one in advice)
         )
 

@@ -37,7 +37,7 @@ def cli(*arguments: object, rc: int = 0) -> str:
 def test_with_nothing_set_it_is_the_run(run: Path, tmp_path: Path) -> None:
     said = cli("what-if", run, "-o", tmp_path / "same.zarr")
     assert "13 rows, steps 0 to 12" in said
-    assert "Note: the gradients are those of the recorded path" in said
+    assert "Note: nothing was changed, so this is the recorded run again" in said
     compared = json.loads(cli("compare", "--json", run, tmp_path / "same.zarr"))
     assert compared["only_first"] == compared["only_second"] == []
     assert {v["differing_steps"] for v in compared["variables"].values()} == {0}

@@ -47,6 +47,7 @@ class OpenLoop:
             held = {
                 name: value.to(device=weights.device, dtype=optimizer.example[name].dtype)
                 for name, value in state.items()
+                if name in optimizer.example  # a momentum of 0 keeps none
             }
             self._optimizer.state[self._parameter] = optimizer.with_step_count(held, steps_taken)
 

@@ -25,6 +25,7 @@ from trainers.replay.recorded_rows import RecordedRows
 from trainers.replay.replay_result import CannotReplay
 from trajstore.errors import InvalidArgument, StepNotFound
 from trajstore.schema import RECORDED
+from trajstore.store.fork_provenance import steps_of_another_optimizer
 from trajstore.store.tiled_reader import TiledRun
 from trajstore.values.native_types import NATIVE_TYPES, NativeType
 
@@ -89,7 +90,7 @@ class PlannedCounterfactual:
         *,
         from_step: int | None,
         tokens: Tokens,
-        seed: int,
+        seed: int | None,
         device: torch.device,
     ) -> PlannedCounterfactual:
         """Decide all of it, before anything is written.
@@ -115,12 +116,8 @@ class PlannedCounterfactual:
                 f"{rows.steps[0]}, so it cannot be rebuilt; record the tier all"
             )
         _check_every_step(rows, 0 if _is_rebuilt(rows, recorded) else first)
-        if not settings.keeps_state and optimizer.counts_steps and rows.steps[first] != 0:
-            raise CannotReplay(
-                f"{settings.optimizer['class'].rpartition('.')[2]} has no state at step "
-                f"{rows.steps[first]}, where the run had another optimizer; begin where training "
-                "began, without --from"
-            )
+        _check_state(rows, settings, recorded, optimizer, first)
+        _check_optimizer_of_steps(source, rows, recorded, first)
         if first and _is_rebuilt(rows, recorded):
             recorded_lr = np.array([rows.value("lr", number) for number in range(len(rows))])
             _check_known(rows, recorded_lr, _recorded_clip_coefs(rows), range(1, first + 1))
@@ -145,6 +142,8 @@ class PlannedCounterfactual:
     @property
     def notes(self) -> tuple[str, ...]:
         """What should be known about it."""
+        if not self.settings.given:
+            return ("nothing was changed, so this is the recorded run again",)
         found = [CAVEAT]
         if not self.settings.keeps_state:
             found.append("the optimizer is of another class, and begins without a state")
@@ -205,6 +204,8 @@ def _row_of(rows: RecordedRows, step: int | None) -> int:
         raise CannotReplay("the run has no rows yet")
     if step is None:
         return 0
+    if step == rows.steps[-1]:
+        raise CannotReplay(f"{step} is the last step of the run, so nothing is left to be done")
     found = np.flatnonzero(rows.steps == step)
     if not found.size:
         raise StepNotFound(
@@ -217,6 +218,44 @@ def _row_of(rows: RecordedRows, step: int | None) -> int:
 def _is_rebuilt(rows: RecordedRows, optimizer: RecordedOptimizer) -> bool:
     """Whether some of the optimizer's state is not recorded."""
     return any(name not in rows for name in optimizer.state_names)
+
+
+def _check_state(
+    rows: RecordedRows,
+    settings: ChangedSettings,
+    recorded: RecordedOptimizer,
+    optimizer: RecordedOptimizer,
+    first: int,
+) -> None:
+    """Insist on a state for the optimizer where it has taken steps."""
+    step = int(rows.steps[first])
+    if step == 0:
+        return
+    fresh = set(optimizer.state_names) - set(recorded.state_names)
+    if not settings.keeps_state or fresh:
+        name = settings.optimizer["class"].rpartition(".")[2]
+        raise CannotReplay(
+            f"{name} with these settings has no state at step {step}, where the run had another "
+            "optimizer; begin where training began, without --from"
+        )
+    if optimizer.counts_steps and not rows.counts_skipped(first + 1):
+        raise CannotReplay(
+            f"how many steps were skipped until step {step}, and so do not count, is not recorded; "
+            "ask about a run that holds every step from 0 on"
+        )
+
+
+def _check_optimizer_of_steps(
+    source: TiledRun, rows: RecordedRows, recorded: RecordedOptimizer, first: int
+) -> None:
+    """Insist that the run's optimizer made the steps that are gone over."""
+    last = steps_of_another_optimizer(source.attributes)
+    start = 0 if _is_rebuilt(rows, recorded) else int(rows.steps[first])
+    if start < last:
+        raise CannotReplay(
+            f"the steps up to {last} were taken with another optimizer, before the run was forked; "
+            f"begin there (--from {last}), or ask about the run that it was forked from"
+        )
 
 
 def _check_every_step(rows: RecordedRows, first: int) -> None:
@@ -269,7 +308,8 @@ def _placement(
         chosen = np.flatnonzero(np.isin(held, wanted))
     if chosen is None:
         return whole, None
-    return replace(whole, ids=held[chosen]), chosen
+    # A run that does not say how large the vocabulary was is all that there is.
+    return replace(whole, ids=chosen if whole.ids is None else held[chosen]), chosen
 
 
 def _variables(

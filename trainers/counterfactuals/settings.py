@@ -60,7 +60,11 @@ class ChangedSettings:
 
 
 def changed_settings(
-    attributes: Mapping[str, Any], weights_dtype: str, assignments: Sequence[str], *, seed: int = 0
+    attributes: Mapping[str, Any],
+    weights_dtype: str,
+    assignments: Sequence[str],
+    *,
+    seed: int | None = None,
 ) -> ChangedSettings:
     """Settings of a run, with some changed.
 
@@ -73,8 +77,8 @@ def changed_settings(
     assignments : sequence of str
         ``section.field=value`` as for a recording, of `CHANGEABLE`; ``rounding`` is short for
         ``optimizer.rounding``.
-    seed : int
-        Of stochastic rounding.
+    seed : int, optional
+        Of stochastic rounding; 0 without it.
 
     Raises
     ------
@@ -96,13 +100,17 @@ def changed_settings(
     dtype = given.get("model.dtype", weights_dtype)
     state_dtype = given.get("optimizer.state_dtype") or recorded.get("state_dtype") or dtype
     rounding = given.get("optimizer.rounding", recorded.get("rounding", "nearest"))
-    if state_dtype != dtype or rounding != "nearest":
+    retyped = {"model.dtype", "optimizer.state_dtype", "optimizer.rounding"} & given.keys()
+    is_rounded = path.rpartition(".")[2].startswith("Rounded") and not retyped
+    if seed is not None and rounding != "stochastic":
+        raise ConfigError("seed: it is of stochastic rounding, and nothing here is random")
+    if state_dtype != dtype or rounding != "nearest" or is_rounded:
         if name not in _ROUNDED:
             raise ConfigError(
                 f"{name} keeps its state in the type of the weights and rounds to nearest; another "
                 f"optimizer.state_dtype or optimizer.rounding is there for {', '.join(_ROUNDED)}"
             )
-        kept = seed if "optimizer.rounding" in given else recorded.get("rounding_seed", seed)
+        kept = recorded.get("rounding_seed", 0) if seed is None else seed
         hyperparameters |= {
             "state_dtype": state_dtype, "rounding": rounding, "rounding_seed": kept,
             "foreach": None, "fused": None,

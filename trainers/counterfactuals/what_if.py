@@ -17,7 +17,7 @@ from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
 from trajstore.store.create import check_target, staged_run
 from trajstore.store.run_info import content_digest
-from trajstore.store.tiled_reader import open_tiled
+from trajstore.store.tiled_reader import attribute, open_tiled
 from trajstore.store.writer import RunWriter
 
 __all__ = ["WhatIf", "what_if"]
@@ -50,7 +50,7 @@ def what_if(
     *,
     from_step: int | None = None,
     tokens: Tokens = "all",
-    seed: int = 0,
+    seed: int | None = None,
     encoding: str | None = None,
     memory: int | str = EXCHANGE_MEMORY,
     overwrite: bool = False,
@@ -77,8 +77,8 @@ def what_if(
         Step whose recorded state it goes on from; the first row without it.
     tokens : {'all', 'dead', 'live'} or array_like of int
         Whose rows are calculated: each element of W goes its own way.
-    seed : int
-        Of stochastic rounding.
+    seed : int, optional
+        Of stochastic rounding; 0 without it.
     encoding : {'delta', 'portable'}, optional
         Of the new run; the writer's own choice without it.
     memory : int or str, default 320 MiB
@@ -116,7 +116,7 @@ def what_if(
     (4, 0, 3)
     """
     target = check_target(output, overwrite=overwrite)
-    if target == Path(run).absolute():
+    if target.exists() and target.samefile(run):
         raise InvalidArgument(f"{output} is the run that the gradients are read from")
     source = open_tiled(run)
     rows = RecordedRows(source)
@@ -126,11 +126,15 @@ def what_if(
             source, rows, settings, from_step=from_step, tokens=tokens, seed=seed,
             device=device.device,
         )  # fmt: skip
-        origin = {
+        origin: dict[str, Any] = {
             "run": os.path.basename(os.path.normpath(run)),
             "created": source.attributes.get("created"),
             "sha256": content_digest(run),
+            "tokens": tokens if isinstance(tokens, str) else "a list of ids",
         }
+        earlier = attribute(source.attributes, "provenance", "what_if")
+        if earlier is not None:
+            origin["earlier"] = earlier
         with staged_run(target, overwrite=overwrite) as new:
             _write(new, planned, origin, encoding=encoding, memory=memory, on_progress=on_progress)
     return WhatIf(

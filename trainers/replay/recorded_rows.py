@@ -85,6 +85,12 @@ class RecordedRows:
         """Steps that the optimizer had taken at a row: skipped ones do not count."""
         return int(self.steps[number]) - int(np.count_nonzero(self.skipped[: number + 1]))
 
+    def counts_skipped(self, number: int) -> bool:
+        """Whether it is known how many steps were skipped before a row."""
+        if "skipped" not in self:
+            return True
+        return self.from_start and np.array_equal(self.steps[:number], np.arange(number))
+
     def scalar(self, name: str, number: int) -> Array:
         """Bits of a scalar of a row."""
         bits: Array = self._scalars[name][number]

@@ -160,9 +160,7 @@ class RecordedSteps:
             )
         if rows.steps_taken(previous.number) == 0:
             return
-        before = rows.steps[: row.number]
-        whole = rows.from_start and np.array_equal(before, np.arange(row.number))
-        if "skipped" in rows and simulator.optimizer.counts_steps and not whole:
+        if simulator.optimizer.counts_steps and not rows.counts_skipped(row.number):
             raise CannotReplay(
                 "how many of the steps before were skipped, and so do not count, is not recorded"
             )

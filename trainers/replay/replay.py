@@ -8,9 +8,8 @@ for bit.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainers.replay.findings import Comparisons, Findings, UnreplayedSteps
 from trainers.replay.pending_mismatch import OpenMismatch
@@ -26,6 +25,7 @@ from trainers.replay.row_checks import (
 )
 from trainers.replay.step_simulator import Simulator, recorded_simulator
 from trainers.replay.summary_checks import SummaryChecks
+from trajstore.store.fork_provenance import steps_of_another_optimizer
 from trajstore.store.tiled_reader import attribute, open_tiled
 
 __all__ = ["replay"]
@@ -77,7 +77,7 @@ def replay(
                 clipped_to,
                 findings,
                 exact=device.exact,
-                others_until=_steps_of_another(source.attributes),
+                others_until=steps_of_another_optimizer(source.attributes),
             )
             names |= {"grad", *simulator.recorded}
         check_skipped(rows, findings)
@@ -134,14 +134,6 @@ class ProvenSteps:
     rebuilt: tuple[str, ...] = ()
     variables: dict[str, Compared] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-
-
-def _steps_of_another(attributes: Mapping[str, Any]) -> int:
-    """Last step that was taken with another optimizer than the attributes say; 0 for none."""
-    if attribute(attributes, "provenance", "fork", "optimizer") is None:
-        return 0
-    step = attribute(attributes, "provenance", "fork", "step")
-    return step if isinstance(step, int) else 0
 
 
 class StepReplay:

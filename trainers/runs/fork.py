@@ -128,7 +128,7 @@ def fork(
     check_device(source.path, config, source.provenance)
     types = forked_types(source.types, source.config, config)
     target = check_target(output, overwrite=overwrite)
-    if target == source.path:
+    if target.exists() and target.samefile(source.path):
         raise InvalidArgument(f"{output} is the run that is forked; choose another path")
     CheckpointFolder(target).check()
     sources = text_sources(source.newest_checkpoint(), corpus=corpus, tokenizer=tokenizer)

@@ -163,9 +163,9 @@ def explained(run: Path, difference: RowDifference) -> str:
             f"{where}, because the learning rate was not then what its configuration now says; "
             "it went on later with another schedule"
         )
+    changed = changed_provenance(provenance, find_device(config.training.device))
     changes = [
-        f"{name} is {now} now and was {provenance.get(name)}"
-        for name, now in changed_provenance(provenance, find_device(config.training.device)).items()
+        f"{name} is {now} now and was {provenance.get(name)}" for name, now in changed.items()
     ]
     for entry in provenance.get("resumed", []):
         changes += [
@@ -173,6 +173,8 @@ def explained(run: Path, difference: RowDifference) -> str:
             for name, value in entry.items()
             if name not in ("step", "time")
         ]
+    if "threads" in changed:
+        changes.append(f"start it with OMP_NUM_THREADS={provenance.get('threads')}")
     reason = ", ".join(changes) or "versions, machine and number of threads are the same as then"
     return f"{where} ({reason})"
 

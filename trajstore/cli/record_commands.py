@@ -164,7 +164,7 @@ def _assignments(
 @click.option(
     "--strict-numerics",
     is_flag=True,
-    help="Refuse an optimizer whose state, by its type, can not decay or not grow.",
+    help="Refuse types in which the optimizer's state, or the weight decay, can do nothing.",
 )
 @JSON
 @sentences

@@ -27,7 +27,7 @@ __all__ = ["what_if"]
     "--from", "from_step", type=int, metavar="STEP", help="Go on from this step's recorded state."
 )
 @click.option("--tokens", default="all", metavar="all|dead|live|FILE", help="Of which tokens.")
-@click.option("--seed", type=int, default=0, help="Of stochastic rounding.")
+@click.option("--seed", type=int, help="Of stochastic rounding; default: 0.")
 @click.option("--encoding", type=click.Choice(ENCODINGS), help="Of the new run.")
 @click.option("--memory", metavar="SIZE", help="For the buffer of the writer, such as 512MiB.")
 @click.option("--overwrite", is_flag=True, help="Replace a run that is there.")
@@ -39,7 +39,7 @@ def what_if(
     settings: tuple[str, ...],
     from_step: int | None,
     tokens: str,
-    seed: int,
+    seed: int | None,
     encoding: str | None,
     memory: str | None,
     overwrite: bool,
@@ -86,4 +86,5 @@ def what_if(
         )
     )
     print_notes(found.notes)
-    out.print(Text(f"Compare them with: trajstore compare {run} {output}"))
+    if tokens == "all":  # runs of other tokens cannot be compared value by value
+        out.print(Text(f"Compare them with: trajstore compare {run} {output}"))

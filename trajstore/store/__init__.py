@@ -10,5 +10,5 @@ selection needs, ``lazy_array`` hands that to xarray without dask, ``tiled_reade
 
 Before the first row, ``new_run`` makes what a run begins with, and ``create`` its folder;
 ``resumed_run`` says what of a run that is there is kept, and ``branched_run`` makes another of its
-first rows. ``lock`` lets in one writer at a time.
+first rows, of which ``fork_provenance`` tells who made them. ``lock`` lets in one writer at a time.
 """

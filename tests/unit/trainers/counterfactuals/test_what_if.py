@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, VOCAB  # noqa: E402
 from tiny_runs import scaled_run, tiny_run  # noqa: E402
 
-from trainers import preset, record, what_if  # noqa: E402
+from analysis import exact_moments  # noqa: E402
+from trainers import fork, preset, record, what_if  # noqa: E402
 from trainers.replay.replay import replay  # noqa: E402
 from trainers.replay.replay_result import CannotReplay  # noqa: E402
 from trainers.rounded_optimizer import RoundedAdamW  # noqa: E402
@@ -252,6 +254,55 @@ def test_tokens_go_their_own_way(tmp_path: Path) -> None:
     assert replay(tmp_path / "ids.zarr").clean
 
 
+def test_a_subset_of_a_run_that_does_not_say_its_vocabulary(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, tokens=[2, 9, 15])
+    document = json.loads((run / "zarr.json").read_text())
+    del document["attributes"]["recording"]["vocabulary"]
+    (run / "zarr.json").write_text(json.dumps(document))
+    one = open_run(what_if(run, tmp_path / "one.zarr", tokens=[9]).path)
+    same(open_run(run).sel(token=[9]), one)
+
+
+def test_a_state_of_the_weights_type_that_is_rounded_once_stays_so(tmp_path: Path) -> None:
+    run = tiny_run(
+        tmp_path / "run.zarr",
+        lambda p: RoundedAdamW(p, lr=0.01, state_dtype="bfloat16"),
+        dtype=torch.bfloat16,
+    )
+    same(open_run(run), open_run(what_if(run, tmp_path / "same.zarr").path))
+
+
+def test_momentum_comes_and_goes(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path / "run.zarr", OPTIMIZERS["sgd-momentum"])
+    late = what_if(run, tmp_path / "late.zarr", ["optimizer.momentum=0"], from_step=2).path
+    ds = open_run(run)
+    W = ds.W.values[2] - ds.lr.values[3] * ds.clip_coef.values[3] * ds.grad.values[3]
+    np.testing.assert_allclose(open_run(late).W.values[1], W, rtol=1e-5, atol=1e-7)
+    plain = tiny_run(tmp_path / "plain.zarr", OPTIMIZERS["sgd"])
+    with pytest.raises(CannotReplay, match="has no state at step 2"):
+        what_if(plain, tmp_path / "no.zarr", ["optimizer.momentum=0.5"], from_step=2)
+
+
+def test_steps_that_a_fork_had_before(tmp_path: Path) -> None:
+    config = preset("gatsby").with_values(["training.steps=8", "training.batch_size=2"])
+    run = record(config, tmp_path / "run.zarr")
+    other = fork(run, tmp_path / "fork.zarr", at=4, settings=["optimizer.betas=[0.5, 0.9]"])
+    with pytest.raises(CannotReplay, match="begin there"):
+        what_if(other, tmp_path / "no.zarr")
+    again = what_if(other, tmp_path / "same.zarr", from_step=4).path
+    same(open_run(other).isel(step=slice(4, None)), open_run(again))
+    with pytest.raises(InvalidArgument, match="before the run was forked"):
+        exact_moments(open_run(other))
+    exact_moments(open_run(other).sel(step=slice(4, None))).isel(step=-1).compute()
+
+
+def test_skipped_steps_that_are_not_known(tmp_path: Path) -> None:
+    run = scaled_run(tmp_path / "run.zarr", fused=False)
+    late = what_if(run, tmp_path / "late.zarr", from_step=9).path
+    with pytest.raises(CannotReplay, match="how many steps were skipped"):
+        what_if(late, tmp_path / "no.zarr")
+
+
 def test_a_recorded_subset(tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, tokens=[2, 3, 15])
     same(open_run(run), open_run(what_if(run, tmp_path / "same.zarr").path))
@@ -301,6 +352,9 @@ BAD: dict[str, tuple[dict[str, Any], list[str], dict[str, Any], type[Exception],
         {"optimizer": OPTIMIZERS["rmsprop"], "dtype": torch.bfloat16},
         ["optimizer.state_dtype=float32"], {}, InvalidArgument, "RMSprop keeps its state",
     ),
+    "seed": ({}, [], {"seed": 3}, InvalidArgument, "nothing here is random"),
+    "last step": ({}, [], {"from_step": 4}, CannotReplay, "nothing is left"),
+    "infinite": ({}, ["optimizer.lr=inf"], {}, InvalidArgument, "finite number"),
     "tokens": ({}, [], {"tokens": "dead"}, InvalidArgument, "which are dead"),
     "unknown clipping": ({"max_grad_norm": 0.0}, [], {}, CannotReplay, "clip_coef is NaN"),
 }  # fmt: skip
@@ -321,8 +375,13 @@ def test_the_output_is_not_the_run_nor_something_else(tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run.zarr", steps=4)
     with pytest.raises(RunExists):
         what_if(run, run)
-    with pytest.raises(InvalidArgument, match="that the gradients are read from"):
-        what_if(run, run, overwrite=True)
+    alias = tmp_path / "alias.zarr"
+    alias.symlink_to(run, target_is_directory=True)
+    for name in (run, tmp_path / "file.zarr" / ".." / "run.zarr", alias):
+        (tmp_path / "file.zarr").mkdir(exist_ok=True)
+        with pytest.raises(InvalidArgument, match="that the gradients are read from"):
+            what_if(run, name, overwrite=True)
+    (tmp_path / "file.zarr").rmdir()
     (tmp_path / "file.zarr").write_text("mine")
     with pytest.raises(RunExists):
         what_if(run, tmp_path / "file.zarr", overwrite=True)
