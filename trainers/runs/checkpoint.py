@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from trajstore.errors import FormatError, RunExists
-from trajstore.store.atomic import flush_folder, put, sweep
+from trajstore.store.atomic import PARTIAL_SUFFIX, flush_folder, put, sweep
 from trajstore.store.object_keys import CHECKPOINT, checkpoint_folder
 
 __all__ = ["Checkpoint", "CheckpointFolder"]
@@ -125,6 +125,7 @@ class CheckpointFolder:
         self._run = run
         self._fsync = fsync
         self._rows: dict[int, int] = {}
+        self._staged: tuple[Path, Path] | None = None
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, in increasing order."""
@@ -193,21 +194,39 @@ class CheckpointFolder:
         RunExists
             If another run beside this one has one of that step there.
         """
-        if not self.path.is_dir():
-            self.path.mkdir()
-            if self._fsync:
-                flush_folder(self.path.parent)
-        if (other := self._other_owner(checkpoint.step)) is not None:
-            raise self._taken_by(other)
-        checkpoint.save(self._file(checkpoint.step), fsync=self._fsync)
+        checkpoint.save(self._free(checkpoint.step), fsync=self._fsync)
         self._rows[checkpoint.step] = checkpoint.rows
         self.prune(committed_rows)
 
+    def stage(self, checkpoint: Checkpoint) -> None:
+        """Write one beside its place, to be put there by `place`; until then all others stay.
+
+        Raises
+        ------
+        OSError
+            If it could not be written.
+        RunExists
+            If another run beside this one has one of that step there.
+        """
+        file = self._free(checkpoint.step)
+        beside = file.with_name(f".{file.name}.{os.getpid()}{PARTIAL_SUFFIX}")
+        self._staged = (beside, file)
+        checkpoint.save(beside, fsync=self._fsync)
+
+    def place(self) -> None:
+        """Put what was staged into its place."""
+        assert self._staged is not None
+        beside, file = self._staged
+        beside.replace(file)
+        self._staged = None
+        if self._fsync:
+            flush_folder(self.path)
+
     def discard(self) -> None:
-        """Remove those that were added here, because their run has come to nothing."""
-        for step in self._rows:
-            self._file(step).unlink(missing_ok=True)
-        self._rows = {}
+        """Remove what was staged and not placed, because its run has come to nothing."""
+        if self._staged is not None:
+            self._staged[0].unlink(missing_ok=True)
+            self._staged = None
         if self.path.is_dir() and not any(self.path.iterdir()):
             self.path.rmdir()
 
@@ -223,6 +242,16 @@ class CheckpointFolder:
         for step in sorted(usable)[:-1]:
             self._file(step).unlink(missing_ok=True)
             del self._rows[step]
+
+    def _free(self, step: int) -> Path:
+        """Path of the checkpoint of a step, which may be written, in its folder."""
+        if not self.path.is_dir():
+            self.path.mkdir()
+            if self._fsync:
+                flush_folder(self.path.parent)
+        if (other := self._other_owner(step)) is not None:
+            raise self._taken_by(other)
+        return self._file(step)
 
     def _file(self, step: int) -> Path:
         return self.path / f"step-{step:08d}.safetensors"

@@ -141,11 +141,12 @@ def fork(
         tell(note)
     folder = CheckpointFolder(target, fsync=fsync)
     try:
-        with staged_run(target, overwrite=overwrite) as new:
+        with staged_run(target, overwrite=overwrite, on_place=folder.place) as new:
             history = source.reach(at, new, text, sources, tell, on_proof)
             checkpoint = _make(source, history, new, config, types, text, fsync=fsync)
-            # Before the run is in its place: without a checkpoint it could not be gone on with.
-            folder.add(replace(checkpoint, name=target.name), checkpoint.rows)
+            # Put into its place right after the run, so that a failure leaves a run that was there
+            # its own. A kill between the two leaves a fork without it: `--resume` says so then.
+            folder.stage(replace(checkpoint, name=target.name))
     except BaseException:
         folder.discard()
         raise

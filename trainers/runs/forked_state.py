@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from trainers.recording.provenance import optimizer_attributes
+from trainers.rounded_optimizer import RoundedSGD
 from trainers.runs.checkpoint import Checkpoint
 from trainers.runs.training_setup import Training
 from trainers.runs.training_state import model_tensors, optimizer_values, take_state
@@ -37,6 +38,7 @@ class ForkedState:
         self._load_weights()
         self._load_optimizer(keep_state)
         self._load_schedule()
+        self._count_steps()
 
     def checkpoint(self, run: str, config: dict[str, Any]) -> Checkpoint:
         """Checkpoint of the fork.
@@ -106,3 +108,18 @@ class ForkedState:
         for group, rate in zip(self._training.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         schedule.load_state_dict(schedule.state_dict() | {"_last_lr": rates})
+
+    def _count_steps(self) -> None:
+        """Have SGD that rounds at random draw the numbers of the steps that are to come.
+
+        SGD keeps no count, and what a run was before may have had none, or an old one; replaying
+        its rows counts from the start. The schedule has not counted the steps that were skipped.
+        """
+        optimizer = self._training.optimizer
+        if not isinstance(optimizer, RoundedSGD):
+            return
+        taken = float(self._training.schedule.last_epoch)
+        for group in optimizer.param_groups:
+            if group["rounding"] == "stochastic":
+                for parameter in group["params"]:
+                    optimizer.state[parameter]["step"] = torch.tensor(taken)

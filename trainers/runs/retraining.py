@@ -90,8 +90,10 @@ def train_again(
     def after_step(recorder: Recorder, scaler: Any) -> bool:
         if on_proof is not None:
             on_proof(recorder.step, step)
+        if comparison.difference is not None and comparison.successor is None:
+            return True  # the rows from there on are nowhere
         if recorder.step < step:
-            return comparison.difference is not None and comparison.successor is None
+            return False
         state, tensors = take_state(training, scaler)
         reached.append(
             Checkpoint(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -123,8 +123,22 @@ def staged_file(target: str | os.PathLike[str], *, overwrite: bool = False) -> I
 
 
 @contextmanager
-def staged_run(target: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
+def staged_run(
+    target: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    on_place: Callable[[], object] | None = None,
+) -> Iterator[Path]:
     """Free path for a new run that becomes `target` when the block ends well.
+
+    Parameters
+    ----------
+    target : path-like
+    overwrite : bool
+        Replace a run that is there.
+    on_place : callable, optional
+        Called when the new run is in its place, before the old one is removed; where it fails, the
+        old one is put back.
 
     Raises
     ------
@@ -144,6 +158,12 @@ def staged_run(target: str | os.PathLike[str], *, overwrite: bool = False) -> It
         if path.exists():
             path.rename(old)
         new.rename(path)
+        if on_place is not None:
+            try:
+                on_place()
+            except BaseException:
+                path.rename(new)
+                raise
     finally:
         if old.exists() and not path.exists():
             old.rename(path)

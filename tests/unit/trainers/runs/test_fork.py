@@ -16,7 +16,7 @@ from small_trainings import BLOCK, small_config, stop_after  # noqa: E402
 
 from trainers import RunConfig, fork, record, recorded_config  # noqa: E402
 from trainers.replay.replay import replay  # noqa: E402
-from trainers.runs.checkpoint import Checkpoint  # noqa: E402
+from trainers.runs.checkpoint import Checkpoint, CheckpointFolder  # noqa: E402
 from trajstore import RunWriter, repair, verify  # noqa: E402
 from trajstore.errors import (  # noqa: E402
     ConfigError,
@@ -322,16 +322,79 @@ def test_a_float32_run_does_not_become_bfloat16(text: Path, tmp_path: Path) -> N
     assert not (tmp_path / "other.zarr").exists()
 
 
+@pytest.mark.parametrize("method", ["stage", "place"])
 def test_what_fails_while_it_is_made_leaves_nothing(
-    stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trainers.runs.fork.CheckpointFolder.add", fail)
+    monkeypatch.setattr(f"trainers.runs.fork.CheckpointFolder.{method}", fail)
     with pytest.raises(OSError, match="No space"):
         fork(stopped, tmp_path / "other.zarr", at=6)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("method", ["stage", "place"])
+def test_what_fails_leaves_the_run_that_was_to_be_overwritten_and_its_checkpoints(
+    method: str, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "other.zarr"
+    shutil.copytree(stopped, target)
+    shutil.copytree(checkpoint_folder(stopped), checkpoint_folder(target))
+    before = contents(tmp_path)
+    real = getattr(CheckpointFolder, method)
+
+    def fail(self: CheckpointFolder, *arguments: Any) -> None:
+        if method == "stage":
+            real(self, *arguments)
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointFolder, method, fail)
+        with pytest.raises(OSError, match="No space"):
+            fork(stopped, target, at=6, overwrite=True)
+    assert contents(tmp_path) == before
+    fork(stopped, target, at=6, settings=["optimizer.lr=3e-3"], overwrite=True)
+    assert xr.open_zarr(target).attrs["provenance"]["fork"]["step"] == 6
+    assert last_checkpoint(target).step == STEPS
+
+
+def test_where_training_again_differs_before_it_began_nothing_is_made(
+    stopped: Path, text: Path, tmp_path: Path
+) -> None:
+    """The beginning is changed, as if another machine had made it."""
+    path = tmp_path / "run.zarr"
+    shutil.copytree(stopped, path)
+    config = recorded_config(path).with_values(["training.seed=7"]).model_dump(mode="json")
+    RunWriter.resume(path, attributes={"config": config}).close("interrupted")
+    for at in (1, 3):
+        with pytest.raises(NothingToResume, match=rf"forked at step {at}, .*at step 0 W differs"):
+            fork(path, tmp_path / "other.zarr", at=at, corpus=text)
+        assert [file.name for file in tmp_path.iterdir()] == ["run.zarr"]
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "skips"),
+    [("trainer", ["optimizer.name=sgd"], False), ("trainer", [], False),
+     ("plain", ["optimizer.name=sgd", "training.autocast=float16", "model.dtype=float32",
+                "initialisation.kind=normal", "initialisation.sigma=300"], True)],
+)  # fmt: skip
+def test_a_fork_to_stochastic_sgd_is_replayed(
+    name: str, before: list[str], skips: bool, text: Path, tmp_path: Path
+) -> None:
+    """Its random numbers are those of the step, wherever it begins to draw them."""
+    source, other = tmp_path / "run.zarr", tmp_path / "other.zarr"
+    record(config_of(name, *before), source, corpus=text, stop=stop_after(6))
+    to = ["optimizer.name=sgd", "optimizer.lr=0.1", "optimizer.rounding=stochastic"]
+    fork(source, other, at=6, settings=to, corpus=text)
+    replayed = replay(other)
+    assert not replayed.findings
+    assert replayed.replayed
+    ds = xr.open_zarr(other)
+    skipped = int((ds.skipped == 1).sum()) if skips else 0
+    assert bool(skipped) == skips
+    assert last_checkpoint(other).tensors["optimizer.0.step"] == STEPS - skipped
 
 
 def test_the_checkpoint_must_be_of_the_run(stopped: Path, tmp_path: Path) -> None:
