@@ -133,5 +133,5 @@ def test_a_run_by_its_attributes() -> None:
 def test_strictness_is_one_sentence() -> None:
     require_sound([])
     advice = advise(adam(weight_decay=0.01), state="bfloat16", weights="bfloat16")
-    with pytest.raises(ConfigError, match=r"not sound.*exp_avg_sq can never.*; and weight decay"):
+    with pytest.raises(ConfigError, match=r"refused.*exp_avg_sq can never.*; and weight decay"):
         require_sound(advice)

@@ -74,7 +74,7 @@ def test_there_is_nothing_to_say_of_float32(
 
 def test_strict_numerics_leave_nothing_behind(tmp_path: Path) -> None:
     model = TinyModel(torch.bfloat16)
-    with pytest.raises(ConfigError, match=f"strict_numerics.*{NEVER}"):
+    with pytest.raises(ConfigError, match=f"strict numerics.*{NEVER}"):
         train(model, tmp_path / "run.zarr", strict_numerics=True)
     assert list(tmp_path.iterdir()) == []
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
