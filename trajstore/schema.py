@@ -25,7 +25,7 @@ __all__ = [
     "variable",
 ]
 
-FORMAT = 1
+FORMAT = 2
 """Number of the store format that this version writes."""
 
 ENCODINGS = ("delta", "portable")

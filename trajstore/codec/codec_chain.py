@@ -17,9 +17,9 @@ scalars and types without a delta are stored as they are, under either.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +71,44 @@ class Chain:
     token_first: bool = False
     shuffle: Shuffle = "bitshuffle"
     blocksize: int = 0
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """The chain that `facts` describes.
+
+        Raises
+        ------
+        ValueError
+            If it describes none.
+        """
+        types = NATIVE_TYPES | {STEP_TYPE.name: STEP_TYPE}
+        options = dict(facts)
+        native = types.get(options.pop("native_dtype", None))
+        expected = {field.name for field in fields(cls)} - {"native"}
+        if native is None or options.keys() != expected:
+            raise ValueError(f"no chain has {dict(facts)!r}")
+        if (
+            options["kind"] not in get_args(Kind)
+            or options["compressor"] not in get_args(Compressor)
+            or options["shuffle"] not in get_args(Shuffle)
+            or not all(type(options[name]) is int for name in ("level", "blocksize"))
+            or type(options["token_first"]) is not bool
+        ):
+            raise ValueError(f"no chain has {dict(facts)!r}")
+        return cls(native=native, **options)
+
+    def facts(self) -> dict[str, Any]:
+        """All that decides how bytes become values, as JSON values."""
+        native = self.native if self.kind == "delta" else self.native.stored
+        return {
+            "native_dtype": native.name,
+            "kind": self.kind,
+            "token_first": self.token_first,
+            "compressor": self.compressor,
+            "level": self.level,
+            "shuffle": self.shuffle,
+            "blocksize": self.blocksize,
+        }
 
     @property
     def itemsize(self) -> int:
@@ -214,7 +252,7 @@ def chain_of(codecs: Sequence[Codec], stored: np.dtype[Any], ndim: int) -> Chain
     if "cname" not in parameters or name not in types:
         return None
     kinds: tuple[tuple[Kind, bool], ...] = (
-        ("delta", False), ("delta", True), ("step-last", False), ("plain", False)
+        ("delta", False), ("delta", True), ("plain", False), ("step-last", False)
     )  # fmt: skip
     compressor, shuffle = (
         getattr(parameters[option], "value", parameters[option]) for option in ("cname", "shuffle")

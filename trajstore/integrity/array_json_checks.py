@@ -14,7 +14,7 @@ from zarr.storage import MemoryStore
 
 from trajstore.errors import FormatError
 from trajstore.schema import COORDINATES, STEP, VARIABLES, Coordinate, Variable
-from trajstore.store.array_reader import stored_array
+from trajstore.store.array_reader import block_form
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.strict_json import Document, same
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE
@@ -159,9 +159,11 @@ def faults(name: str, document: Any) -> list[str]:
         except FormatError as error:
             return [str(error)]
         if name in VARIABLES:
-            stored = stored_array(".", name, opened)
-            if stored and stored.chain.kind == "delta" and stored.chain.native.name != native:
-                wrong.append(f"it is encoded as {stored.chain.native.name}, declared as {native}")
+            form = block_form(name, opened, None)
+            if form and form.chain.kind == "delta" and form.chain.native.name != native:
+                wrong.append(f"it is encoded as {form.chain.native.name}, declared as {native}")
+            if form and form.array != name:
+                wrong.append(f"its codec is that of {form.array}")
     return wrong
 
 

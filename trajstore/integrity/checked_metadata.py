@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from trajstore.codec.block_form import Runs
+from trajstore.errors import FormatError
 from trajstore.integrity.array_json_checks import open_document
 from trajstore.integrity.problem import Problem
 from trajstore.store.array_reader import StoredArray, stored_array
 from trajstore.store.object_keys import DOCUMENT
+from trajstore.store.open_group import run_identity
 from trajstore.strict_json import Document
 
 __all__ = ["CheckedMetadata"]
@@ -54,7 +57,16 @@ class CheckedMetadata:
 
     def stored(self, name: str) -> StoredArray | None:
         """Fast reader of an array; None where only zarr can read it."""
-        return stored_array(self.path, name, open_document(self.arrays[name]))
+        return stored_array(self.path, name, open_document(self.arrays[name]), self.runs())
+
+    def runs(self) -> Runs | None:
+        """Identity of the run; None in format 1, and where it is lost."""
+        for attributes in (self.attributes, self.copy or {}):
+            try:
+                return run_identity(attributes)
+            except FormatError:  # which is a problem of its own
+                continue
+        return None
 
     def consolidated(self) -> dict[str, Any] | None:
         """Documents of the arrays in the root; None where they are lost."""

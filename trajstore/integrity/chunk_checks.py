@@ -7,7 +7,10 @@ in the order of the arrays, whichever thread was first.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import math
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import zarr
 
+from trajstore.codec.block_label import BlockLabel, digest_of
 from trajstore.codec.delta import unfold
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.integrity.array_json_checks import block_rows, is_series
@@ -34,6 +38,9 @@ from trajstore.values.rounding import is_bfloat16
 __all__ = ["CheckedChunks", "check_chunks"]
 
 Array = npt.NDArray[Any]
+
+Place = tuple[str, int, int]
+"""Array, block and part of a shard."""
 
 _BATCH = 4 << 20
 _ABSENT = (1 << 64) - 1
@@ -52,6 +59,10 @@ class CheckedChunks:
     notes : list of str
     steps : dict of int to ndarray
         Values of `step`, by their first row.
+    labels : dict of (str, int, int) to BlockLabel
+        Of the shards that have one, by array, block and part.
+    digests : dict of (str, int, int) to bytes
+        Of what these shards hold, where all of it can be read.
     shards, chunks, bytes : int
         Checked.
     """
@@ -60,6 +71,8 @@ class CheckedChunks:
     row0: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     steps: dict[int, Array] = field(default_factory=dict)
+    labels: dict[Place, BlockLabel] = field(default_factory=dict)
+    digests: dict[Place, bytes] = field(default_factory=dict)
     shards: int = 0
     chunks: int = 0
     bytes: int = 0
@@ -70,6 +83,8 @@ class CheckedChunks:
         self.row0 += [sentence for sentence in other.row0 if sentence not in self.row0]
         self.notes += other.notes
         self.steps |= other.steps
+        self.labels |= other.labels
+        self.digests |= other.digests
         self.shards += other.shards
         self.chunks += other.chunks
         self.bytes += other.bytes
@@ -95,17 +110,46 @@ class _Chunk:
 class _Shard:
     """An open shard; closed when the last job that reads it is done."""
 
-    def __init__(self, stored: StoredArray, native: NativeType, block: int, path: Path) -> None:
+    def __init__(
+        self, stored: StoredArray, native: NativeType, block: int, part: int, path: Path
+    ) -> None:
         self.file = -1
         self.stored = stored
         self.native = native
         self.block = block
+        self.part = part
         self.path = path
+        self.label: BlockLabel | None = None
+        self._pieces: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+        self._batches = 0
         self.file = os.open(path, os.O_RDONLY)
 
     def __del__(self) -> None:
         if self.file >= 0:
             os.close(self.file)
+
+    @property
+    def place(self) -> Place:
+        """Array, block and part."""
+        return self.stored.name, self.block, self.part
+
+    def begin(self, batches: int) -> None:
+        """Say how many jobs there will be."""
+        self._batches = batches
+
+    def keep_digest(self, chunk: int, data: bytes) -> None:
+        """Take note of what an inner chunk is."""
+        if self.label is not None:
+            self._pieces[chunk] = hashlib.sha256(data).digest()
+
+    def digest(self) -> bytes | None:
+        """Digest of all that is stored; None before the last job, or if a chunk is missing."""
+        with self._lock:
+            self._batches -= 1
+            if self._batches or len(self._pieces) < math.prod(self.stored.form.grid):
+                return None
+        return digest_of(self._pieces[chunk] for chunk in sorted(self._pieces))
 
     def problem(
         self, message: str, first: int, stop: int, remedy: Literal["cut", "none"] = "cut"
@@ -154,12 +198,13 @@ def _size_of_shards(metadata: CheckedMetadata) -> int:
     """Bytes of the shards of the committed rows, those that are there."""
     size = 0
     for name, document in metadata.arrays.items():
-        if not is_series(name) or metadata.stored(name) is None:
+        stored = metadata.stored(name) if is_series(name) else None
+        if stored is None:
             continue
         for block in range(-(-metadata.rows // block_rows(document))):
-            path = metadata.path / chunk_key(name, block, len(document["shape"]))
-            with contextlib.suppress(OSError):  # which is a problem of its own
-                size += path.stat().st_size
+            for part in range(stored.parts):
+                with contextlib.suppress(OSError):  # which is a problem of its own
+                    size += (metadata.path / stored.key(block, part)).stat().st_size
     return size
 
 
@@ -172,15 +217,18 @@ def _jobs(metadata: CheckedMetadata) -> Iterator[Job]:
         declared = metadata.arrays[name]["attributes"].get("native_dtype")
         native = NATIVE_TYPES.get(declared, stored.chain.native)
         for block in range(-(-metadata.rows // stored.shard[0])):
-            yield from _jobs_of_shard(stored, native, block)
+            for part in range(stored.parts):
+                yield from _jobs_of_shard(stored, native, block, part)
 
 
-def _jobs_of_shard(stored: StoredArray, native: NativeType, block: int) -> Iterator[Job]:
+def _jobs_of_shard(
+    stored: StoredArray, native: NativeType, block: int, part: int
+) -> Iterator[Job]:
     """Checks of a shard; the first one also brings back what was found when it was opened."""
     found = CheckedChunks()
-    path = stored.path / chunk_key(stored.name, block, stored.ndim)
+    path = stored.path / stored.key(block, part)
     try:
-        shard = _Shard(stored, native, block, path)
+        shard = _Shard(stored, native, block, part, path)
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         found.problems.append(
@@ -196,7 +244,9 @@ def _jobs_of_shard(stored: StoredArray, native: NativeType, block: int) -> Itera
         yield lambda: found
         return
     found.shards += 1
-    for batch in _batches(_read_index(shard, found)):
+    batches = _batches(_read_index(shard, found))
+    shard.begin(len(batches))
+    for batch in batches:
         yield partial(_check_batch, shard, batch, found)
         found = CheckedChunks()
 
@@ -204,22 +254,32 @@ def _jobs_of_shard(stored: StoredArray, native: NativeType, block: int) -> Itera
 def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
     """Chunks that can be read, in the order of the file; report what does not cover the shard."""
     stored, problems = shard.stored, found.problems
+    form = stored.form
     chunks: list[_Chunk] = []
     size = os.fstat(shard.file).st_size
-    end = size - stored.index_length
+    end = size - form.tail_length
     if end < 0:
-        torn = f"the shard has {size} bytes, too few for its index of {stored.index_length}"
+        torn = f"the shard has {size} bytes, too few for its index of {form.tail_length}"
         problems.append(shard.problem(torn, 0, size))
         return chunks
     try:
-        index = stored.index(shard.file, shard.block)
-    except FormatError:
-        problems.append(shard.problem("the index is broken", end, size))
+        data = os.pread(shard.file, form.tail_length, end)
+        tail = form.read_tail(data, (shard.block, shard.part))
+    except ValueError as error:
+        problems.append(shard.problem(str(error), end, size))
         return chunks
     except OSError as error:
         problems.append(shard.problem(f"the index cannot be read: {error}", end, size, "none"))
         return chunks
-    found.bytes += stored.index_length
+    if tail.label is not None:
+        shard.label = found.labels[shard.place] = tail.label
+        needed = min(stored.shape[0] - shard.block * stored.shard[0], stored.shard[0])
+        if tail.label.rows < needed:
+            short = f"it holds {tail.label.rows} rows of the block, {needed} are committed"
+            problems.append(shard.problem(short, end, size))
+            return chunks
+    index = tail.index
+    found.bytes += form.tail_length
     entries = [(int(offset), int(length)) for offset, length in index]
     at = 0
     for number in sorted(range(len(entries)), key=lambda number: entries[number]):
@@ -260,7 +320,8 @@ def _check_batch(shard: _Shard, chunks: list[_Chunk], found: CheckedChunks) -> C
         found.chunks += 1
         found.bytes += chunk.length
         try:
-            values = _unpack(shard, chunk)
+            data = _read_chunk(shard, chunk)
+            values = shard.stored.form.decoder.unpack(data)
         except OSError as error:
             message = f"cannot be read: {error}"
             found.problems.append(shard.problem(message, chunk.offset, chunk.stop, "none"))
@@ -268,15 +329,23 @@ def _check_batch(shard: _Shard, chunks: list[_Chunk], found: CheckedChunks) -> C
             message = f"a broken chunk ({error})"
             found.problems.append(shard.problem(message, chunk.offset, chunk.stop))
         else:
+            shard.keep_digest(chunk.number, data)
             _check_values(shard, chunk, values, found)
+    digest = shard.digest()
+    if digest is not None and shard.label is not None:
+        found.digests[shard.place] = digest
+        if digest != shard.label.digest:
+            end = os.fstat(shard.file).st_size
+            message = "its chunks are not those that its label was written for"
+            found.problems.append(shard.problem(message, 0, end))
     return found
 
 
-def _unpack(shard: _Shard, chunk: _Chunk) -> Array:
+def _read_chunk(shard: _Shard, chunk: _Chunk) -> bytes:
     data = os.pread(shard.file, chunk.length, chunk.offset)
     if len(data) != chunk.length:
         raise ValueError("the file ends before it")
-    return shard.stored.decoder.unpack(data)
+    return data
 
 
 def _check_values(shard: _Shard, chunk: _Chunk, values: Array, found: CheckedChunks) -> None:
@@ -293,7 +362,7 @@ def _check_values(shard: _Shard, chunk: _Chunk, values: Array, found: CheckedChu
             rows = stored.shape[0] - first
             found.steps[first] = values.view(np.int64)[:rows].copy()
     elif shard.block == 0:
-        row = _row0(stored, chunk.number, values)
+        row = _row0(stored, shard.part, chunk.number, values)
         found.row0 += () if row is None else _row0_notes(stored.name, row)
 
 
@@ -308,12 +377,13 @@ def _is_native(values: Array, native: NativeType) -> bool:
     return True
 
 
-def _row0(stored: StoredArray, number: int, values: Array) -> Array | None:
+def _row0(stored: StoredArray, part: int, number: int, values: Array) -> Array | None:
     """Values of the first row of the array in a chunk, without the padding."""
-    grid = [whole // part for whole, part in zip(stored.shard, stored.chunk, strict=True)]
-    first, *at = (int(position) for position in np.unravel_index(number, grid))
+    first, *at = (int(position) for position in np.unravel_index(number, stored.form.grid))
     if first:
         return None
+    if at:
+        at[0] += part * stored.form.grid[1]
     chain = stored.chain
     if chain.kind == "delta":
         row = np.empty((1, *stored.chunk[1:]), f"u{chain.native.stored.itemsize}")
@@ -322,8 +392,8 @@ def _row0(stored: StoredArray, number: int, values: Array) -> Array | None:
     else:
         row = values[0, ...]
     window = tuple(
-        slice(max(0, length - position * part))
-        for position, part, length in zip(at, stored.chunk[1:], stored.shape[1:], strict=True)
+        slice(max(0, length - position * size))
+        for position, size, length in zip(at, stored.chunk[1:], stored.shape[1:], strict=True)
     )
     return row[window].view(chain.native.stored)
 

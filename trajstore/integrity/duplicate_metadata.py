@@ -110,11 +110,11 @@ def _rank(
         odd += not same(parsed_copy(attributes[COPY]), fixed_attributes(found.attributes))
     unreadable = 0
     if is_series(name):
-        stored = stored_array(found.path, name, open_document(document))
+        stored = stored_array(found.path, name, open_document(document), found.runs())
         odd += stored is None
         if stored is not None and document["shape"][0]:
             try:
-                stored[:1]
+                stored.values((slice(0, 1),))
             except Exception:  # whatever sizes that nobody wrote lead to
                 unreadable = 1
     return unreadable, odd

@@ -70,17 +70,20 @@ def find_leftovers(metadata: CheckedMetadata, rows: int | None = None) -> Leftov
 
 def _find_in_array(metadata: CheckedMetadata, name: str, rows: int, found: Leftovers) -> None:
     document = metadata.arrays.get(name)
-    if document is None or not is_series(name) or metadata.stored(name) is None:
+    if document is None or not is_series(name):
+        return
+    stored = metadata.stored(name)
+    if stored is None:
         return  # how its files are called is its own affair
     beyond = []
     for entry in _entries(metadata.path / name, found):
         if _is_known(entry):
             continue
-        block = block_of(entry.name, len(document["shape"]))
-        if block is None:
+        place = block_of(entry.name, len(document["shape"]))
+        if place is None or place[1] >= stored.parts:
             found.unknown.append(Path(entry.path))
-        elif block * block_rows(document) >= rows:
-            beyond.append((block, Path(entry.path)))
+        elif place[0] * block_rows(document) >= rows:
+            beyond.append((place, Path(entry.path)))
     if beyond:
         found.beyond[name] = [path for _, path in sorted(beyond)]
 

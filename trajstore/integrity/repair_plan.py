@@ -14,16 +14,20 @@ from typing import Any
 
 from trajstore.integrity.array_json_checks import block_rows, is_moment, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
+from trajstore.integrity.fingerprint_checks import made_again
 from trajstore.integrity.leftovers import find_leftovers
 from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import (
     REQUIRED,
     STATUSES,
     fixed_attributes,
+    is_digest,
+    is_labelled,
     is_possible,
 )
 from trajstore.integrity.verify import CheckedRun
 from trajstore.schema import FORMAT, STEP
+from trajstore.store.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.zarr_json import COPY, RunMetadata, Status, utc_now
 from trajstore.strict_json import Document, same
@@ -78,7 +82,8 @@ def plan_repair(checked: CheckedRun) -> RepairPlan:
     rows = min((row for row, _ in lost), default=metadata.rows)
     attributes, on_attributes = _attributes(metadata)
     status = _status(metadata, rows)
-    changed = _changed_documents(metadata, rows, attributes, status)
+    digests, on_digests = _digests(checked, rows, attributes)
+    changed = _changed_documents(metadata, rows, attributes, status, digests)
     beyond = [path for paths in find_leftovers(metadata, rows).beyond.values() for path in paths]
     broken = list(dict.fromkeys(p.path for p in checked.problems if p.remedy == "remove"))
     lasting = [problem for problem in checked.problems if _is_lasting(metadata, problem)]
@@ -93,6 +98,7 @@ def plan_repair(checked: CheckedRun) -> RepairPlan:
         actions=(
             *_on_rows(metadata, rows, lost),
             *on_attributes,
+            *on_digests,
             *_on_status(metadata),
             *_on_documents(checked, rows, changed),
             *_on_removed(checked, beyond, broken),
@@ -185,6 +191,26 @@ def _least_attributes(metadata: CheckedMetadata) -> Document:
     return {key: values[key] for key in REQUIRED if key in values}
 
 
+def _digests(
+    checked: CheckedRun, rows: int, attributes: Document
+) -> tuple[dict[str, str], list[str]]:
+    """Content digest and fingerprint of the run afterwards, and what is done to them.
+
+    Those of the root where they can be right: what has changed in secret is not made good.
+    """
+    metadata = checked.metadata
+    if not is_labelled(attributes):
+        return {}, []
+    kept = {key: metadata.attributes.get(key) for key in (CONTENT, FINGERPRINT)}
+    lost = not all(map(is_digest, kept.values()))
+    if not lost and rows == metadata.rows and metadata.consolidated() is not None:
+        return {key: str(value) for key, value in kept.items()}, []
+    found = made_again(metadata, checked.read, rows=rows, attributes=attributes)
+    if found is None:
+        return {}, ["the fingerprint is lost: not all that it is made of can be read"]
+    return found.attributes(), ["the fingerprint is made again, of what is stored"] if lost else []
+
+
 def _status(metadata: CheckedMetadata, rows: int) -> Status:
     """Status of the run afterwards: that of a recording that did not end, unless all is there."""
     status = metadata.attributes.get("status")
@@ -199,12 +225,16 @@ def _on_status(metadata: CheckedMetadata) -> Iterator[str]:
 
 
 def _changed_documents(
-    metadata: CheckedMetadata, rows: int, attributes: Document, status: Status
+    metadata: CheckedMetadata,
+    rows: int,
+    attributes: Document,
+    status: Status,
+    digests: dict[str, str],
 ) -> dict[Path, Document]:
     """Documents that say something else than they shall, as they shall be, the root first."""
     arrays, listed = metadata.arrays, metadata.consolidated() or {}
     documents = RunMetadata(arrays, attributes)
-    root = json.loads(documents.root(rows, status))
+    root = json.loads(documents.root(rows, status, digests))
     targets = root["consolidated_metadata"]["metadata"]
     # Runs of the first versions have no copy of the attributes, and need none.
     if metadata.copy is None and COPY not in arrays[STEP.name]["attributes"]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, get_args
 
 from trajstore.errors import FormatError
-from trajstore.integrity.array_json_checks import is_moment
+from trajstore.integrity.array_json_checks import is_moment, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.schema import ENCODINGS, FORMAT, STEP
+from trajstore.store.fingerprint import CONTENT, FINGERPRINT
+from trajstore.store.open_group import run_identity
 from trajstore.store.zarr_json import CHANGING, COPY, Status
 from trajstore.strict_json import Document, differences, parse, same
 
@@ -17,6 +20,8 @@ __all__ = [
     "STATUSES",
     "check_attributes",
     "fixed_attributes",
+    "is_digest",
+    "is_labelled",
     "is_possible",
     "parsed_copy",
 ]
@@ -35,7 +40,15 @@ REQUIRED = (
 )
 """Attributes that every root has."""
 
+_OF_FORMAT_2 = ("runs", CONTENT, FINGERPRINT)
+
 STATUSES: tuple[Status, ...] = get_args(Status)
+
+
+def is_digest(value: Any) -> bool:
+    """Whether it is a SHA-256 as a root has it."""
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
 
 _POSSIBLE: dict[str, Callable[[Any], bool]] = {
     "trajstore_format": lambda value: type(value) is int and 1 <= value <= FORMAT,
@@ -46,6 +59,8 @@ _POSSIBLE: dict[str, Callable[[Any], bool]] = {
     "encoding": lambda value: value in ENCODINGS,
     "block_rows": lambda value: type(value) is int and value > 0,
     "config": lambda value: isinstance(value, dict),
+    CONTENT: is_digest,
+    FINGERPRINT: is_digest,
 }
 
 # How many rows a block has is held against the arrays, the number of the format has its own check.
@@ -56,6 +71,8 @@ _EXPECTED = {
     "timeline": "post-step",
     "encoding": f"one of {', '.join(ENCODINGS)}",
     "config": "a JSON object",
+    CONTENT: "a SHA-256",
+    FINGERPRINT: "a SHA-256",
 }
 
 
@@ -93,7 +110,9 @@ def check_attributes(found: CheckedMetadata) -> None:
                     f"the attribute {key} is not as in its copy in {STEP.name}: "
                     f"{', '.join(differences(fixed[key], found.copy[key], key))}",
                 )
-    for key in REQUIRED:
+    if is_labelled(attributes):
+        _check_identity(found)
+    for key in (*REQUIRED, *(_OF_FORMAT_2 if is_labelled(attributes) else ())):
         if key not in attributes and not (found.copy and key in found.copy):
             found.report(None, f"the attribute {key} is missing")
     number = attributes.get("trajstore_format")
@@ -108,6 +127,25 @@ def check_attributes(found: CheckedMetadata) -> None:
     for key, what in _EXPECTED.items():
         if key in attributes and not is_possible(key, attributes[key]):
             found.report(None, f"the attribute {key} is {attributes[key]!r}, expected {what}")
+
+
+def is_labelled(attributes: Document) -> bool:
+    """Whether it is a run whose blocks have labels, and that has a fingerprint."""
+    number = attributes.get("trajstore_format")
+    return type(number) is int and number >= 2
+
+
+def _check_identity(found: CheckedMetadata) -> None:
+    """The arrays must say of whose blocks they are as the root does."""
+    try:
+        runs = run_identity(found.attributes)
+    except FormatError as error:
+        found.report(None, str(error))
+        return
+    for name in filter(is_series, found.arrays):
+        stored = found.stored(name)
+        if stored is not None and stored.form.runs != runs:
+            found.report(name, "its metadata say it is of another run than the root says")
 
 
 def is_possible(key: str, value: Any) -> bool:

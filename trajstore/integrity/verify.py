@@ -14,8 +14,9 @@ from typing import Any
 from trajstore.errors import InvalidArgument
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.checkpoint_checks import check_checkpoints
-from trajstore.integrity.chunk_checks import check_chunks
+from trajstore.integrity.chunk_checks import CheckedChunks, check_chunks
 from trajstore.integrity.coordinate_checks import check_coordinates
+from trajstore.integrity.fingerprint_checks import check_fingerprint
 from trajstore.integrity.leftovers import Leftovers, find_leftovers
 from trajstore.integrity.metadata_checks import check_metadata, has_gone_back
 from trajstore.integrity.problem import Problem
@@ -78,6 +79,8 @@ class CheckedRun:
     ----------
     metadata : CheckedMetadata
     leftovers : Leftovers
+    read : CheckedChunks
+        What the arrays hold.
     problems : tuple of Problem
         Of the documents first, then of what the arrays hold, then of the checkpoints.
     notes : tuple of str
@@ -86,6 +89,7 @@ class CheckedRun:
 
     metadata: CheckedMetadata
     leftovers: Leftovers
+    read: CheckedChunks
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
     shards: int
@@ -176,13 +180,17 @@ def _check_once(
     coordinates = check_coordinates(metadata)
     chunks = check_chunks(metadata, threads=threads, on_progress=on_progress)
     checkpoints = check_checkpoints(metadata.path)
+    sound = not coordinates.problems
+    fingerprint = check_fingerprint(metadata, chunks) if sound else []
     return CheckedRun(
         metadata=metadata,
         leftovers=leftovers,
+        read=chunks,
         problems=(
             *metadata.problems,
             *chunks.problems,
             *coordinates.problems,
+            *fingerprint,
             *checkpoints,
         ),
         notes=(

@@ -1,17 +1,20 @@
 """The planner: how many rows make a block, how tokens are split into chunks, what memory it takes.
 
-A *block* is ``block_rows`` consecutive rows. Each array stores one shard per block, whole and once;
-a shard is divided along ``token`` into inner chunks, so that one token's history reads one inner
-chunk a block, and one step's snapshot one shard. Chunks of large W hold a part of a block's rows.
+A *block* is ``block_rows`` consecutive rows. Each array stores it in one shard, or in several, each
+of a range of tokens, that decode to 30 MiB at most: what a reader asks for at once stays of a size
+whose memory is used again. A shard is divided along ``token`` into inner chunks, so that one token's
+history reads one inner chunk a block. Chunks of large W hold a part of a block's rows.
 """
 
 from __future__ import annotations
 
 import math
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from trajstore.byte_sizes import DEFAULT_MEMORY, format_bytes
+from trajstore.codec.block_form import BlockForm, Runs
 from trajstore.codec.codec_chain import Chain, chain
 from trajstore.errors import InvalidArgument
 from trajstore.schema import STEP, Variable, variable
@@ -37,7 +40,8 @@ _COPIES_OF_A_CHUNK = 6  # while it is encoded: four of scratch, two of what it i
 _BESIDE = 3 << 20  # what the interpreter, the allocator and the stacks of threads take beside
 _SMALL_ROW = 1 << 20
 _LARGEST_CHUNK = 8 << 20
-_LARGEST_SHARD = 256 << 20
+_LARGEST_SNAPSHOT = 256 << 20
+_LARGEST_OBJECT = 30 << 20  # the C library gives back to the system at once what is larger
 _CHUNK = 2 << 20
 _CHUNK_OF_HISTORIES = 3 << 19  # it is read and checked whole for each token
 _FEWEST_TOKENS = 128
@@ -86,6 +90,27 @@ class ArrayLayout:
         return math.prod(self.grid)
 
     @property
+    def parts(self) -> int:
+        """Number of shards of a block."""
+        return math.ceil(self.row[0] / self.shard[1]) if len(self.shard) > 1 else 1
+
+    def window(self, part: int) -> tuple[slice, ...]:
+        """Where a shard lies in a block."""
+        if len(self.shard) == 1:
+            return (slice(None),)
+        return (slice(None), slice(part * self.shard[1], (part + 1) * self.shard[1]))
+
+    def form(self, runs: Runs | None) -> BlockForm:
+        """How its shards are stored in a run of that identity."""
+        return BlockForm(
+            array=self.variable.name,
+            chain=self.chain,
+            shape=self.shard,
+            chunk=self.chunk,
+            runs=runs,
+        )
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of one row in the native type."""
         return math.prod(self.row) * self.native.itemsize
@@ -110,12 +135,20 @@ class Layout:
         The step coordinate first, then the variables.
     buffers : int
         Blocks that are held in memory at once.
+    runs : Runs or None
+        Identity of the run, for the labels of its blocks; None in format 1, which has none.
     """
 
     block_rows: int
     threads: int
     arrays: dict[str, ArrayLayout]
     buffers: int = BLOCKS
+    runs: Runs | None = None
+
+    @property
+    def forms(self) -> dict[str, BlockForm]:
+        """How the shards of each array are stored."""
+        return {name: array.form(self.runs) for name, array in self.arrays.items()}
 
     @property
     def memory(self) -> int:
@@ -154,8 +187,8 @@ def plan(
         Bytes that a writer may take.
     block_rows : int, optional
         Rows of a block. Without it: the largest power of two, at most 256 and at least 8, that
-        fits into `memory` and keeps an inner chunk of 128 tokens within 8 MiB, and a shard within
-        256 MiB, both decoded.
+        fits into `memory` and keeps an inner chunk of 128 tokens within 8 MiB, and the shards of
+        an array within 256 MiB, both decoded.
     encoding : {'delta', 'portable'}
     threads : int, optional
         That encode; without it as many as there are processors, at most 8, and fewer if `memory`
@@ -185,29 +218,35 @@ def plan(
     )
 
     def arrange(rows: int) -> Layout:
-        arrays = {
-            name: _array(
-                entry,
-                lengths,
-                rows,
-                chain(
-                    encoding,
-                    native,
-                    len(entry.dims),
-                    small=row_bytes < _SMALL_ROW,
-                    history=name == "W" and rows <= _MOST_ROWS_OF_HISTORIES,
-                ),
+        chains = {
+            name: chain(
+                encoding,
+                native,
+                len(entry.dims),
+                small=row_bytes < _SMALL_ROW,
+                history=name == "W" and rows <= _MOST_ROWS_OF_HISTORIES,
             )
             for name, (entry, native) in kinds.items()
         }
-        return Layout(block_rows=rows, threads=threads, arrays=arrays, buffers=buffers)
+        within_shard = _tokens_of_a_shard(chains, kinds, lengths, rows)
+        arrays = {
+            name: _array(entry, lengths, rows, chains[name], within_shard)
+            for name, (entry, _) in kinds.items()
+        }
+        return Layout(
+            block_rows=rows,
+            threads=threads,
+            arrays=arrays,
+            buffers=buffers,
+            runs=((0, uuid.uuid4().hex),),
+        )
 
     rows = block_rows or _MOST_ROWS
     if block_rows is None:
         # A chunk of few tokens must not be too large, nor what a snapshot of one step decodes.
-        chunk, shard = min(tokens, _FEWEST_TOKENS) * hidden * 4, tokens * hidden * 4
+        chunk, snapshot = min(tokens, _FEWEST_TOKENS) * hidden * 4, tokens * hidden * 4
         while rows > _FEWEST_ROWS and (
-            rows * chunk > _LARGEST_CHUNK or rows * shard > _LARGEST_SHARD
+            rows * chunk > _LARGEST_CHUNK or rows * snapshot > _LARGEST_SNAPSHOT
         ):
             rows //= 2
         while rows > _FEWEST_ROWS and arrange(rows).memory > memory:
@@ -237,19 +276,42 @@ def within(layout: Layout, memory: int, *, threads: int | None) -> Layout:
     return layout
 
 
-def _array(entry: Variable, lengths: Mapping[str, int], rows: int, coding: Chain) -> ArrayLayout:
+def _tokens_of_a_shard(
+    chains: Mapping[str, Chain],
+    kinds: Mapping[str, tuple[Variable, NativeType]],
+    lengths: Mapping[str, int],
+    rows: int,
+) -> int:
+    """Tokens that the shards of all matrices hold: the same, so that they are read side by side."""
+    matrices = [name for name, (entry, _) in kinds.items() if "hidden" in entry.dims[2:]]
+    tokens, hidden = lengths["token"], lengths["hidden"]
+    most = max(_LARGEST_OBJECT // (rows * hidden * 4), _FEWEST_TOKENS)
+    size = math.ceil(tokens / math.ceil(tokens / most))
+    # Even inner chunks in each of them: a few tokens more in all.
+    step = math.lcm(*(_chunks_of(size, rows, (hidden,), chains[name])[0] for name in matrices))
+    return math.ceil(size / step) * step
+
+
+def _chunks_of(tokens: int, rows: int, rest: tuple[int, ...], coding: Chain) -> tuple[int, int]:
+    """Number of inner chunks that so many tokens make, and rows of each."""
+    part, chunk_bytes = rows, _CHUNK
+    if coding.token_first:
+        chunk_bytes = _CHUNK_OF_HISTORIES
+        part = next((part for part in _ROWS_OF_A_SNAPSHOT if rows % part == 0), rows)
+    token_bytes = part * math.prod(rest) * coding.native.stored.itemsize
+    return math.ceil(tokens / min(tokens, max(chunk_bytes // token_bytes, _FEWEST_TOKENS))), part
+
+
+def _array(
+    entry: Variable, lengths: Mapping[str, int], rows: int, coding: Chain, within_shard: int
+) -> ArrayLayout:
     row = tuple(lengths[dim] for dim in entry.dims[1:])
     chunk = shard = (rows, *row)
     if "token" in entry.dims:
         tokens, *rest = row
-        part, chunk_bytes = rows, _CHUNK
-        if coding.token_first:
-            chunk_bytes = _CHUNK_OF_HISTORIES
-            part = next((part for part in _ROWS_OF_A_SNAPSHOT if rows % part == 0), rows)
-        token_bytes = part * math.prod(rest) * coding.native.stored.itemsize
-        most = min(tokens, max(chunk_bytes // token_bytes, _FEWEST_TOKENS))
+        held = within_shard if rest else tokens
+        count, part = _chunks_of(held, rows, tuple(rest), coding)
         # Even chunks: the last one is short by fewer tokens than there are chunks.
-        size = math.ceil(tokens / math.ceil(tokens / most))
-        chunk = (part, size, *rest)
-        shard = (rows, size * math.ceil(tokens / size), *rest)
+        size = math.ceil(held / count)
+        chunk, shard = (part, size, *rest), (rows, size * count, *rest)
     return ArrayLayout(variable=entry, row=row, chunk=chunk, shard=shard, chain=coding)

@@ -8,6 +8,7 @@ flight is bounded: a few encoded chunks, and the blocks that the writer has buff
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -16,16 +17,20 @@ from typing import Any
 
 import numpy.typing as npt
 
+from trajstore.codec.codec_chain import Chain
+from trajstore.schema import STEP
 from trajstore.store.atomic import put
 from trajstore.store.block_plan import CHUNKS_AHEAD, Layout
+from trajstore.store.fingerprint import block_digest
 from trajstore.store.object_keys import chunk_key
-from trajstore.store.shard import chunk_windows, shard_parts
+from trajstore.store.shard import Chunk, Shard, chunk_windows, encode_chunk
 from trajstore.threads import submit
 
 __all__ = ["BlockWriter"]
 
 Block = Mapping[str, npt.NDArray[Any]]
-Task = tuple[Callable[..., bytes], npt.NDArray[Any], tuple[int, ...]]
+Task = tuple[Callable[..., Chunk], Chain, npt.NDArray[Any], tuple[int, ...]]
+Commit = Callable[[Any, "tuple[int, bytes] | None"], None]
 
 
 class BlockWriter:
@@ -38,7 +43,7 @@ class BlockWriter:
         Also how many threads encode.
     commit : callable
         Makes everything written so far visible; called in the writing thread with what `submit`
-        was given.
+        was given, and of the block rows and digest, or None where there was none.
     fsync : bool
         Have every shard survive a loss of power before it is committed.
 
@@ -51,16 +56,17 @@ class BlockWriter:
     """
 
     def __init__(
-        self, path: Path, layout: Layout, commit: Callable[[Any], None], *, fsync: bool = False
+        self, path: Path, layout: Layout, commit: Commit, *, fsync: bool = False
     ) -> None:
         self.bytes_written = 0
         self.failure: BaseException | None = None
         self._path = path
         self._layout = layout
+        self._forms = layout.forms
         self._commit = commit
         self._fsync = fsync
         self._blocks: deque[Iterator[Task]] = deque()  # what is left to encode, in order
-        self._ahead: deque[Future[bytes]] = deque()
+        self._ahead: deque[Future[Chunk]] = deque()
         self._last: Future[None] | None = None
         self._encoders = ThreadPoolExecutor(layout.threads, "trajstore-encoder")
         self._writer = ThreadPoolExecutor(1, "trajstore-writer")
@@ -85,8 +91,8 @@ class BlockWriter:
         """
         if block is not None:
             self._blocks.append(self._tasks(block))
-        has_block = block is not None
-        self._last = submit(self._writer, self._run, self._last, number, has_block, change)
+        rows = None if block is None else len(block[STEP.name])
+        self._last = submit(self._writer, self._run, self._last, number, rows, change)
         return self._last
 
     def close(self) -> None:
@@ -95,7 +101,7 @@ class BlockWriter:
         self._encoders.shutdown()
         self._forget()
 
-    def _run(self, before: Future[None] | None, number: int, has_block: bool, change: Any) -> None:
+    def _run(self, before: Future[None] | None, number: int, rows: int | None, change: Any) -> None:
         if before is not None:
             # Done already, but when the interpreter is ending: then this is the caller's thread,
             # and the writing thread may still be at the block before.
@@ -103,9 +109,7 @@ class BlockWriter:
         if self.failure is not None:
             raise self.failure
         try:
-            if has_block:
-                self._write(number)
-            self._commit(change)
+            self._commit(change, None if rows is None else (rows, self._write(number, rows)))
         except BaseException as error:
             self.failure = error
             self._forget()
@@ -118,13 +122,20 @@ class BlockWriter:
             future.cancel()
         self._ahead.clear()
 
-    def _write(self, number: int) -> None:
+    def _write(self, number: int, rows: int) -> bytes:
+        """Write the shards of a block; its digest."""
+        digests = []
         for name, array in self._layout.arrays.items():
-            parts = shard_parts(self._encoded() for _ in range(array.chunks))
-            key = chunk_key(name, number, len(array.shard))
-            self.bytes_written += put(self._path / key, parts, fsync=self._fsync)
+            form = self._forms[name]
+            for part in range(array.parts):
+                chunks = (self._encoded() for _ in range(math.prod(form.grid)))
+                shard = Shard(form, chunks, block=number, part=part, rows=rows)
+                key = chunk_key(name, number, len(array.shard), part)
+                self.bytes_written += put(self._path / key, shard, fsync=self._fsync)
+                digests.append((name, part, rows, shard.digest))
+        return block_digest(digests)
 
-    def _encoded(self) -> bytes:
+    def _encoded(self) -> Chunk:
         """Next chunk; a few that come after it, also of the next block, are then being encoded."""
         while len(self._ahead) <= CHUNKS_AHEAD * self._layout.threads:
             task = self._next_task()
@@ -142,5 +153,7 @@ class BlockWriter:
 
     def _tasks(self, block: Block) -> Iterator[Task]:
         for name, array in self._layout.arrays.items():
-            for window in chunk_windows(array):
-                yield array.chain.encode, block[name][window], array.chunk
+            for part in range(array.parts):
+                bits = block[name][array.window(part)]
+                for window in chunk_windows(self._forms[name]):
+                    yield encode_chunk, array.chain, bits[window], array.chunk

@@ -17,17 +17,21 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import parse_bytes
+from trajstore.codec.block_codec import BLOCK
+from trajstore.codec.block_form import Runs
 from trajstore.errors import InvalidArgument
 from trajstore.schema import COORDINATES, STEP
 from trajstore.store.atomic import put
-from trajstore.store.block_plan import Layout, plan
+from trajstore.store.array_reader import StoredArray
+from trajstore.store.block_plan import ArrayLayout, Layout, plan
 from trajstore.store.block_writer import BlockWriter
 from trajstore.store.commit import Committer
 from trajstore.store.create import create_folder
 from trajstore.store.new_run import new_arrays
-from trajstore.store.object_keys import DOCUMENT, chunk_key
+from trajstore.store.fingerprint import Fingerprint
+from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.open_group import open_group
-from trajstore.store.resumed_run import ResumedRun, resumed_run
+from trajstore.store.resumed_run import ResumedRun, resumed_run, stored_fingerprint
 from trajstore.store.writer import RunWriter
 from trajstore.store.zarr_json import CHANGING, COPY, RunMetadata, utc_now
 from trajstore.threads import default_threads
@@ -107,7 +111,7 @@ def branch_run(
     stored = resumed_run(whole, rows, attributes=None, memory=memory, threads=None)
     _check_types(stored, types)
     branch = _Branch.planned(stored, path, types, attributes, memory=memory, fsync=fsync)
-    create_folder(path, branch.metadata, {}, overwrite=False, fsync=fsync)
+    create_folder(path, branch.metadata, {}, {}, overwrite=False, fsync=fsync)
     branch.write_blocks()
     branch.write_rest(memory)
 
@@ -175,25 +179,30 @@ class _Branch:
             encoding=str(root["attributes"]["encoding"]),
         )
         anew = {
-            name: array
+            name: array if stored.layout.runs is not None else _undivided(array)
             for name, array in layout.arrays.items()
             if name != STEP.name and array.native != stored.layout.arrays[name].native
         }
         # Their values are not used: the chunks of the coordinates are those of the other.
         placeholders = {name: np.zeros(tokens, "U1" if name == "token_text" else "i4")
                         for name in coordinates}  # fmt: skip
-        made, _ = new_arrays(replace(layout, arrays=anew), placeholders)
+        runs = _runs_of_branch(stored, layout.runs)
+        changed = replace(layout, arrays=anew, runs=runs)
+        encoding = str(root["attributes"]["encoding"])
+        made, _ = new_arrays(changed, placeholders, encoding=encoding)
         kept = (STEP.name, *(name for name in types if name not in anew))
-        arrays = {name: documents[name] for name in (*kept, *coordinates)}
+        arrays = {name: _with_runs(documents[name], runs) for name in (*kept, *coordinates)}
         arrays |= {name: made[name] for name in anew}
         arrays[STEP.name] = _without_copy(arrays[STEP.name])
         fixed = {key: value for key, value in root["attributes"].items() if key not in CHANGING}
+        if runs is not None:
+            fixed["runs"] = [list(entry) for entry in runs]
         return cls(
             stored=stored,
             path=path,
             metadata=RunMetadata(arrays, {**fixed, "created": utc_now(), **attributes}),
             kept=kept,
-            changed=replace(layout, arrays=anew),
+            changed=changed,
             fsync=fsync,
         )
 
@@ -205,11 +214,13 @@ class _Branch:
                 for file in (self.stored.path / name).glob("c*"):
                     self._take_over(f"{name}/{file.name}")
         for name in self.kept:
+            array = self.stored.arrays[name]
             for number in range(blocks):
-                self._take_over(chunk_key(name, number, self.stored.arrays[name].ndim))
+                for part in range(array.parts):
+                    self._take_over(array.key(number, part))
         for name, array in self.changed.arrays.items():
             one = replace(self.changed, arrays={name: array})
-            writer = BlockWriter(self.path, one, lambda change: None, fsync=self.fsync)
+            writer = BlockWriter(self.path, one, lambda change, block: None, fsync=self.fsync)
             try:
                 for number in range(blocks):
                     rows = self._rows_of(number)
@@ -217,7 +228,7 @@ class _Branch:
                     writer.submit(number, {name: bits}, None).result()
             finally:
                 writer.close()
-        committer = Committer(self.path, self.metadata, fsync=self.fsync)
+        committer = Committer(self.path, self.metadata, self._fingerprint(blocks), fsync=self.fsync)
         committer.commit((blocks * self.stored.layout.block_rows, "interrupted"))
 
     def write_rest(self, memory: int | str) -> None:
@@ -226,7 +237,7 @@ class _Branch:
         if first == self.stored.rows:
             return
         rows = slice(first, self.stored.rows)
-        steps = np.asarray(self.stored.arrays[STEP.name][rows])
+        steps = self.stored.arrays[STEP.name].values((rows,))
         writer = RunWriter.resume(self.path, memory=memory, fsync=self.fsync)
         try:
             for at, places in writer.stretches(steps):
@@ -235,6 +246,23 @@ class _Branch:
                     place[...] = self._bits(name, taken, writer.layout.arrays[name].native)
         finally:
             writer.close("interrupted")
+
+    def _fingerprint(self, blocks: int) -> Fingerprint | None:
+        arrays = {
+            name: replace(self.stored.arrays[name], path=self.path, form=replace(
+                self.stored.arrays[name].form, runs=self.changed.runs))
+            for name in self.kept
+        }  # fmt: skip
+        arrays |= {
+            name: StoredArray(
+                path=self.path,
+                name=name,
+                shape=(self.stored.rows, *array.row),
+                form=array.form(self.changed.runs),
+            )
+            for name, array in self.changed.arrays.items()
+        }
+        return stored_fingerprint(self.path, self.metadata, arrays, self.changed, blocks)
 
     def _rows_of(self, block: int) -> slice:
         length = self.stored.layout.block_rows
@@ -247,7 +275,7 @@ class _Branch:
         if array.chain.native == native:
             bits = array.bits((rows,))
         else:
-            bits = as_bits(array[rows], native, name)
+            bits = as_bits(array.values((rows,)), native, name)
         return bits if native == wanted else widen(bits, native).view(wanted.bits)
 
     def _take_over(self, key: str) -> None:
@@ -262,6 +290,36 @@ class _Branch:
 def _hidden(stored: ResumedRun) -> int:
     arrays = stored.layout.arrays.values()
     return next((array.row[-1] for array in arrays if "hidden" in array.variable.dims), 1)
+
+
+def _runs_of_branch(stored: ResumedRun, new: Runs | None) -> Runs | None:
+    """Whose blocks the branch holds: those it takes over keep the identity they have."""
+    if stored.layout.runs is None or new is None:
+        return None
+    blocks = stored.rows // stored.layout.block_rows
+    own = new[-1][1]
+    return (*(entry for entry in stored.layout.runs if entry[0] < blocks), (blocks, own))
+
+
+def _with_runs(document: dict[str, Any], runs: Runs | None) -> dict[str, Any]:
+    """The document of an array, of a run of that identity."""
+    if runs is None:
+        return document
+    codecs = [
+        codec | {"configuration": codec["configuration"] | {"runs": [list(e) for e in runs]}}
+        if codec["name"] == BLOCK
+        else codec
+        for codec in document["codecs"]
+    ]
+    return document | {"codecs": codecs}
+
+
+def _undivided(array: ArrayLayout) -> ArrayLayout:
+    """One shard a block, as format 1 has it."""
+    if array.parts == 1:
+        return array
+    tokens = array.chunk[1] * -(-array.row[0] // array.chunk[1])
+    return replace(array, shard=(array.shard[0], tokens, *array.shard[2:]))
 
 
 def _without_copy(document: dict[str, Any]) -> dict[str, Any]:

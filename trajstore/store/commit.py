@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trajstore.store.atomic import put
+from trajstore.store.fingerprint import Fingerprint
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.zarr_json import RunMetadata, Status
 
@@ -22,6 +23,8 @@ class Committer:
     ----------
     path : Path
     metadata : RunMetadata
+    fingerprint : Fingerprint or None
+        Of the rows that are there; None in format 1.
     fsync : bool
         Have every document survive a loss of power.
 
@@ -31,21 +34,48 @@ class Committer:
         Rows that readers see.
     """
 
-    def __init__(self, path: Path, metadata: RunMetadata, *, fsync: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        metadata: RunMetadata,
+        fingerprint: Fingerprint | None,
+        *,
+        fsync: bool,
+    ) -> None:
         self.rows = 0
         self._path = path
         self._metadata = metadata
+        self._fingerprint = fingerprint
         self._fsync = fsync
 
-    def commit(self, change: tuple[int, Status]) -> None:
-        """Make so many rows visible, of which every shard is written, with that status."""
+    def commit(self, change: tuple[int, Status], block: tuple[int, bytes] | None = None) -> None:
+        """Make so many rows visible, of which every shard is written, with that status.
+
+        Parameters
+        ----------
+        change : (int, str)
+            Rows and status.
+        block : (int, bytes), optional
+            Rows and digest of the block that they end with, if it is new.
+        """
         rows, status = change
+        if block is not None and self._fingerprint is not None:
+            self._fingerprint.add(*block)
         if rows > self.rows:
             self._put_arrays(rows)
         self._put_root(rows, status)
 
-    def cut(self, rows: int) -> None:
-        """Take back all rows but the first so many, of a run that is recorded again."""
+    def cut(self, rows: int, block: tuple[int, bytes] | None = None) -> None:
+        """Take back all rows but the first so many, of a run that is recorded again.
+
+        Parameters
+        ----------
+        rows : int
+        block : (int, bytes), optional
+            Rows and digest of the block that they end with, if that is not whole.
+        """
+        if block is not None and self._fingerprint is not None:
+            self._fingerprint.add(*block)
         self._put_root(rows, "recording")
         self._put_arrays(rows)
 
@@ -55,5 +85,7 @@ class Committer:
             put(self._path / name / DOCUMENT, [document], fsync=self._fsync)
 
     def _put_root(self, rows: int, status: Status) -> None:
-        put(self._path / DOCUMENT, [self._metadata.root(rows, status)], fsync=self._fsync)
+        digests = {} if self._fingerprint is None else self._fingerprint.attributes()
+        document = self._metadata.root(rows, status, digests)
+        put(self._path / DOCUMENT, [document], fsync=self._fsync)
         self.rows = rows

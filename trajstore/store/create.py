@@ -51,7 +51,13 @@ def _is_run(path: Path) -> bool:
 
 
 def create_folder(
-    path: Path, documents: RunMetadata, chunks: Mapping[str, bytes], *, overwrite: bool, fsync: bool
+    path: Path,
+    documents: RunMetadata,
+    chunks: Mapping[str, bytes],
+    digests: Mapping[str, str],
+    *,
+    overwrite: bool,
+    fsync: bool,
 ) -> None:
     """Make the folder of a run without rows beside its place, and move it there.
 
@@ -62,6 +68,8 @@ def create_folder(
         Of the root and every array.
     chunks : mapping of str to bytes
         Encoded coordinates, by their keys.
+    digests : mapping of str to str
+        Attributes of the root (`trajstore.store.fingerprint.Fingerprint.attributes`).
     overwrite : bool
         Replace a run that is there.
     fsync : bool
@@ -83,7 +91,7 @@ def create_folder(
             put(new / name / DOCUMENT, [documents.array(name, 0)], fsync=fsync)
         for key, data in chunks.items():
             put(new / key, [data], fsync=fsync)
-        put(new / DOCUMENT, [documents.root(0, "recording")], fsync=fsync)
+        put(new / DOCUMENT, [documents.root(0, "recording", digests)], fsync=fsync)
         if overwrite and path.exists():
             path.rename(old)
             new.rename(path)

@@ -15,6 +15,8 @@ import zarr
 from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
 from zarr.storage import MemoryStore
 
+from trajstore.codec.block_codec import BlockCodec
+from trajstore.codec.block_form import Runs
 from trajstore.errors import InvalidArgument
 from trajstore.schema import COORDINATES, FORMAT, STEP, Coordinate
 from trajstore.store.block_plan import ArrayLayout, Layout
@@ -105,6 +107,7 @@ def new_run(
     fixed = {
         "trajstore_format": FORMAT,
         "trajstore_version": __version__,
+        "runs": [list(entry) for entry in layout.runs or ()],
         "created": utc_now(),
         "timeline": "post-step",
         "encoding": encoding,
@@ -112,12 +115,12 @@ def new_run(
         "config": dict(config or {}),
         **(attributes or {}),
     }
-    arrays, chunks = new_arrays(layout, coordinates)
+    arrays, chunks = new_arrays(layout, coordinates, encoding=encoding)
     return RunMetadata(arrays, fixed), chunks
 
 
 def new_arrays(
-    layout: Layout, coordinates: Mapping[str, npt.ArrayLike]
+    layout: Layout, coordinates: Mapping[str, npt.ArrayLike], *, encoding: str
 ) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
     """Arrays of a run that is to be made.
 
@@ -126,6 +129,7 @@ def new_arrays(
     layout : Layout
     coordinates : mapping of str to array_like
         Values along ``token``, by name of the schema.
+    encoding : {'delta', 'portable'}
 
     Returns
     -------
@@ -137,7 +141,8 @@ def new_arrays(
     objects: dict[str, Any] = {}
     root = zarr.create_group(MemoryStore(objects))
     for name, array in layout.arrays.items():
-        _create(root, name, array, [name for name in coordinates if name != "token"])
+        auxiliary = [name for name in coordinates if name != "token"]
+        _create(root, name, array, auxiliary, encoding=encoding, runs=layout.runs)
     for name, values in coordinates.items():
         _create_coordinate(root, COORDINATES[name], values)
     documents: dict[str, dict[str, Any]] = {}
@@ -151,25 +156,42 @@ def new_arrays(
     return documents, chunks
 
 
-def _create(root: zarr.Group, name: str, array: ArrayLayout, auxiliary: list[str]) -> None:
+def _create(
+    root: zarr.Group,
+    name: str,
+    array: ArrayLayout,
+    auxiliary: list[str],
+    *,
+    encoding: str,
+    runs: Runs | None,
+) -> None:
     entry = array.variable
     attributes: dict[str, Any] = {"long_name": entry.long_name, "units": entry.units}
     if entry is not STEP:
         attributes["native_dtype"] = array.native.name
     if "token" in entry.dims and auxiliary:
         attributes["coordinates"] = " ".join(auxiliary)  # CF: xarray makes them coordinates
+    storage: dict[str, Any] = {"chunks": array.shard, "compressors": None, "filters": None}
+    if encoding == "portable" or runs is None:  # as format 1 stores all
+        storage = {
+            "chunks": array.chunk,
+            "shards": array.shard,
+            **array.chain.codecs(len(array.chunk)),
+        }
+    else:
+        storage["serializer"] = BlockCodec(
+            array=name, chunk_shape=array.chunk, chain=array.chain, runs=runs
+        )
     root.create_array(
         name,
         shape=(array.shard[0], *array.row),
         dtype=array.native.stored,
-        chunks=array.chunk,
-        shards=array.shard,
         # A lost chunk must not read as a plausible number.
         fill_value=-1 if array.native.stored.kind == "i" else float("nan"),
         dimension_names=entry.dims,
         chunk_key_encoding=_CHUNK_KEYS,
         attributes=attributes,
-        **array.chain.codecs(len(array.chunk)),
+        **storage,
     )
 
 

@@ -14,17 +14,18 @@ CHECKPOINT = re.compile(r"step-(\d{8,})\.safetensors")
 """Name of the file of a checkpoint; the group is its step."""
 
 
-def chunk_key(name: str, block: int, ndim: int) -> str:
-    """Key of the shard that holds a block of an array: ``W/c.3.0.0``."""
-    return f"{name}/" + ".".join(["c", str(block), *["0"] * (ndim - 1)])
+def chunk_key(name: str, block: int, ndim: int, part: int = 0) -> str:
+    """Key of the shard that holds a block of an array, or a part of its tokens: ``W/c.3.0.0``."""
+    return f"{name}/" + ".".join(["c", str(block), str(part), *["0"] * (ndim - 2)][: ndim + 1])
 
 
-def block_of(leaf: str, ndim: int) -> int | None:
-    """Number of the block whose shard has that file name; None if no shard is called so."""
-    number = leaf.split(".")[1] if leaf.count(".") == ndim else ""
-    if not number.isdecimal() or leaf != chunk_key("", int(number), ndim)[1:]:
+def block_of(leaf: str, ndim: int) -> tuple[int, int] | None:
+    """Numbers of the block and part whose shard has that file name; None if none is called so."""
+    numbers = leaf.split(".")[1:3] if leaf.count(".") == ndim else []
+    if not numbers or not all(number.isdecimal() for number in numbers):
         return None
-    return int(number)
+    block, part = int(numbers[0]), int(numbers[1]) if ndim > 1 else 0
+    return (block, part) if leaf == chunk_key("", block, ndim, part)[1:] else None
 
 
 def checkpoint_folder(run: Path) -> Path:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import zarr
 from zarr.errors import NodeNotFoundError
 
+from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError, MissingExtra, RunNotFound
 from trajstore.schema import FORMAT
 
-__all__ = ["open_group"]
+__all__ = ["open_group", "run_identity"]
 
 
 def open_group(path: str | os.PathLike[str]) -> zarr.Group:
@@ -46,3 +49,22 @@ def open_group(path: str | os.PathLike[str]) -> zarr.Group:
             f"install trajstore {group.attrs.get('trajstore_version')} or newer"
         )
     return group
+
+
+def run_identity(attributes: Mapping[str, Any]) -> Runs | None:
+    """Whose blocks a run holds, by the attributes of its root; None in format 1.
+
+    Raises
+    ------
+    FormatError
+        If they do not say it.
+    """
+    if attributes.get("trajstore_format") == 1:
+        return None
+    try:
+        runs = tuple((int(block), bytes.fromhex(run).hex()) for block, run in attributes["runs"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"the root does not say which run it is of: runs is {error}") from error
+    if not runs or runs[0][0] != 0:
+        raise FormatError(f"the root does not say whose the first block is: runs is {runs}")
+    return runs

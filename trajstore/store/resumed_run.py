@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,20 @@ import numpy.typing as npt
 import zarr
 
 from trajstore.byte_sizes import parse_bytes
+from trajstore.codec.block_label import BlockLabel
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.schema import STEP, VARIABLES, variable
 from trajstore.store.array_reader import StoredArray, stored_array
 from trajstore.store.block_plan import ArrayLayout, Layout, within
-from trajstore.store.object_keys import DOCUMENT, block_of, chunk_key
-from trajstore.store.open_group import open_group
+from trajstore.store.fingerprint import Fingerprint, block_digest, coordinate_digests
+from trajstore.store.object_keys import DOCUMENT, block_of
+from trajstore.store.open_group import open_group, run_identity
+from trajstore.store.shard import shard_digest
 from trajstore.store.zarr_json import RunMetadata
 from trajstore.threads import default_threads
 from trajstore.values.native_types import STEP_TYPE, as_bits, native_type
 
-__all__ = ["ResumedRun", "check_run", "remove_past_end", "resumed_run"]
+__all__ = ["ResumedRun", "check_run", "remove_past_end", "resumed_run", "stored_fingerprint"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +63,45 @@ class ResumedRun:
         FormatError
             If its shard is missing or broken.
         """
-        return int(self.arrays[STEP.name][self.rows - 1]) if self.rows else -1
+        if not self.rows:
+            return -1
+        return int(self.arrays[STEP.name].values((slice(self.rows - 1, self.rows),))[0])
+
+    def fingerprint(self) -> Fingerprint | None:
+        """Digests of the full blocks that are kept, by their labels; None in format 1.
+
+        Raises
+        ------
+        FormatError
+            If a shard is missing, or its label broken.
+        """
+        return stored_fingerprint(
+            self.path, self.metadata, self.arrays, self.layout, self.rows // self.layout.block_rows
+        )
+
+    def digest_of_unfinished(self, block: Mapping[str, npt.NDArray[Any]]) -> bytes:
+        """Digest that the last block has with the rows that are kept of it.
+
+        Parameters
+        ----------
+        block : mapping of str to ndarray, (row, …)
+            As `load` has filled it.
+        """
+        number, rows = divmod(self.rows, self.layout.block_rows)
+        if self.layout.runs is not None and self._rows_held(number) == rows:
+            return _stored_digest(self.arrays.values(), number)
+        return block_digest(
+            (name, part, rows, shard_digest(form, block[name][:rows][array.window(part)]))
+            for (name, array), form in zip(
+                self.layout.arrays.items(), self.layout.forms.values(), strict=True
+            )
+            for part in range(array.parts)
+        )
+
+    def _rows_held(self, number: int) -> int | None:
+        """Rows of a block on disk; None if its shards do not hold as many."""
+        held = {label.rows for label in _labels(self.arrays.values(), number)}
+        return held.pop() if len(held) == 1 else None
 
     def load(self, block: Mapping[str, npt.NDArray[Any]]) -> int:
         """Read the rows of the unfinished block into their places, and look for the full blocks.
@@ -84,21 +125,23 @@ class ResumedRun:
         unfinished = self.rows % self.layout.block_rows
         for name, array in self.layout.arrays.items():
             if unfinished:
-                kept = self.arrays[name][self.rows - unfinished : self.rows]
+                kept = self.arrays[name].values((slice(self.rows - unfinished, self.rows),))
                 block[name][:unfinished] = as_bits(kept, array.native, name)
             size += self._size_of_full_blocks(name)
         return size
 
     def _size_of_full_blocks(self, name: str) -> int:
         size = 0
+        stored = self.arrays[name]
         for number in range(self.rows // self.layout.block_rows):
-            shard = self.path / chunk_key(name, number, self.arrays[name].ndim)
-            if not shard.exists():
-                raise FormatError(
-                    f"{name}, block {number}: the shard {shard} is missing; bring the run back "
-                    f"to what is whole with: trajstore repair {self.path}"
-                )
-            size += shard.stat().st_size
+            for part in range(stored.parts):
+                shard = self.path / stored.key(number, part)
+                if not shard.exists():
+                    raise FormatError(
+                        f"{name}, block {number}: the shard {shard} is missing; bring the run back "
+                        f"to what is whole with: trajstore repair {self.path}"
+                    )
+                size += shard.stat().st_size
         return size
 
 
@@ -178,10 +221,11 @@ def _stored_layout(
     """Layout of the blocks that are there, so that more rows are written as the first ones were."""
     stored: dict[str, StoredArray] = {}
     arrays: dict[str, ArrayLayout] = {}
+    runs = run_identity(group.attrs)
     for name, array in sorted(group.arrays(), key=lambda item: item[0] != STEP.name):
         if name != STEP.name and name not in VARIABLES:
             continue
-        found = stored_array(path, name, array)
+        found = stored_array(path, name, array, runs)
         if found is None:
             raise FormatError(
                 f"{name} of {path} is not stored as this version stores it, so no rows can be "
@@ -198,9 +242,50 @@ def _stored_layout(
             chain=replace(found.chain, native=native),
         )
     layout = Layout(
-        block_rows=arrays[STEP.name].shard[0], threads=threads or default_threads(), arrays=arrays
+        block_rows=arrays[STEP.name].shard[0],
+        threads=threads or default_threads(),
+        arrays=arrays,
+        runs=runs,
     )
     return layout, stored
+
+
+def stored_fingerprint(
+    path: Path,
+    metadata: RunMetadata,
+    arrays: Mapping[str, StoredArray],
+    layout: Layout,
+    blocks: int,
+) -> Fingerprint | None:
+    """Digests of a run of so many full blocks, by the labels of its shards; None in format 1.
+
+    Raises
+    ------
+    FormatError
+        If a shard is missing, or its label broken.
+    """
+    if layout.runs is None:
+        return None
+    digests = coordinate_digests(path, metadata.names())
+    found = metadata.fingerprint(digests, layout.block_rows)
+    for number in range(blocks):
+        found.add(layout.block_rows, _stored_digest(arrays.values(), number))
+    return found
+
+
+def _stored_digest(arrays: Iterable[StoredArray], number: int) -> bytes:
+    return block_digest(
+        (label.array, label.part, label.rows, label.digest) for label in _labels(arrays, number)
+    )
+
+
+def _labels(arrays: Iterable[StoredArray], number: int) -> Iterator[BlockLabel]:
+    for stored in arrays:
+        for part in range(stored.parts):
+            with stored.opened(number, part) as file:
+                label = stored.tail(file, number, part).label
+            assert label is not None  # as the run has an identity
+            yield label
 
 
 def remove_past_end(path: Path, layout: Layout, rows: int) -> None:
@@ -208,6 +293,6 @@ def remove_past_end(path: Path, layout: Layout, rows: int) -> None:
     blocks = -(-rows // layout.block_rows)
     for name, array in layout.arrays.items():
         for shard in (path / name).iterdir():
-            number = block_of(shard.name, len(array.shard))
-            if number is not None and number >= blocks:
+            place = block_of(shard.name, len(array.shard))
+            if place is not None and place[0] >= blocks:
                 shard.unlink()

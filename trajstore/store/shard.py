@@ -1,41 +1,90 @@
-"""Assembly of a shard: encoded inner chunks, then an index of where each of them lies.
-
-Source: the `sharding_indexed` codec of the Zarr v3 specification, with the index at the end,
-little-endian uint64 pairs (offset, length) in C order of the chunk grid, and its crc32c.
-"""
+"""Assembly of a shard: encoded inner chunks, and behind them what `BlockForm` says of them."""
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-import numpy as np
+import numpy.typing as npt
 
-from trajstore.codec.crc32c_check import checksum
-from trajstore.store.block_plan import ArrayLayout
+from trajstore.codec.block_form import BlockForm
+from trajstore.codec.block_label import digest_of
+from trajstore.codec.codec_chain import Chain
 
-__all__ = ["chunk_windows", "shard_parts"]
+__all__ = ["Chunk", "Shard", "chunk_windows", "encode_chunk", "shard_digest"]
+
+Chunk = tuple[bytes, bytes]
+"""An encoded inner chunk, and the SHA-256 of it."""
 
 
-def chunk_windows(array: ArrayLayout) -> Iterator[tuple[slice, ...]]:
-    """Where each inner chunk lies in a block, in C order of the chunk grid."""
-    for position in itertools.product(*map(range, array.grid)):
+def encode_chunk(chain: Chain, bits: npt.NDArray[Any], shape: tuple[int, ...]) -> Chunk:
+    """Encode one inner chunk; as `Chain.encode`."""
+    data = chain.encode(bits, shape)
+    return data, hashlib.sha256(data).digest()
+
+
+def chunk_windows(form: BlockForm) -> Iterator[tuple[slice, ...]]:
+    """Where each inner chunk lies in a shard, in C order of the chunk grid."""
+    for position in itertools.product(*map(range, form.grid)):
         yield tuple(
             slice(at * length, (at + 1) * length)
-            for at, length in zip(position, array.chunk, strict=True)
+            for at, length in zip(position, form.chunk, strict=True)
         )
 
 
-def shard_parts(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Consecutive parts of a shard: the encoded chunks, each as soon as it is there, and the index.
+class Shard:
+    """Consecutive parts of one shard: the inner chunks, each as soon as it is there, and the rest.
 
     Every chunk is stored, also one that equals the fill value: an array of NaN keeps its payloads.
+
+    Parameters
+    ----------
+    form : BlockForm
+    chunks : iterable of Chunk
+        In C order of the chunk grid.
+    block, part : int
+        Number of the block, and of the shard in it.
+    rows : int
+        Of the block that are valid.
+
+    Attributes
+    ----------
+    digest : bytes
+        Of what is stored, when all parts have been taken.
     """
-    index: list[tuple[int, int]] = []
-    offset = 0
-    for chunk in chunks:
-        index.append((offset, len(chunk)))
-        offset += len(chunk)
-        yield chunk
-    packed = np.array(index, "<u8").tobytes()
-    yield packed + checksum(packed)
+
+    def __init__(
+        self, form: BlockForm, chunks: Iterable[Chunk], *, block: int, part: int, rows: int
+    ) -> None:
+        self.digest = b""
+        self._form = form
+        self._chunks = chunks
+        self._place = {"block": block, "part": part, "rows": rows}
+
+    def __iter__(self) -> Iterator[bytes]:
+        entries: list[tuple[int, int]] = []
+        digests: list[bytes] = []
+        offset = 0
+        for data, digest in self._chunks:
+            entries.append((offset, len(data)))
+            digests.append(digest)
+            offset += len(data)
+            yield data
+        self.digest = digest_of(digests)
+        yield self._form.tail(entries, self._form.label(**self._place, digest=self.digest))
+
+
+def shard_digest(form: BlockForm, bits: npt.NDArray[Any]) -> bytes:
+    """Digest of the shard that would hold such rows, without writing it.
+
+    Parameters
+    ----------
+    form : BlockForm
+    bits : ndarray of ``native.bits``, (row, …)
+        What lies in the shard of each row.
+    """
+    return digest_of(
+        encode_chunk(form.chain, bits[window], form.chunk)[1] for window in chunk_windows(form)
+    )

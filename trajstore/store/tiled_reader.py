@@ -17,8 +17,8 @@ import xarray as xr
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.schema import COORDINATES, STEP, VARIABLES
-from trajstore.store.array_reader import stored_array
-from trajstore.store.open_group import open_group
+from trajstore.store.array_reader import StoredArray, stored_array
+from trajstore.store.open_group import open_group, run_identity
 from trajstore.values.native_types import NativeType, native_type
 from trajstore.values.rounding import convert
 
@@ -149,15 +149,15 @@ def _of_path(path: str | os.PathLike[str]) -> TiledRun:
     series = {}
     for name in (name for name in VARIABLES if name in arrays):
         array = arrays[name]
-        fast = stored_array(path, name, array) if local else None
+        fast = stored_array(path, name, array, run_identity(group.attrs)) if local else None
         native = array.attrs.get("native_dtype", str(array.dtype))
         series[name] = _series(
             name,
             array.shape,
             dict(array.attrs),
             np.dtype(array.dtype),
-            (array.shards or array.chunks)[:1] + array.chunks[1:2],
-            array.__getitem__ if fast is None else fast.__getitem__,
+            (array.shards or array.chunks)[:1] + _inner(array, fast)[1:2],
+            array.__getitem__ if fast is None else fast.values,
             fast.bits if fast is not None and fast.chain.native.name == native else None,
         )
     return TiledRun(
@@ -197,6 +197,10 @@ def _of_dataset(ds: xr.Dataset) -> TiledRun:
         coordinates={name: ds[name].values for name in COORDINATES if name in ds.variables},
         series=series,
     )
+
+
+def _inner(array: Any, fast: StoredArray | None) -> tuple[int, ...]:
+    return tuple(array.chunks) if fast is None else fast.chunk
 
 
 def _series(

@@ -13,6 +13,7 @@ past the row it is cut to, is not read by anyone; it is written over, and remove
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from trajstore.store.block_plan import BLOCKS, Layout, plan
 from trajstore.store.block_writer import BlockWriter
 from trajstore.store.commit import Committer
 from trajstore.store.create import check_target, create_folder
+from trajstore.store.fingerprint import Fingerprint
 from trajstore.store.lock import RunLock
 from trajstore.store.new_run import check_variables, new_run, token_coordinates
 from trajstore.store.resumed_run import ResumedRun, check_run, remove_past_end, resumed_run
@@ -76,7 +78,14 @@ class RunWriter:
     """
 
     def __init__(
-        self, path: Path, layout: Layout, metadata: RunMetadata, lock: RunLock, *, fsync: bool
+        self,
+        path: Path,
+        layout: Layout,
+        metadata: RunMetadata,
+        fingerprint: Fingerprint | None,
+        lock: RunLock,
+        *,
+        fsync: bool,
     ) -> None:
         self.path = path
         self.layout = layout
@@ -86,7 +95,7 @@ class RunWriter:
         self._last_step = -1
         self._given = 0  # rows whose places are with the caller
         self._status: Status = "recording"
-        self._committer = Committer(path, metadata, fsync=fsync)
+        self._committer = Committer(path, metadata, fingerprint, fsync=fsync)
         self._block_writer = BlockWriter(path, layout, self._committer.commit, fsync=fsync)
         self._buffers = BlockBuffers(layout, self._block_writer)
         self._row_bytes = sum(
@@ -197,8 +206,12 @@ class RunWriter:
         lock = RunLock.acquire(path)
         try:
             sweep(path)
-            create_folder(path, metadata, chunks, overwrite=overwrite, fsync=fsync)
-            return cls(path, layout, metadata, lock, fsync=fsync)
+            digests = {key: hashlib.sha256(data).digest() for key, data in chunks.items()}
+            fingerprint = metadata.fingerprint(digests, layout.block_rows)
+            create_folder(
+                path, metadata, chunks, fingerprint.attributes(), overwrite=overwrite, fsync=fsync
+            )
+            return cls(path, layout, metadata, fingerprint, lock, fsync=fsync)
         except BaseException:
             lock.release()
             raise
@@ -243,7 +256,7 @@ class RunWriter:
         try:
             sweep(path)
             kept = resumed_run(path, rows, attributes=attributes, memory=memory, threads=threads)
-            run = cls(path, kept.layout, kept.metadata, lock, fsync=fsync)
+            run = cls(path, kept.layout, kept.metadata, kept.fingerprint(), lock, fsync=fsync)
             run._go_on(kept)
         except BaseException:
             lock.release()
@@ -428,5 +441,8 @@ class RunWriter:
         self.rows = kept.rows
         self.bytes_recorded = kept.rows * self._row_bytes
         self._last_step = kept.last_step()
-        self._block_writer.bytes_written += kept.load(self._buffers.block(kept.rows))
-        self._committer.cut(kept.rows)
+        block = self._buffers.block(kept.rows)
+        self._block_writer.bytes_written += kept.load(block)
+        unfinished = kept.rows % self.layout.block_rows
+        digest = kept.digest_of_unfinished(block) if unfinished else b""
+        self._committer.cut(kept.rows, (unfinished, digest) if unfinished else None)

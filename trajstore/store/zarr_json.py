@@ -17,13 +17,14 @@ from datetime import UTC, datetime
 from typing import Any, Literal, Self
 
 from trajstore.schema import STEP, VARIABLES
+from trajstore.store.fingerprint import CONTENT, FINGERPRINT, Fingerprint
 
 __all__ = ["CHANGING", "COPY", "RunMetadata", "Status", "utc_now"]
 
 Status = Literal["recording", "complete", "interrupted"]
 
 
-CHANGING = ("status", "committed_rows", "updated")
+CHANGING = ("status", "committed_rows", "updated", CONTENT, FINGERPRINT)
 """Attributes of the root that every commit sets."""
 
 COPY = "root_attributes"
@@ -88,9 +89,13 @@ class RunMetadata:
         """The arrays that grow with the rows."""
         return self._series
 
-    def root(self, rows: int, status: Status) -> bytes:
-        """Document of the root: attributes, and every array at that many rows."""
-        changing = {"status": status, "committed_rows": rows, "updated": utc_now()}
+    def fingerprint(self, coordinates: Mapping[str, bytes], block_rows: int) -> Fingerprint:
+        """Digests of the run without rows; `coordinates` by their keys."""
+        return Fingerprint(self._arrays, self._attributes, coordinates, block_rows)
+
+    def root(self, rows: int, status: Status, digests: Mapping[str, str]) -> bytes:
+        """Document of the root: attributes, digests, and every array at that many rows."""
+        changing = {"status": status, "committed_rows": rows, "updated": utc_now(), **digests}
         return _dump(
             {
                 "zarr_format": 3,

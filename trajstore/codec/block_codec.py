@@ -1,0 +1,348 @@
+"""The `trajstore.block` codec of Zarr v3: a block of an array, whole, as one object.
+
+It is the only codec of an array, so zarr hands it each selection. From the end of the object it
+takes label and index, refuses a block that belongs elsewhere, reads the inner chunks that the
+selection needs, and decodes them in a thread: one for each object, side by side. Of a local store
+it reads the file itself, in that same thread. zarr finds the codec by its entry point.
+
+Source: docs/format.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+from zarr.abc.buffer import Buffer, NDBuffer
+from zarr.abc.codec import ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin
+from zarr.abc.store import RangeByteRequest, SuffixByteRequest
+from zarr.storage import LocalStore, StorePath
+
+from trajstore.codec.block_form import BlockForm, Fetch, Runs, Tail
+from trajstore.codec.block_label import ANYWHERE, digest_of
+from trajstore.codec.codec_chain import Chain
+from trajstore.codec.selected_parts import Pick, outer_positions, picks
+from trajstore.errors import FormatError
+from trajstore.threads import default_threads, submit
+from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE, narrow
+
+if TYPE_CHECKING:
+    # What every codec is given; zarr up to 3.4.2 has no public name for it.
+    from zarr.core.array_spec import ArraySpec
+
+__all__ = ["BLOCK", "BlockCodec"]
+
+BLOCK = "trajstore.block"
+
+_GAP = 64 << 10  # bytes that are quicker read than left out, where each request takes its time
+
+Array = npt.NDArray[Any]
+Axes = list[dict[int, Pick]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
+    """Array-to-bytes codec ``trajstore.block``.
+
+    Parameters
+    ----------
+    array : str
+        Name of the array, which the labels have.
+    chunk_shape : tuple of int
+        Of an inner chunk; divides the shape of a chunk of the array.
+    chain : Chain
+        How an inner chunk is encoded.
+    runs : tuple of (int, str) or None
+        Whose blocks there are: from each number on, identity of the run. None for blocks without
+        labels, as format 1 has them.
+
+    Raises
+    ------
+    FormatError
+        On reading, if an object is missing, broken, or a block of another place.
+    """
+
+    is_fixed_size = False
+
+    array: str
+    chunk_shape: tuple[int, ...]
+    chain: Chain
+    runs: Runs | None
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Codec from the metadata of an array."""
+        configuration = dict(data.get("configuration", {}))
+        try:
+            if data.get("name") != BLOCK:
+                raise ValueError(f"its name is {data.get('name')!r}")
+            array, chunk_shape = configuration.pop("array"), configuration.pop("chunk_shape")
+            runs = configuration.pop("runs")
+            return cls(
+                array=str(array),
+                chunk_shape=tuple(int(length) for length in chunk_shape),
+                chain=Chain.from_facts(configuration),
+                runs=None if runs is None else tuple((int(at), str(run)) for at, run in runs),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"expected the codec {BLOCK}, got {data!r}: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Metadata of the codec."""
+        return {
+            "name": BLOCK,
+            "configuration": {
+                "array": self.array,
+                "runs": None if self.runs is None else [list(entry) for entry in self.runs],
+                "chunk_shape": list(self.chunk_shape),
+                **self.chain.facts(),
+            },
+        }
+
+    def validate(self, *, shape: tuple[int, ...], dtype: Any, chunk_grid: Any) -> None:
+        """Check that the array can hold the native type, and is divided into whole inner chunks.
+
+        Raises
+        ------
+        ValueError
+            If not.
+        """
+        stored = self.chain.native.stored
+        if dtype.to_native_dtype() != stored:
+            raise ValueError(f"{BLOCK} of {self.chain.native.name} encodes {stored}, got {dtype}")
+        if len(self.chunk_shape) != len(shape) or not shape:
+            raise ValueError(f"{BLOCK} has inner chunks of {self.chunk_shape}, the array {shape}")
+        whole = getattr(chunk_grid, "chunk_shape", self.chunk_shape)
+        if any(length % part for length, part in zip(whole, self.chunk_shape, strict=True)):
+            raise ValueError(f"inner chunks of {self.chunk_shape} do not divide {whole}")
+
+    def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
+        """Is not known beforehand."""
+        raise NotImplementedError
+
+    def form(self, shape: tuple[int, ...]) -> BlockForm:
+        """How blocks of that shape are stored."""
+        return _form(self, shape)
+
+    async def _decode_partial_single(
+        self, byte_getter: Any, selection: Any, chunk_spec: ArraySpec
+    ) -> NDBuffer | None:
+        form = self.form(tuple(chunk_spec.shape))
+        reading = _Reading(form, selection, byte_getter)
+        folder = _local_folder(byte_getter)
+        if folder is not None:
+            path = os.path.join(folder, byte_getter.path)
+            values = await _in_thread(reading.from_file, path)
+        else:
+            values = await reading.from_store(byte_getter, chunk_spec.prototype)
+        return chunk_spec.prototype.nd_buffer.from_numpy_array(values)
+
+    async def _decode_single(self, chunk_bytes: Buffer, chunk_spec: ArraySpec) -> NDBuffer:
+        shape = tuple(chunk_spec.shape)
+        form = self.form(shape)
+        reading = _Reading(form, tuple(slice(None) for _ in shape), None)
+        values = await _in_thread(reading.from_bytes, chunk_bytes.to_bytes())
+        return chunk_spec.prototype.nd_buffer.from_numpy_array(values)
+
+    async def _encode_single(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> Buffer | None:
+        form = self.form(tuple(chunk_spec.shape))
+        data = await _in_thread(_encoded, form, chunk_array.as_numpy_array())
+        return chunk_spec.prototype.buffer.from_bytes(data)
+
+
+@lru_cache(maxsize=256)
+def _form(codec: BlockCodec, shape: tuple[int, ...]) -> BlockForm:
+    return BlockForm(
+        array=codec.array,
+        chain=codec.chain,
+        shape=shape,
+        chunk=codec.chunk_shape,
+        runs=codec.runs,
+    )
+
+
+class _Reading:
+    """A selection of one block, on its way out of an object."""
+
+    def __init__(self, form: BlockForm, selection: Any, byte_getter: Any) -> None:
+        self._form = form
+        self._key = str(getattr(byte_getter, "path", ""))
+        self._place = _place(self._key, len(form.shape))
+        selection = selection if isinstance(selection, tuple) else (selection,)
+        selection = (*selection, *[slice(None)] * (len(form.shape) - len(selection)))
+        outer = outer_positions(selection, form.shape)
+        self._points: tuple[Any, ...] | None = None
+        if outer is None:
+            # The smallest box that holds the points is read, and they are taken from it.
+            hulls = [_hull(item, length) for item, length in zip(selection, form.shape, strict=True)]
+            self._points = tuple(
+                _shifted(item, hull) for item, hull in zip(selection, hulls, strict=True)
+            )
+            along: Sequence[Any] = hulls
+            self._shape = tuple(len(hull) for hull in hulls)
+        else:
+            along, self._shape = outer
+        self._lengths = [len(axis) for axis in along]
+        self._axes: Axes = []
+        if all(self._lengths):
+            self._axes = [picks(axis, part) for axis, part in zip(along, form.chunk, strict=True)]
+
+    def from_file(self, path: str) -> Array:
+        """Values, read from a local file."""
+        try:
+            file = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise self._missing() from None
+        try:
+            size = os.fstat(file).st_size
+            length = self._form.tail_length
+            data = os.pread(file, length, max(size - length, 0))
+            return self._decoded(data, lambda offset, length: os.pread(file, length, offset))
+        finally:
+            os.close(file)
+
+    def from_bytes(self, data: bytes) -> Array:
+        """Values, of a whole object."""
+        tail = data[-self._form.tail_length :]
+        return self._decoded(tail, lambda offset, length: data[offset : offset + length])
+
+    async def from_store(self, byte_getter: Any, prototype: Any) -> Array:
+        """Values, by ranges of an object of any store."""
+        length = self._form.tail_length
+        found = await byte_getter.get(prototype, byte_range=SuffixByteRequest(length))
+        if found is None:
+            raise self._missing()
+        data = found.to_bytes()
+        stretches = _stretches(self._ranges(data))
+        parts = await asyncio.gather(
+            *(
+                byte_getter.get(prototype, byte_range=RangeByteRequest(start, stop))
+                for start, stop in stretches
+            )
+        )
+        if any(part is None for part in parts):
+            raise self._missing()
+        held = [
+            (start, stop, part.to_bytes())
+            for (start, stop), part in zip(stretches, parts, strict=True)
+        ]
+
+        def fetch(offset: int, length: int) -> bytes:
+            start, _, data = next(item for item in held if item[0] <= offset < item[1])
+            return data[offset - start : offset - start + length]
+
+        return await _in_thread(self._decoded, data, fetch)
+
+    def _ranges(self, data: bytes) -> list[tuple[int, int]]:
+        if not self._axes:
+            return []
+        try:
+            tail = self._form.read_tail(data, self._place)
+            self._form.check_rows(tail, self._axes)
+        except ValueError as error:
+            raise self._broken(error) from error
+        wanted = self._form.wanted(tail, self._axes)
+        return [(offset, offset + length) for _, offset, length in wanted]
+
+    def _decoded(self, data: bytes, fetch: Fetch) -> Array:
+        out = np.empty(self._lengths, self._form.chain.native.stored)
+        if self._axes:
+            try:
+                tail: Tail = self._form.read_tail(data, self._place)
+                self._form.read(tail, self._axes, fetch, out)
+            except ValueError as error:
+                raise self._broken(error) from error
+        values = out.reshape(self._shape)
+        return values if self._points is None else np.asarray(values[self._points])
+
+    def _missing(self) -> FormatError:
+        return FormatError(f"{self._named()} is missing; the run is damaged")
+
+    def _broken(self, error: ValueError) -> FormatError:
+        return FormatError(f"{self._named()} is not usable: {error}; the run is damaged")
+
+    def _named(self) -> str:
+        where = f" ({self._key})" if self._key else ""
+        block = "a block" if self._place is None else f"block {self._place[0]}"
+        return f"{self._form.array}, {block}{where}"
+
+
+def _local_folder(byte_getter: Any) -> Any:
+    """Folder of the local store that something is read from; None of any other store."""
+    if not isinstance(byte_getter, StorePath):
+        return None
+    store = byte_getter.store
+    return store.root if isinstance(store, LocalStore) else getattr(store, "local_root", None)
+
+
+def _place(key: str, ndim: int) -> tuple[int, int] | None:
+    """Block and part of an object, by the numbers at the end of its key; None if there are none."""
+    numbers = key.replace("/", ".").rsplit(".", ndim)[1:]
+    if len(numbers) != ndim or not all(number.isdecimal() for number in numbers):
+        return None
+    return int(numbers[0]), int(numbers[1]) if ndim > 1 else 0
+
+
+def _hull(item: Any, length: int) -> range:
+    """All positions between the first and the last that are selected along an axis."""
+    taken = np.arange(length)[item]
+    return range(int(taken.min()), int(taken.max()) + 1) if taken.size else range(0)
+
+
+def _shifted(item: Any, hull: range) -> Any:
+    """The selection, of what lies within the hull."""
+    if isinstance(item, slice):
+        return slice(None, None, item.step)
+    array = np.asarray(item)
+    return array[hull.start : hull.stop] if array.dtype == bool else array - hull.start
+
+
+def _stretches(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges of bytes, those put together that lie side by side."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if joined and start <= joined[-1][1] + _GAP:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _encoded(form: BlockForm, values: Array) -> bytes:
+    """A block as zarr hands it over, which does not say where it belongs."""
+    bits = narrow(values, form.chain.native)
+    pieces, digests, entries, offset = [], [], [], 0
+    for at in itertools.product(*map(range, form.grid)):
+        window = tuple(
+            slice(number * length, (number + 1) * length)
+            for number, length in zip(at, form.chunk, strict=True)
+        )
+        piece = form.chain.encode(bits[window], form.chunk)
+        pieces.append(piece)
+        digests.append(hashlib.sha256(piece).digest())
+        entries.append((offset, len(piece)))
+        offset += len(piece)
+    label = form.label(block=ANYWHERE, part=0, rows=form.shape[0], digest=digest_of(digests))
+    return b"".join([*pieces, form.tail(entries, label)])
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Threads that stay, and keep their scratch."""
+    return ThreadPoolExecutor(default_threads(), "trajstore-reader")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # a child has none of the threads
+
+
+async def _in_thread(work: Callable[..., Any], *arguments: Any) -> Any:
+    return await asyncio.wrap_future(submit(_threads(), work, *arguments))

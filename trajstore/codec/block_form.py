@@ -1,0 +1,254 @@
+"""How one array is stored, block by block: the inner chunks of an object, its label, its index.
+
+An object holds the inner chunks of a block, or of a range of its tokens, one behind the other; then
+the label (`trajstore.codec.block_label`), which format 1 has not; then the index, as Zarr's
+`sharding_indexed` has it at the end: offset and length of each inner chunk in C order of their
+grid, and a crc32c.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel
+from trajstore.codec.chunk_decoder import Decoder
+from trajstore.codec.codec_chain import Chain
+from trajstore.codec.crc32c_check import CHECKSUM, checksum, is_intact
+from trajstore.codec.selected_parts import Pick, positions
+
+__all__ = ["BlockForm", "Fetch", "Runs", "Tail"]
+
+_ENTRY = 16  # bytes of the index for one chunk: offset and length
+
+Array = npt.NDArray[Any]
+
+Runs = tuple[tuple[int, str], ...]
+"""Whose blocks there are: from each number on, identity of the run; the last is the run itself."""
+
+Fetch = Callable[[int, int], bytes]
+"""Bytes of an object: from an offset on, so many."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tail:
+    """What stands at the end of an object.
+
+    Attributes
+    ----------
+    label : BlockLabel or None
+        None in format 1.
+    index : ndarray of uint64, (chunk, 2)
+        Offset and length of each inner chunk.
+    """
+
+    label: BlockLabel | None
+    index: npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockForm:
+    """How the blocks of one array are stored.
+
+    Attributes
+    ----------
+    array : str
+        Its name, as the labels have it.
+    chain : Chain
+        Of an inner chunk.
+    shape : tuple of int
+        Of what one object holds: rows of a block first.
+    chunk : tuple of int
+        Of an inner chunk; divides the shape.
+    runs : Runs or None
+        None in format 1, whose blocks have no labels.
+    """
+
+    array: str
+    chain: Chain
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    runs: Runs | None
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """Of its inner chunks."""
+        return Decoder(self.chain, self.chunk)
+
+    @cached_property
+    def grid(self) -> tuple[int, ...]:
+        """Number of inner chunks in each dimension."""
+        return tuple(whole // part for whole, part in zip(self.shape, self.chunk, strict=True))
+
+    @cached_property
+    def index_length(self) -> int:
+        """Bytes of the index, with its checksum."""
+        return math.prod(self.grid) * _ENTRY + CHECKSUM
+
+    @cached_property
+    def tail_length(self) -> int:
+        """Bytes behind the inner chunks."""
+        return self.index_length + (0 if self.runs is None else LABEL)
+
+    @cached_property
+    def settings(self) -> bytes:
+        """SHA-256 of all that decides how bytes become values: a canonical JSON text."""
+        facts = {
+            **self.chain.facts(),
+            "array": self.array,
+            "shape": list(self.shape),
+            "chunk_shape": list(self.chunk),
+        }
+        text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).digest()
+
+    def tail(self, entries: Sequence[tuple[int, int]], label: BlockLabel | None) -> bytes:
+        """Bytes behind the inner chunks that lie at these offsets, with these lengths."""
+        packed = np.array(entries, "<u8").tobytes()
+        return (b"" if label is None else label.pack(packed)) + packed + checksum(packed)
+
+    def label(self, *, block: int, part: int, rows: int, digest: bytes) -> BlockLabel | None:
+        """Label of a block of the run itself; None in format 1."""
+        if self.runs is None:
+            return None
+        return BlockLabel(
+            run=self.runs[-1][1],
+            array=self.array,
+            block=block,
+            part=part,
+            rows=rows,
+            settings=self.settings,
+            digest=digest,
+        )
+
+    def read_tail(self, data: bytes, place: tuple[int, int] | None) -> Tail:
+        """Label and index, from the last bytes of an object.
+
+        Parameters
+        ----------
+        data : bytes
+            `tail_length` of them, or fewer where the object is shorter.
+        place : tuple of int, optional
+            Block and part whose object it should be. Without it that is not known.
+
+        Raises
+        ------
+        ValueError
+            If the index or the label does not fit its checksum, or the block belongs elsewhere.
+        """
+        index = data[-self.index_length :]
+        if len(data) < self.tail_length or not is_intact(index):
+            raise ValueError(
+                f"the index, the last {self.index_length} bytes of it, is broken"
+            )
+        label = None
+        if self.runs is not None:
+            label = BlockLabel.unpack(data[:LABEL], index[:-CHECKSUM])
+            self.check_place(label, place)
+        return Tail(label=label, index=np.frombuffer(index[:-CHECKSUM], "<u8").reshape(-1, 2))
+
+    def check_place(self, label: BlockLabel, place: tuple[int, int] | None) -> None:
+        """Refuse a block that belongs to another run, array or place, or was stored otherwise.
+
+        Raises
+        ------
+        ValueError
+            The message names both.
+        """
+        assert self.runs is not None
+        block, part = (label.block, label.part) if place is None else place
+        if label.block == ANYWHERE:  # a copy of another program, which does not number blocks
+            block, part = label.block, label.part
+        own = self.runs[-1][1]
+        first = [run for number, run in self.runs if number <= block]
+        if (label.array, label.block, label.part) != (self.array, block, part) or label.run not in (
+            own,
+            *first[-1:],
+        ):
+            expected = f"{self.array}, block {block}, part {part} of run {own[:8]}"
+            raise ValueError(f"it is {label.place()}, where {expected} belongs")
+        if label.settings != self.settings:
+            raise ValueError("the metadata say something else than those it was written with")
+
+    def read(
+        self,
+        tail: Tail,
+        axes: Sequence[dict[int, Pick]],
+        fetch: Fetch,
+        out: Array,
+    ) -> None:
+        """Decode what a selection takes of a block.
+
+        Parameters
+        ----------
+        tail : Tail
+        axes : sequence of dict of int to Pick
+            Of each axis what is taken of the inner chunks, by their number
+            (`trajstore.codec.selected_parts.picks`).
+        fetch : callable
+        out : ndarray of ``native.stored`` or ``native.bits``
+            Receives the values, or their native bits.
+
+        Raises
+        ------
+        ValueError
+            If rows are selected that the block does not hold, or a chunk is broken.
+        """
+        self.check_rows(tail, axes)
+        for picks, offset, length in self.wanted(tail, axes):
+            try:
+                data = fetch(offset, length)
+                if len(data) != length:
+                    raise ValueError("the object ends before it")
+                self._decode(data, picks, out)
+            except (ValueError, RuntimeError, OverflowError) as error:
+                raise ValueError(
+                    f"bytes {offset} to {offset + length}: a broken chunk ({error})"
+                ) from error
+
+    def check_rows(self, tail: Tail, axes: Sequence[dict[int, Pick]]) -> None:
+        """Refuse a selection of rows that the block does not hold.
+
+        Raises
+        ------
+        ValueError
+            If so.
+        """
+        if tail.label is None:
+            return
+        last = max(number * self.chunk[0] + pick.window.stop for number, pick in axes[0].items())
+        if last > tail.label.rows:
+            raise ValueError(f"it holds {tail.label.rows} rows, of which {last} are wanted")
+
+    def wanted(
+        self, tail: Tail, axes: Sequence[dict[int, Pick]]
+    ) -> Iterator[tuple[list[Pick], int, int]]:
+        """Inner chunks that a selection needs: what is taken of each, its offset and length."""
+        for position in itertools.product(*axes):
+            entry = 0
+            for at, count in zip(position, self.grid, strict=True):
+                entry = entry * count + at
+            offset, length = tail.index[entry].tolist()
+            yield [axis[at] for axis, at in zip(axes, position, strict=True)], offset, length
+
+    def _decode(self, data: bytes, picks: Sequence[Pick], out: Array) -> None:
+        window = tuple(pick.window for pick in picks)
+        if all(pick.taken is None for pick in picks):
+            place = tuple(pick.place for pick in picks)
+            self.decoder.decode(data, window, out[place])
+            return
+        values = np.empty([item.stop - item.start for item in window], out.dtype)
+        self.decoder.decode(data, window, values)
+        for axis, pick in enumerate(picks):
+            if pick.taken is not None:
+                values = values.take(pick.taken, axis)
+        out[np.ix_(*[positions(pick.place) for pick in picks])] = values

@@ -1,0 +1,101 @@
+"""The label of a stored block: which run, array and rows it belongs to, and a digest of it.
+
+Source: docs/format.md, *Labels*.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trajstore.codec.crc32c_check import checksum, is_intact
+
+__all__ = ["ANYWHERE", "LABEL", "BlockLabel", "digest_of"]
+
+_MAGIC = b"trajblk2"
+_FIELDS = struct.Struct("<8s16s32sQII32s32s")
+
+LABEL = _FIELDS.size + 4
+"""Bytes of a label, with its checksum."""
+
+ANYWHERE = (1 << 64) - 1
+"""Block number in a label that does not know it: of a copy that another program has made."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockLabel:
+    """What a block says of itself.
+
+    Attributes
+    ----------
+    run : str
+        Identity of the run: 32 hexadecimal digits.
+    array : str
+    block, part : int
+        Number of the block along ``step``, and of the object along ``token``.
+    rows : int
+        Of the block that are valid; the others are padding.
+    settings : bytes
+        SHA-256 of how the block is encoded (`trajstore.codec.block_form.BlockForm.settings`).
+    digest : bytes
+        SHA-256 of what is stored (`digest_of`).
+    """
+
+    run: str
+    array: str
+    block: int
+    part: int
+    rows: int
+    settings: bytes
+    digest: bytes
+
+    def pack(self, index: bytes) -> bytes:
+        """Bytes of the label, before an index that its checksum covers too."""
+        fields = _FIELDS.pack(
+            _MAGIC,
+            bytes.fromhex(self.run),
+            self.array.encode(),
+            self.block,
+            self.part,
+            self.rows,
+            self.settings,
+            self.digest,
+        )
+        return fields + checksum(fields + index)
+
+    @classmethod
+    def unpack(cls, data: bytes, index: bytes) -> BlockLabel:
+        """Label that stands before an index.
+
+        Raises
+        ------
+        ValueError
+            If its checksum does not fit, or it is none.
+        """
+        fields = data[:-4]
+        if not is_intact(fields + index + data[-4:]):
+            raise ValueError("the checksum of its label does not fit")
+        magic, run, array, block, part, rows, settings, digest = _FIELDS.unpack(fields)
+        if magic != _MAGIC:
+            raise ValueError("it has no label")
+        return cls(
+            run=run.hex(),
+            array=array.rstrip(b"\0").decode(),
+            block=block,
+            part=part,
+            rows=rows,
+            settings=settings,
+            digest=digest,
+        )
+
+    def place(self) -> str:
+        """Run, array, block and part, for a message."""
+        number = "some block" if self.block == ANYWHERE else f"block {self.block}"
+        return f"{self.array}, {number}, part {self.part} of run {self.run[:8]}"
+
+
+def digest_of(pieces: Iterable[bytes]) -> bytes:
+    """Digest of a block from the SHA-256 of each of its inner chunks, in their order."""
+    return hashlib.sha256(b"".join(pieces)).digest()

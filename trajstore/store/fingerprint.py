@@ -1,0 +1,153 @@
+"""What tells one run from another: digests of all that is stored of it, row by row.
+
+The *content digest* is a chain over the blocks: it starts from the arrays' metadata and the
+coordinates, and each block is added to it. Runs of one content digest hold the same rows. The
+*fingerprint* is that, and all of the root's attributes that no commit changes, the identity of the
+run among them. Both are of the rows that are committed: of a run that is cut they are what they
+were when it had so many rows.
+
+Source: docs/format.md, *Fingerprint*.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trajstore.schema import COORDINATES, STEP, VARIABLES
+from trajstore.store.object_keys import DOCUMENT
+
+__all__ = [
+    "CONTENT",
+    "FINGERPRINT",
+    "Fingerprint",
+    "block_digest",
+    "coordinate_digests",
+]
+
+CONTENT = "content_digest"
+FINGERPRINT = "fingerprint"
+"""Attributes of the root."""
+
+_SHARD = struct.Struct("<II32s")
+_BY_COMMITS = ("status", "committed_rows", "updated", CONTENT, FINGERPRINT)
+_BY_RESUMING = "resumed"
+
+
+class Fingerprint:
+    """Digests of a run, as it grows.
+
+    Parameters
+    ----------
+    arrays : mapping of str to dict
+        Document of each array.
+    attributes : mapping
+        Of the root; those that commits change are left out.
+    coordinates : mapping of str to bytes
+        SHA-256 of each stored object of the coordinates, by its key.
+    block_rows : int
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[str, Mapping[str, Any]],
+        attributes: Mapping[str, Any],
+        coordinates: Mapping[str, bytes],
+        block_rows: int,
+    ) -> None:
+        stored = {key: digest.hex() for key, digest in coordinates.items()}
+        documents = {name: _lasting(name, arrays[name]) for name in arrays}
+        self._block_rows = block_rows
+        self._metadata = _sha256_of(_fixed(attributes))
+        self._whole = _sha256_of({"arrays": documents, "coordinates": stored})
+        self._tip = self._whole
+
+    def add(self, rows: int, digest: bytes) -> None:
+        """Add the next block, of so many rows; one that was not whole is taken back before.
+
+        Parameters
+        ----------
+        rows : int
+        digest : bytes
+            As `block_digest` returns it.
+        """
+        self._tip = hashlib.sha256(self._whole + digest).digest()
+        if rows == self._block_rows:
+            self._whole = self._tip
+
+    def attributes(self) -> dict[str, str]:
+        """Attributes of the root: both digests, of what has been added."""
+        return {
+            CONTENT: self._tip.hex(),
+            FINGERPRINT: hashlib.sha256(self._metadata + self._tip).hexdigest(),
+        }
+
+
+def block_digest(shards: Iterable[tuple[str, int, int, bytes]]) -> bytes:
+    """Digest of a block.
+
+    Parameters
+    ----------
+    shards : iterable of (str, int, int, bytes)
+        Array, part, rows and digest of each shard.
+    """
+    total = hashlib.sha256()
+    for name, part, rows, digest in sorted(shards):
+        total.update(name.encode() + b"\0" + _SHARD.pack(part, rows, digest))
+    return total.digest()
+
+
+def coordinate_digests(path: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """SHA-256 of the stored objects of a run's coordinates, by their keys.
+
+    Raises
+    ------
+    OSError
+        If one cannot be read.
+    """
+    found = {}
+    for name in names:
+        if name in COORDINATES and name != STEP.name and (path / name).is_dir():
+            for file in sorted((path / name).iterdir()):
+                if file.name != DOCUMENT and not file.name.startswith("."):
+                    found[f"{name}/{file.name}"] = hashlib.sha256(file.read_bytes()).digest()
+    return found
+
+
+def _lasting(name: str, document: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an array's document is the same at any number of rows, in any run of its kind."""
+    lasting = dict(document)
+    lasting["attributes"] = {
+        key: value for key, value in document["attributes"].items() if key != "root_attributes"
+    }
+    lasting["codecs"] = [_without_runs(codec) for codec in document["codecs"]]
+    if name == STEP.name or name in VARIABLES:
+        lasting["shape"] = [0, *document["shape"][1:]]
+    return lasting
+
+
+def _without_runs(codec: Mapping[str, Any]) -> dict[str, Any]:
+    if "configuration" not in codec:
+        return dict(codec)
+    configuration = {key: value for key, value in codec["configuration"].items() if key != "runs"}
+    return dict(codec) | {"configuration": configuration}
+
+
+def _fixed(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes of the root that are the same whatever becomes of the run."""
+    fixed = {key: value for key, value in attributes.items() if key not in _BY_COMMITS}
+    provenance = fixed.get("provenance")
+    if isinstance(provenance, Mapping):
+        fixed["provenance"] = {
+            key: value for key, value in provenance.items() if key != _BY_RESUMING
+        }
+    return fixed
+
+
+def _sha256_of(value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).digest()
