@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trajstore.codec.crc32c_check import checksum, is_intact
 
-__all__ = ["ANYWHERE", "LABEL", "BlockLabel", "digest_of"]
+__all__ = ["ANYWHERE", "LABEL", "BlockLabel", "digest_of", "new_identity"]
 
 _MAGIC = b"trajblk2"
 _FIELDS = struct.Struct("<8s16s32sQII32s32s")
@@ -94,6 +95,11 @@ class BlockLabel:
         """Run, array, block and part, for a message."""
         number = "some block" if self.block == ANYWHERE else f"block {self.block}"
         return f"{self.array}, {number}, part {self.part} of run {self.run[:8]}"
+
+
+def new_identity() -> str:
+    """Identity of a run that is to be made: 128 random bits, in hexadecimal digits."""
+    return uuid.uuid4().hex
 
 
 def digest_of(pieces: Iterable[bytes]) -> bytes:

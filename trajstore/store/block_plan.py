@@ -9,7 +9,6 @@ history reads one inner chunk a block. Chunks of large W hold a part of a block'
 from __future__ import annotations
 
 import math
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -233,13 +232,7 @@ def plan(
             name: _array(entry, lengths, rows, chains[name], within_shard)
             for name, (entry, _) in kinds.items()
         }
-        return Layout(
-            block_rows=rows,
-            threads=threads,
-            arrays=arrays,
-            buffers=buffers,
-            runs=((0, uuid.uuid4().hex),),
-        )
+        return Layout(block_rows=rows, threads=threads, arrays=arrays, buffers=buffers)
 
     rows = block_rows or _MOST_ROWS
     if block_rows is None:

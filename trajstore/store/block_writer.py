@@ -18,7 +18,6 @@ from typing import Any
 import numpy.typing as npt
 
 from trajstore.codec.codec_chain import Chain
-from trajstore.schema import STEP
 from trajstore.store.atomic import put
 from trajstore.store.block_plan import CHUNKS_AHEAD, Layout
 from trajstore.store.fingerprint import block_digest
@@ -91,7 +90,7 @@ class BlockWriter:
         """
         if block is not None:
             self._blocks.append(self._tasks(block))
-        rows = None if block is None else len(block[STEP.name])
+        rows = None if block is None else len(next(iter(block.values())))
         self._last = submit(self._writer, self._run, self._last, number, rows, change)
         return self._last
 

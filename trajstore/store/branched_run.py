@@ -19,6 +19,7 @@ import numpy.typing as npt
 from trajstore.byte_sizes import parse_bytes
 from trajstore.codec.block_codec import BLOCK
 from trajstore.codec.block_form import Runs
+from trajstore.codec.block_label import new_identity
 from trajstore.errors import InvalidArgument
 from trajstore.schema import COORDINATES, STEP
 from trajstore.store.atomic import put
@@ -186,7 +187,7 @@ class _Branch:
         # Their values are not used: the chunks of the coordinates are those of the other.
         placeholders = {name: np.zeros(tokens, "U1" if name == "token_text" else "i4")
                         for name in coordinates}  # fmt: skip
-        runs = _runs_of_branch(stored, layout.runs)
+        runs = _runs_of_branch(stored)
         changed = replace(layout, arrays=anew, runs=runs)
         encoding = str(root["attributes"]["encoding"])
         made, _ = new_arrays(changed, placeholders, encoding=encoding)
@@ -292,13 +293,12 @@ def _hidden(stored: ResumedRun) -> int:
     return next((array.row[-1] for array in arrays if "hidden" in array.variable.dims), 1)
 
 
-def _runs_of_branch(stored: ResumedRun, new: Runs | None) -> Runs | None:
+def _runs_of_branch(stored: ResumedRun) -> Runs | None:
     """Whose blocks the branch holds: those it takes over keep the identity they have."""
-    if stored.layout.runs is None or new is None:
+    if stored.layout.runs is None:
         return None
     blocks = stored.rows // stored.layout.block_rows
-    own = new[-1][1]
-    return (*(entry for entry in stored.layout.runs if entry[0] < blocks), (blocks, own))
+    return (*(entry for entry in stored.layout.runs if entry[0] < blocks), (blocks, new_identity()))
 
 
 def _with_runs(document: dict[str, Any], runs: Runs | None) -> dict[str, Any]:

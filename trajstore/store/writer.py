@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -24,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import DEFAULT_MEMORY, parse_bytes
+from trajstore.codec.block_label import new_identity
 from trajstore.errors import InvalidArgument, WriterClosed
 from trajstore.schema import STEP
 from trajstore.store.atomic import sweep
@@ -199,6 +201,7 @@ class RunWriter:
             threads=threads,
             buffers=buffers,
         )
+        layout = replace(layout, runs=((0, new_identity()),))
         metadata, chunks = new_run(
             layout, coordinates, encoding=encoding, config=config, attributes=attributes
         )
