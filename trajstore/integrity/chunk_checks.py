@@ -22,7 +22,7 @@ import numpy.typing as npt
 import zarr
 
 from trajstore.codec.block_form import Tail
-from trajstore.codec.block_label import ANYWHERE, BlockLabel, LabelError, digest_of
+from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel, LabelError, digest_of
 from trajstore.codec.delta import unfold
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.integrity.array_json_checks import block_rows, is_series
@@ -309,7 +309,8 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
             problems.append(shard.problem(fault, min(at, offset), max(at, offset), "none"))
         at = max(at, offset + length)
         chunks.append(_Chunk(number=number, offset=offset, length=length))
-    if at < end:
+    unlabelled = LABEL if tail.label is None and form.runs is not None else 0
+    if at < end and end - at != unlabelled:  # a broken label is a problem already
         problems.append(shard.problem("bytes of the shard belong to no chunk", at, end, "none"))
     return chunks
 

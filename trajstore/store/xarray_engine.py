@@ -11,13 +11,19 @@ from collections.abc import Iterable
 from typing import Any
 
 import xarray as xr
+import zarr
 from xarray.backends import BackendEntrypoint, StoreBackendEntrypoint, ZarrStore
 
 from trajstore.store.block_view import as_blocks
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.open_group import open_group
 
-__all__ = ["TrajstoreBackend"]
+__all__ = ["TrajstoreBackend", "run_store"]
+
+
+def run_store(group: zarr.Group) -> ZarrStore:
+    """What `xr.open_dataset` takes, of the group of a run."""
+    return ZarrStore(group, mode="r", consolidate_on_close=False)
 
 
 class TrajstoreBackend(BackendEntrypoint):
@@ -39,8 +45,7 @@ class TrajstoreBackend(BackendEntrypoint):
         RunNotFound, FormatError, MissingExtra
             See `trajstore.store.open_group.open_group`.
         """
-        group = as_blocks(open_group(filename_or_obj))
-        store = ZarrStore(group, mode="r", consolidate_on_close=False)
+        store = run_store(as_blocks(open_group(filename_or_obj)))
         return StoreBackendEntrypoint().open_dataset(store, drop_variables=drop_variables)
 
     def guess_can_open(self, filename_or_obj: Any) -> bool:
