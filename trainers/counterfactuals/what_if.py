@@ -16,6 +16,7 @@ from trainers.replay.replay_device import replay_device, torch_threads
 from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
 from trajstore.store.create import check_target, staged_run
+from trajstore.store.fingerprint import FINGERPRINT
 from trajstore.store.run_info import content_digest
 from trajstore.store.tiled_reader import attribute, open_tiled
 from trajstore.store.writer import RunWriter
@@ -129,7 +130,7 @@ def what_if(
         origin: dict[str, Any] = {
             "run": os.path.basename(os.path.normpath(run)),
             "created": source.attributes.get("created"),
-            "sha256": content_digest(run),
+            **_digest(run, source.attributes),
             "tokens": tokens if isinstance(tokens, str) else "a list of ids",
         }
         earlier = attribute(source.attributes, "provenance", "what_if")
@@ -144,6 +145,13 @@ def what_if(
         last_step=int(rows.steps[-1]),
         notes=(*device.notes, *planned.notes),
     )
+
+
+def _digest(run: str | os.PathLike[str], attributes: Mapping[str, Any]) -> dict[str, str]:
+    """What tells which run it was: its fingerprint, or of one of format 1 a digest of its files."""
+    if FINGERPRINT in attributes:
+        return {FINGERPRINT: attributes[FINGERPRINT]}
+    return {"sha256": content_digest(run)}
 
 
 def _write(

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from trajstore.schema import STEP
 from trajstore.store.resumed_run import ResumedRun
 from trajstore.store.writer import RunWriter
-from trajstore.values.native_types import as_bits
 
 __all__ = ["ComparedRun", "Comparison", "RowDifference", "RowTarget"]
 
@@ -173,14 +172,11 @@ class ComparedRun:
         self._block = {}  # not two at once
         first = number * self.layout.block_rows
         rows = slice(first, min(first + self.layout.block_rows, self._stored.rows))
-        self._block = {name: self._bits(name, rows) for name in self._row}
+        self._block = {
+            name: self._stored.arrays[name].native_bits(rows, self.layout.arrays[name].native)
+            for name in self._row
+        }
         self._number = number
-
-    def _bits(self, name: str, rows: slice) -> Array:
-        array, native = self._stored.arrays[name], self.layout.arrays[name].native
-        if array.chain.native == native:
-            return array.bits((rows,))
-        return as_bits(array[rows], native, name)
 
 
 RowTarget = RunWriter | ComparedRun

@@ -92,7 +92,8 @@ def print_comparison(facts: dict[str, Any]) -> None:
     verdict = f"differ in {', '.join(differing)}" if differing else "are identical, bit for bit"
     out.print(
         f"Over {_counted(common, 'common step')} and "
-        f"{_counted(len(facts['variables']), 'common variable')}, the runs {verdict}."
+        f"{_counted(len(facts['variables']), 'common variable')}, the runs {verdict}"
+        f"{', by their content digests' if facts['same_content'] else ''}."
     )
     if not common == first == second:
         out.print(f"The first run has {_counted(first, 'step')}, the second {second:,}.")
@@ -130,6 +131,10 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
         f"Store format {facts['trajstore_format']}, encoding {facts['encoding']}, "
         f"blocks of {facts['block_rows']} rows, updated {facts['updated']}, {facts['files']} files."
     )
+    if "fingerprint" in facts:
+        out.print(Text(f"Run {facts['runs'][-1][1]}"))
+        out.print(Text(f"content digest {facts['content_digest']}"))
+        out.print(Text(f"fingerprint    {facts['fingerprint']}"))
     printed = table("", "array", "shape", "type", "native", "on disk", "ratio", "chunk")
     for name, array in facts["arrays"].items():
         printed.add_row(

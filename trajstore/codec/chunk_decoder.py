@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 from numcodecs import blosc
@@ -98,19 +96,6 @@ class Decoder:
             If the checksum does not fit, or what is inside is not a chunk of that shape.
         """
         return self._unpack(data, 0, self._length)
-
-    def work(self, windows: Sequence[Sequence[slice]]) -> int:
-        """Bytes that are decompressed for windows, or somewhat fewer.
-
-        Parameters
-        ----------
-        windows : sequence of sequence of slice
-            Of each axis those that are taken of its chunks; each of one axis with each of the
-            others.
-        """
-        stretches = [self._stretch(lead) for lead in windows[self._lead]]
-        chunks = math.prod(map(len, windows)) // len(stretches)
-        return sum(stop - start for start, stop in stretches) * chunks * self._row
 
     def _stretch(self, lead: slice) -> tuple[int, int]:
         """What must be decompressed for a window, of the axis that comes first in the bytes."""

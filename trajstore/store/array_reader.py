@@ -27,6 +27,7 @@ from trajstore.codec.selected_parts import Pick, picks
 from trajstore.errors import FormatError
 from trajstore.store.object_keys import chunk_key
 from trajstore.threads import in_parallel
+from trajstore.values.native_types import NativeType, as_bits
 
 __all__ = ["StoredArray", "block_form", "stored_array"]
 
@@ -106,6 +107,20 @@ class StoredArray:
             If a shard is missing, broken, or one of another place.
         """
         return self._read(key, self.chain.native.stored)
+
+    def native_bits(self, rows: slice, native: NativeType) -> Array:
+        """Bits of some rows, in the type that they had: `portable` stores the wider one.
+
+        Raises
+        ------
+        FormatError
+            If a shard is missing, broken, or one of another place.
+        InvalidArgument
+            If a value is not of that type.
+        """
+        if self.chain.native == native:
+            return self.bits((rows,))
+        return as_bits(self.values((rows,)), native, self.name)
 
     @contextmanager
     def opened(self, block: int, part: int) -> Iterator[int]:

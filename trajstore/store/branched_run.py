@@ -36,7 +36,7 @@ from trajstore.store.resumed_run import ResumedRun, resumed_run, stored_fingerpr
 from trajstore.store.writer import RunWriter
 from trajstore.store.zarr_json import CHANGING, COPY, RunMetadata, utc_now
 from trajstore.threads import default_threads
-from trajstore.values.native_types import NativeType, as_bits, native_type, widen
+from trajstore.values.native_types import NativeType, native_type, widen
 
 __all__ = ["branch_run", "holds_exactly"]
 
@@ -273,10 +273,7 @@ class _Branch:
         """Bits of some rows, in the type that they shall have."""
         native = self.stored.layout.arrays[name].native
         array = replace(self.stored.arrays[name], threads=default_threads())
-        if array.chain.native == native:
-            bits = array.bits((rows,))
-        else:
-            bits = as_bits(array.values((rows,)), native, name)
+        bits = array.native_bits(rows, native)
         return bits if native == wanted else widen(bits, native).view(wanted.bits)
 
     def _take_over(self, key: str) -> None:

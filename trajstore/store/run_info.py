@@ -12,6 +12,7 @@ import numpy as np
 
 from trajstore.optimizer_advice import advise_run
 from trajstore.schema import STEP, VARIABLES
+from trajstore.store.array_reader import block_form
 from trajstore.store.open_group import open_group
 from trajstore.values.native_types import NATIVE_TYPES
 
@@ -47,9 +48,10 @@ def information(path: str | os.PathLike[str]) -> dict[str, Any]:
         itemsize = NATIVE_TYPES[native].itemsize if native in NATIVE_TYPES else array.dtype.itemsize
         raw = math.prod(array.shape) * itemsize
         stored, _ = _usage(Path(path) / name)
+        form = block_form(name, array, None)
         arrays[name] = {
             "shape": list(array.shape),
-            "chunk": list(array.chunks),
+            "chunk": list(array.chunks if form is None else form.chunk),
             "shard": list(array.shards or array.chunks),
             "native_dtype": native,
             "bytes_native": raw,

@@ -321,7 +321,7 @@ def test_it_says_what_it_is(tmp_path: Path) -> None:
     assert said["settings"] == ["optimizer.eps=0.0001"]
     assert said["created"] == open_run(run).attrs["created"]
     assert not open_run(found.path).attrs["config"]
-    assert len(said["sha256"]) == 64
+    assert said["fingerprint"] == open_run(run).attrs["fingerprint"]
     assert "recorded path" in said["caveat"]
     assert {"grad", "loss", "logits"} <= set(said["of_recorded_path"])
     assert any("recorded path" in note for note in found.notes)
