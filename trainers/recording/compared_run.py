@@ -180,7 +180,7 @@ class ComparedRun:
         array, native = self._stored.arrays[name], self.layout.arrays[name].native
         if array.chain.native == native:
             return array.bits((rows,))
-        return as_bits(array[rows], native, name)
+        return as_bits(array.values((rows,)), native, name)
 
 
 RowTarget = RunWriter | ComparedRun

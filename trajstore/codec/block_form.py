@@ -147,9 +147,7 @@ class BlockForm:
         """
         index = data[-self.index_length :]
         if len(data) < self.tail_length or not is_intact(index):
-            raise ValueError(
-                f"the index, the last {self.index_length} bytes of it, is broken"
-            )
+            raise ValueError(f"the index, the last {self.index_length} bytes of it, is broken")
         label = None
         if self.runs is not None:
             label = BlockLabel.unpack(data[:LABEL], index[:-CHECKSUM])

@@ -146,8 +146,7 @@ class StoredArray:
     def _read(self, key: tuple[slice, ...], dtype: np.dtype[Any]) -> Array:
         selection = (*key, *[slice(None)] * (self.ndim - len(key)))
         ranges = [
-            range(*item.indices(length))
-            for item, length in zip(selection, self.shape, strict=True)
+            range(*item.indices(length)) for item, length in zip(selection, self.shape, strict=True)
         ]
         out = np.empty([len(axis) for axis in ranges], dtype)
         if out.size == 0:
@@ -238,6 +237,4 @@ def stored_array(
     form = block_form(name, array, runs)
     if form is None:
         return None
-    return StoredArray(
-        path=Path(path).absolute(), name=name, shape=tuple(array.shape), form=form
-    )
+    return StoredArray(path=Path(path).absolute(), name=name, shape=tuple(array.shape), form=form)

@@ -2,8 +2,8 @@
 
 A *block* is ``block_rows`` consecutive rows. Each array stores it in one shard, or in several, each
 of a range of tokens, that decode to 30 MiB at most: what a reader asks for at once stays of a size
-whose memory is used again. A shard is divided along ``token`` into inner chunks, so that one token's
-history reads one inner chunk a block. Chunks of large W hold a part of a block's rows.
+whose memory is used again. A shard is divided along ``token`` into inner chunks, so that one
+token's history reads one inner chunk a block. Chunks of large W hold a part of a block's rows.
 """
 
 from __future__ import annotations
