@@ -121,7 +121,8 @@ class StoredArray:
             file = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             raise FormatError(
-                f"{self.name}, block {block}: the shard {path} is missing; the run is damaged"
+                f"{self.name}, block {block}: the shard {path} is missing; bring the run back to "
+                f"what is whole with: trajstore repair {self.path}"
             ) from None
         try:
             yield file

@@ -215,10 +215,10 @@ class _Branch:
                 for file in (self.stored.path / name).glob("c*"):
                     self._take_over(f"{name}/{file.name}")
         for name in self.kept:
-            array = self.stored.arrays[name]
+            stored = self.stored.arrays[name]
             for number in range(blocks):
-                for part in range(array.parts):
-                    self._take_over(array.key(number, part))
+                for part in range(stored.parts):
+                    self._take_over(stored.key(number, part))
         for name, array in self.changed.arrays.items():
             one = replace(self.changed, arrays={name: array})
             writer = BlockWriter(self.path, one, lambda change, block: None, fsync=self.fsync)
