@@ -323,7 +323,7 @@ def _array(
     held: int,
     count: int | None,
 ) -> ArrayLayout:
-    """Layout of a matrix whose shards hold so many tokens in so many chunks, or of another array."""
+    """Layout of a matrix whose shards hold so many tokens, in so many chunks; or of another."""
     row = tuple(lengths[dim] for dim in entry.dims[1:])
     chunk = shard = (rows, *row)
     if "token" in entry.dims:
