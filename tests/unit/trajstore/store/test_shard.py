@@ -41,7 +41,7 @@ both_encodings = pytest.mark.parametrize("encoding", ENCODINGS)
 
 @pytest.fixture(autouse=True)
 def _in_several_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block of the largest case is stored in three parts of two or three chunks each."""
+    """A block of the largest case is stored in three parts of two chunks each."""
     monkeypatch.setattr("trajstore.store.block_plan._LARGEST_OBJECT", 16 << 10)
     monkeypatch.setattr("trajstore.store.block_plan._CHUNK", 8 << 10)
     monkeypatch.setattr("trajstore.store.block_plan._FEWEST_TOKENS", 16)
