@@ -1,11 +1,12 @@
-"""Bits to bytes: how one chunk is encoded, checked and decoded.
+"""Bits to bytes: how one block is encoded, checked and decoded.
 
 Where one chunk goes: its ``codec_chain``, which the run's metadata names, takes differences along
-step (``delta``), has Blosc compress them, and puts their ``crc32c_check`` behind. Back,
-``chunk_decoder`` checks that, has Blosc decompress only what is wanted (``blosc_frame`` cuts it
-out), and adds the differences up again. What lies between is in ``scratch_memory``, which each
-thread uses again.
+step (``delta``), has Blosc compress them, and puts their ``crc32c_check`` behind. The chunks of a
+block are one object, and ``block_form`` says how it ends: with the ``block_label``, by which it
+knows its place, and an index. Back, ``chunk_decoder`` checks a chunk, has Blosc decompress only
+what is wanted (``blosc_frame`` cuts it out), and adds the differences up again. What lies between
+is in ``scratch_memory``, which each thread uses again.
 
-zarr by itself, which finds the codec in ``delta`` by its entry point, makes and reads the same
-bytes.
+zarr and xarray come by ``block_codec``, which zarr finds by its entry point: it takes a selection,
+looks up in ``selected_parts`` what that needs of each chunk, and reads no more.
 """

@@ -33,7 +33,7 @@ from trajstore.codec.codec_chain import Chain
 from trajstore.codec.selected_parts import Pick, outer_positions, picks
 from trajstore.errors import FormatError
 from trajstore.threads import default_threads, submit
-from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE, narrow
+from trajstore.values.native_types import narrow
 
 if TYPE_CHECKING:
     # What every codec is given; zarr up to 3.4.2 has no public name for it.
@@ -183,7 +183,7 @@ class _Reading:
         self._points: tuple[Any, ...] | None = None
         if outer is None:
             # The smallest box that holds the points is read, and they are taken from it.
-            hulls = [_hull(item, length) for item, length in zip(selection, form.shape, strict=True)]
+            hulls = [_hull(*pair) for pair in zip(selection, form.shape, strict=True)]
             self._points = tuple(
                 _shifted(item, hull) for item, hull in zip(selection, hulls, strict=True)
             )
@@ -234,7 +234,7 @@ class _Reading:
         )
         if any(part is None for part in parts):
             raise self._missing()
-        held = [
+        held: list[tuple[int, int, bytes]] = [
             (start, stop, part.to_bytes())
             for (start, stop), part in zip(stretches, parts, strict=True)
         ]
@@ -243,7 +243,8 @@ class _Reading:
             start, _, data = next(item for item in held if item[0] <= offset < item[1])
             return data[offset - start : offset - start + length]
 
-        return await _in_thread(self._decoded, data, fetch)
+        values: Array = await _in_thread(self._decoded, data, fetch)
+        return values
 
     def _ranges(self, data: bytes) -> list[tuple[int, int]]:
         if not self._axes:

@@ -222,9 +222,7 @@ def _jobs(metadata: CheckedMetadata) -> Iterator[Job]:
                 yield from _jobs_of_shard(stored, native, block, part)
 
 
-def _jobs_of_shard(
-    stored: StoredArray, native: NativeType, block: int, part: int
-) -> Iterator[Job]:
+def _jobs_of_shard(stored: StoredArray, native: NativeType, block: int, part: int) -> Iterator[Job]:
     """Checks of a shard; the first one also brings back what was found when it was opened."""
     found = CheckedChunks()
     path = stored.path / stored.key(block, part)

@@ -99,7 +99,8 @@ def _digest_of_block(
     shards = []
     for name, array in stored.items():
         for part in range(array.parts):
-            label, digest = (found.get((name, block, part)) for found in (chunks.labels, chunks.digests))
+            place = name, block, part
+            label, digest = chunks.labels.get(place), chunks.digests.get(place)
             if label is None or digest is None:
                 return None
             if label.rows != rows:  # written, and not committed yet, or cut since

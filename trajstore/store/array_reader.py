@@ -136,7 +136,8 @@ class StoredArray:
             file = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             raise FormatError(
-                f"{self.name}, block {block}: the shard {path} is missing; the run is damaged"
+                f"{self.name}, block {block}: the shard {path} is missing; bring the run back to "
+                f"what is whole with: trajstore repair {self.path}"
             ) from None
         try:
             yield file
@@ -161,8 +162,7 @@ class StoredArray:
     def _read(self, key: tuple[slice, ...], dtype: np.dtype[Any]) -> Array:
         selection = (*key, *[slice(None)] * (self.ndim - len(key)))
         ranges = [
-            range(*item.indices(length))
-            for item, length in zip(selection, self.shape, strict=True)
+            range(*item.indices(length)) for item, length in zip(selection, self.shape, strict=True)
         ]
         out = np.empty([len(axis) for axis in ranges], dtype)
         if out.size == 0:
@@ -253,6 +253,4 @@ def stored_array(
     form = block_form(name, array, runs)
     if form is None:
         return None
-    return StoredArray(
-        path=Path(path).absolute(), name=name, shape=tuple(array.shape), form=form
-    )
+    return StoredArray(path=Path(path).absolute(), name=name, shape=tuple(array.shape), form=form)

@@ -2,8 +2,8 @@
 
 A *block* is ``block_rows`` consecutive rows. Each array stores it in one shard, or in several, each
 of a range of tokens, that decode to 30 MiB at most: what a reader asks for at once stays of a size
-whose memory is used again. A shard is divided along ``token`` into inner chunks, so that one token's
-history reads one inner chunk a block. Chunks of large W hold a part of a block's rows.
+whose memory is used again. A shard is divided along ``token`` into inner chunks, so that one
+token's history reads one inner chunk a block. Chunks of large W hold a part of a block's rows.
 """
 
 from __future__ import annotations
@@ -227,9 +227,9 @@ def plan(
             )
             for name, (entry, native) in kinds.items()
         }
-        within_shard = _tokens_of_a_shard(chains, kinds, lengths, rows)
+        held, counts = _division(chains, kinds, lengths, rows)
         arrays = {
-            name: _array(entry, lengths, rows, chains[name], within_shard)
+            name: _array(entry, lengths, rows, chains[name], held, counts.get(name))
             for name, (entry, _) in kinds.items()
         }
         return Layout(block_rows=rows, threads=threads, arrays=arrays, buffers=buffers)
@@ -269,20 +269,40 @@ def within(layout: Layout, memory: int, *, threads: int | None) -> Layout:
     return layout
 
 
-def _tokens_of_a_shard(
+def _division(
     chains: Mapping[str, Chain],
     kinds: Mapping[str, tuple[Variable, NativeType]],
     lengths: Mapping[str, int],
     rows: int,
-) -> int:
-    """Tokens that the shards of all matrices hold: the same, so that they are read side by side."""
-    matrices = [name for name, (entry, _) in kinds.items() if "hidden" in entry.dims[2:]]
+) -> tuple[int, dict[str, int]]:
+    """Tokens that a shard of a matrix holds, and how many inner chunks of them each matrix makes.
+
+    The tokens are the same for all matrices, so that they are read side by side.
+    """
+    matrices = {
+        name: chains[name] for name, (entry, _) in kinds.items() if "hidden" in entry.dims[2:]
+    }
     tokens, hidden = lengths["token"], lengths["hidden"]
-    most = max(_LARGEST_OBJECT // (rows * hidden * 4), _FEWEST_TOKENS)
+    value = max(coding.native.stored.itemsize for coding in matrices.values())
+    most = max(_LARGEST_OBJECT // (rows * hidden * value), _FEWEST_TOKENS)
     size = math.ceil(tokens / math.ceil(tokens / most))
-    # Even inner chunks in each of them: a few tokens more in all.
-    step = math.lcm(*(_chunks_of(size, rows, (hidden,), chains[name])[0] for name in matrices))
-    return math.ceil(size / step) * step
+    counts = {
+        name: _chunks_of(size, rows, (hidden,), coding)[0] for name, coding in matrices.items()
+    }
+
+    def divisors(whole: int) -> dict[str, int]:
+        return {
+            name: next(part for part in range(count, whole + 1) if whole % part == 0)
+            for name, count in counts.items()
+        }
+
+    def excess(whole: int) -> float:
+        return sum(part / counts[name] for name, part in divisors(whole).items())
+
+    # All their numbers of chunks divide one number, and so do the tokens: a few more in all.
+    highest = max(counts.values())
+    common = min(range(highest, 2 * highest), key=excess)
+    return math.ceil(size / common) * common, divisors(common)
 
 
 def _chunks_of(tokens: int, rows: int, rest: tuple[int, ...], coding: Chain) -> tuple[int, int]:
@@ -296,14 +316,21 @@ def _chunks_of(tokens: int, rows: int, rest: tuple[int, ...], coding: Chain) -> 
 
 
 def _array(
-    entry: Variable, lengths: Mapping[str, int], rows: int, coding: Chain, within_shard: int
+    entry: Variable,
+    lengths: Mapping[str, int],
+    rows: int,
+    coding: Chain,
+    held: int,
+    count: int | None,
 ) -> ArrayLayout:
+    """Layout of a matrix whose shards hold so many tokens, in so many chunks; or of another."""
     row = tuple(lengths[dim] for dim in entry.dims[1:])
     chunk = shard = (rows, *row)
     if "token" in entry.dims:
         tokens, *rest = row
-        held = within_shard if rest else tokens
-        count, part = _chunks_of(held, rows, tuple(rest), coding)
+        fewest, part = _chunks_of(held if count else tokens, rows, tuple(rest), coding)
+        if count is None:
+            held, count = tokens, fewest
         # Even chunks: the last one is short by fewer tokens than there are chunks.
         size = math.ceil(held / count)
         chunk, shard = (part, size, *rest), (rows, size * count, *rest)

@@ -47,9 +47,7 @@ def as_blocks(group: zarr.Group) -> zarr.Group:
         form = block_form(name, array, runs)
         if form is None:  # zarr can still read it
             continue
-        codec = BlockCodec(
-            array=name, chunk_shape=form.chunk, chain=form.chain, runs=form.runs
-        )
+        codec = BlockCodec(array=name, chunk_shape=form.chunk, chain=form.chain, runs=form.runs)
         changes[name] = {
             "codecs": [codec.to_dict()],
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(form.shape)}},
@@ -76,9 +74,7 @@ class _ChangedStore(WrapperStore[Store]):
     def _with_store(self, store: Store) -> Self:
         return type(self)(store, self._changes)
 
-    async def get(
-        self, key: str, prototype: Any, byte_range: ByteRequest | None = None
-    ) -> Any:
+    async def get(self, key: str, prototype: Any, byte_range: ByteRequest | None = None) -> Any:
         """As the store's, but for the documents."""
         found = await self._store.get(key, prototype, byte_range)
         if found is None or not key.endswith(DOCUMENT):

@@ -54,9 +54,7 @@ class BlockWriter:
         What stopped it. Nothing is written or committed afterwards.
     """
 
-    def __init__(
-        self, path: Path, layout: Layout, commit: Commit, *, fsync: bool = False
-    ) -> None:
+    def __init__(self, path: Path, layout: Layout, commit: Commit, *, fsync: bool = False) -> None:
         self.bytes_written = 0
         self.failure: BaseException | None = None
         self._path = path

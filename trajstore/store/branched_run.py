@@ -22,14 +22,14 @@ from trajstore.codec.block_form import Runs
 from trajstore.codec.block_label import new_identity
 from trajstore.errors import InvalidArgument
 from trajstore.schema import COORDINATES, STEP
-from trajstore.store.atomic import put
 from trajstore.store.array_reader import StoredArray
+from trajstore.store.atomic import put
 from trajstore.store.block_plan import ArrayLayout, Layout, plan
 from trajstore.store.block_writer import BlockWriter
 from trajstore.store.commit import Committer
 from trajstore.store.create import create_folder
-from trajstore.store.new_run import new_arrays
 from trajstore.store.fingerprint import Fingerprint
+from trajstore.store.new_run import new_arrays
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.open_group import open_group
 from trajstore.store.resumed_run import ResumedRun, resumed_run, stored_fingerprint
@@ -215,10 +215,10 @@ class _Branch:
                 for file in (self.stored.path / name).glob("c*"):
                     self._take_over(f"{name}/{file.name}")
         for name in self.kept:
-            array = self.stored.arrays[name]
+            stored = self.stored.arrays[name]
             for number in range(blocks):
-                for part in range(array.parts):
-                    self._take_over(array.key(number, part))
+                for part in range(stored.parts):
+                    self._take_over(stored.key(number, part))
         for name, array in self.changed.arrays.items():
             one = replace(self.changed, arrays={name: array})
             writer = BlockWriter(self.path, one, lambda change, block: None, fsync=self.fsync)
@@ -249,20 +249,15 @@ class _Branch:
             writer.close("interrupted")
 
     def _fingerprint(self, blocks: int) -> Fingerprint | None:
-        arrays = {
-            name: replace(self.stored.arrays[name], path=self.path, form=replace(
-                self.stored.arrays[name].form, runs=self.changed.runs))
-            for name in self.kept
-        }  # fmt: skip
-        arrays |= {
-            name: StoredArray(
-                path=self.path,
-                name=name,
-                shape=(self.stored.rows, *array.row),
-                form=array.form(self.changed.runs),
-            )
-            for name, array in self.changed.arrays.items()
-        }
+        runs = self.changed.runs
+        arrays: dict[str, StoredArray] = {}
+        for name in self.kept:
+            stored = self.stored.arrays[name]
+            arrays[name] = replace(stored, path=self.path, form=replace(stored.form, runs=runs))
+        for name, array in self.changed.arrays.items():
+            shape = (self.stored.rows, *array.row)
+            form = array.form(runs)
+            arrays[name] = StoredArray(path=self.path, name=name, shape=shape, form=form)
         return stored_fingerprint(self.path, self.metadata, arrays, self.changed, blocks)
 
     def _rows_of(self, block: int) -> slice:

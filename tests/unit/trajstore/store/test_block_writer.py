@@ -44,7 +44,9 @@ def test_the_next_block_is_encoded_while_one_is_committed(
         encoded.release()
         return data
 
-    def commit(number: int) -> None:
+    def commit(number: int, block: tuple[int, bytes] | None) -> None:
+        assert block is not None
+        assert block[0] == layout.block_rows
         if number == 0:
             seen.append([encoded.acquire(timeout=30) for _ in range(2 * len(layout.arrays))])
 
@@ -71,7 +73,7 @@ def test_a_failure_ends_it(tmp_path: Path, layout: Layout, monkeypatch: pytest.M
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("trajstore.store.block_writer.put", full)
-    pipeline = BlockWriter(tmp_path, layout, committed.append)
+    pipeline = BlockWriter(tmp_path, layout, lambda *change: committed.append(change))
     done = [pipeline.submit(number, block(layout), number) for number in range(3)]
     for future in done:
         with pytest.raises(OSError, match="No space"):
@@ -85,7 +87,8 @@ def test_a_failure_ends_it(tmp_path: Path, layout: Layout, monkeypatch: pytest.M
 
 def test_few_chunks_are_encoded_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = plan({"W": "bfloat16"}, tokens=128 * 40, hidden=256, block_rows=32, threads=1)
-    assert layout.arrays["W"].chunks > 2 * CHUNKS_AHEAD
+    w = layout.arrays["W"]
+    assert w.parts * w.chunks > 2 * CHUNKS_AHEAD
     started = threading.Semaphore(0)
     taken, most = [], CHUNKS_AHEAD * layout.threads + 1
 
@@ -103,10 +106,10 @@ def test_few_chunks_are_encoded_ahead(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Chain, "encode", encode)
     monkeypatch.setattr("trajstore.store.block_writer.put", put)
-    pipeline = BlockWriter(tmp_path, layout, lambda _: None)
+    pipeline = BlockWriter(tmp_path, layout, lambda *_: None)
     pipeline.submit(0, block(layout), 0).result()
     pipeline.close()
-    assert len(taken) == sum(array.chunks + 1 for array in layout.arrays.values())
+    assert len(taken) == sum(array.parts * (array.chunks + 1) for array in layout.arrays.values())
 
 
 OUTLIVING = """

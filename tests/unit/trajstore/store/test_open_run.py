@@ -21,6 +21,7 @@ from trajstore import (
     VariableNotRecorded,
     open_run,
 )
+from trajstore.schema import FORMAT
 
 
 def test_open_run_is_what_plain_xarray_opens(small_run: tuple[Path, Any]) -> None:
@@ -43,7 +44,6 @@ def test_without_dask_a_selection_is_read_when_it_is_asked_for(small_run: tuple[
         {"step": [9, 2, 2], "token": slice(None, None, -2)},
         {"step": xr.DataArray([1, 5], dims="at"), "token": xr.DataArray([2, 7], dims="at")},
         {"step": slice(4, 4)},
-        {"step": slice(5, 7, -1)},
         {"token": np.array([3, 0, 3])},
     ):
         xr.testing.assert_identical(plain.isel(where), ours.isel(where))
@@ -57,7 +57,7 @@ def test_without_dask_a_selection_is_read_when_it_is_asked_for(small_run: tuple[
     # What is missing is noticed by who needs it, and only then.
     (path / "W" / "c.1.0.0").unlink()
     ours.W[3].load()
-    with pytest.raises(FormatError, match=r"^W, block 1: .* is missing"):
+    with pytest.raises(FormatError, match=r"^W, block 1 .*is missing"):
         ours.W[:, 3].load()
 
 
@@ -77,7 +77,7 @@ def test_dask_chunks_are_whole_inner_chunks(tmp_path: Path) -> None:
     ds = open_run(run.path)
     tokens = ds.W.chunksizes["token"]
     assert all(length % inner[1] == 0 for length in tokens[:-1])
-    assert tokens[0] * ds.W.chunksizes["step"][0] * 64 * 4 <= 64 << 20
+    assert tokens[0] * ds.W.chunksizes["step"][0] * 64 * 4 <= 32 << 20
 
 
 @pytest.mark.parametrize("small_run", ["portable"], indirect=True)
@@ -105,7 +105,7 @@ def test_what_is_not_a_run_is_named(tmp_path: Path) -> None:
 def test_a_newer_format_says_what_to_install(small_run: tuple[Path, Any]) -> None:
     path, _ = small_run
     root = json.loads((path / "zarr.json").read_bytes())
-    root["attributes"] |= {"trajstore_format": 2, "trajstore_version": "9.1"}
+    root["attributes"] |= {"trajstore_format": FORMAT + 1, "trajstore_version": "9.1"}
     (path / "zarr.json").write_text(json.dumps(root))
     with pytest.raises(FormatError, match=r"install trajstore 9\.1"):
         open_run(path)

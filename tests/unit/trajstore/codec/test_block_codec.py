@@ -1,0 +1,592 @@
+"""What zarr reads and writes through the codec, from whatever store, against NumPy."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pytest
+import zarr
+from bits_and_calls import random_bits
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numcodecs import blosc
+from zarr.abc.store import ByteRequest, RangeByteRequest, SuffixByteRequest
+from zarr.buffer.cpu import Buffer
+from zarr.storage import LocalStore, MemoryStore, WrapperStore
+
+from trajstore import FormatError, RunWriter
+from trajstore.codec.block_codec import BLOCK, BlockCodec
+from trajstore.codec.block_form import BlockForm
+from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel
+from trajstore.codec.codec_chain import chain
+from trajstore.values.native_types import native_type, widen
+
+ROWS, TOKENS, HIDDEN = 11, 300, 3
+
+Stored = tuple[Path, np.ndarray]
+
+
+class Requests(WrapperStore[Any]):
+    """A store that is not local, and keeps what is asked of it."""
+
+    def __init__(self, store: Any, asked: list[tuple[str, ByteRequest | None]]) -> None:
+        super().__init__(store)
+        self.asked = asked
+
+    def _with_store(self, store: Any) -> Self:
+        return type(self)(store, self.asked)
+
+    async def get(self, key: str, prototype: Any, byte_range: ByteRequest | None = None) -> Any:
+        self.asked.append((key, byte_range))
+        return await self._store.get(key, prototype, byte_range)
+
+
+def as_objects(path: Path) -> dict[str, Any]:
+    """What a memory store holds of an array."""
+    return {file.name: Buffer.from_bytes(file.read_bytes()) for file in path.iterdir()}
+
+
+def opened(path: Path, kind: str) -> zarr.Array:
+    """W of a run, by a store of that kind."""
+    stores: dict[str, Any] = {
+        "local": lambda: LocalStore(path / "W"),
+        "memory": lambda: MemoryStore(as_objects(path / "W")),
+        "ranges": lambda: Requests(LocalStore(path / "W"), []),
+    }
+    return zarr.open_array(stores[kind](), mode="r")
+
+
+every_store = pytest.mark.parametrize("kind", ["local", "memory", "ranges"])
+
+
+def record(path: Path, bits: np.ndarray, block_rows: int) -> Path:
+    with RunWriter.create(
+        path,
+        token=np.arange(bits.shape[1]),
+        hidden=bits.shape[2],
+        variables={"W": "bfloat16"},
+        block_rows=block_rows,
+    ) as run:
+        for row in range(len(bits)):
+            run.append(step=row, W=bits[row])
+    return path
+
+
+@pytest.fixture(scope="module", params=["small", "large"])
+def stored(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Stored:
+    """A run, and the values of W: three blocks of three objects, each of several chunks."""
+    bits = random_bits((ROWS, TOKENS, HIDDEN), 21)
+    large = request.param == "large"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trajstore.store.block_plan._LARGEST_OBJECT", 5 << 10)
+        patch.setattr("trajstore.store.block_plan._CHUNK", 2 << 10)
+        patch.setattr("trajstore.store.block_plan._CHUNK_OF_HISTORIES", 1 << 10)
+        patch.setattr("trajstore.store.block_plan._FEWEST_TOKENS", 8)
+        patch.setattr("trajstore.store.block_plan._ROWS_OF_A_SNAPSHOT", (2,))
+        if large:  # stored as large rows are: in chunks along step, and token by token
+            patch.setattr("trajstore.store.block_plan._SMALL_ROW", 0)
+        path = record(tmp_path_factory.mktemp("stored") / "run.zarr", bits, 4)
+    array = zarr.open_array(path / "W")
+    (codec,) = array.metadata.codecs
+    assert array.cdata_shape == (3, 3, 1)
+    assert codec.chain.token_first == large
+    assert codec.form(array.chunks).grid == ((2, 3, 1) if large else (1, 3, 1))
+    return path, widen(bits, native_type("bfloat16"))
+
+
+def flat(length: int) -> st.SearchStrategy[np.ndarray]:
+    """Positions along an axis: in any order, again and again, from the end."""
+    one = st.integers(-length, length - 1)
+    return st.lists(one, min_size=1, max_size=6).map(lambda at: np.array(at, np.intp))
+
+
+def mask(length: int) -> st.SearchStrategy[np.ndarray]:
+    def of(positions: set[int]) -> np.ndarray:
+        found = np.zeros(length, bool)
+        found[list(positions)] = True
+        return found
+
+    return st.sets(st.integers(0, length - 1), max_size=8).map(of)
+
+
+def forwards(length: int) -> st.SearchStrategy[slice]:
+    """Slices that zarr takes: with steps, but not backwards; also of nothing."""
+    ends = st.none() | st.integers(-length, length)
+    return st.builds(slice, ends, ends, st.none() | st.integers(1, length))
+
+
+def basic(length: int) -> st.SearchStrategy[Any]:
+    return st.integers(-length, length - 1) | forwards(length)
+
+
+def outer(length: int) -> st.SearchStrategy[Any]:
+    return basic(length) | flat(length) | mask(length)
+
+
+SHAPE = (ROWS, TOKENS, HIDDEN)
+many = settings(
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+def same(got: Any, expected: np.ndarray) -> None:
+    """Bit for bit, NaNs included."""
+    got = np.asarray(got)
+    assert got.shape == expected.shape
+    assert got.dtype == expected.dtype
+    assert got.tobytes() == expected.tobytes()
+
+
+@every_store
+def test_all_of_it(stored: Stored, kind: str) -> None:
+    path, values = stored
+    same(opened(path, kind)[...], values)
+
+
+@every_store
+@many
+@given(st.tuples(*map(basic, SHAPE)))
+def test_integers_and_slices(stored: Stored, kind: str, key: tuple[Any, ...]) -> None:
+    path, values = stored
+    same(opened(path, kind)[key], values[key])
+
+
+@every_store
+@many
+@given(st.tuples(*map(outer, SHAPE)))
+def test_each_axis_by_itself(stored: Stored, kind: str, key: tuple[Any, ...]) -> None:
+    path, values = stored
+    expected = values
+    for axis in reversed(range(3)):
+        expected = expected[(slice(None),) * axis + (key[axis],)]
+    same(opened(path, kind).oindex[key], expected)
+
+
+@every_store
+@many
+@given(st.lists(st.tuples(*(st.integers(-n, n - 1) for n in SHAPE)), min_size=1, max_size=8))
+def test_points(stored: Stored, kind: str, points: list[tuple[int, ...]]) -> None:
+    path, values = stored
+    key = tuple(np.array(points).T)
+    array = opened(path, kind)
+    same(array.vindex[key], values[key])
+    pairs = tuple(positions.reshape(1, -1) for positions in key)
+    same(array.vindex[pairs], values[pairs])
+
+
+@every_store
+def test_points_by_a_mask(stored: Stored, kind: str) -> None:
+    path, values = stored
+    array = opened(path, kind)
+    chosen = np.random.default_rng(1).random(SHAPE) < 0.01
+    same(array.vindex[chosen], values[chosen])
+    same(array.get_mask_selection(chosen), values[chosen])
+    same(array.vindex[np.zeros(SHAPE, bool)], values[:0, 0, 0])
+
+
+@every_store
+def test_blocks(stored: Stored, kind: str) -> None:
+    path, values = stored
+    array = opened(path, kind)
+    chunk = array.chunks
+    same(array.blocks[1, 1], values[4:8, chunk[1] : 2 * chunk[1]])
+
+
+def test_an_index_out_of_range_is_an_error(stored: Stored) -> None:
+    array = opened(stored[0], "local")
+    for key in (ROWS, (0, -TOKENS - 1), (0, 0, 0, 0)):
+        with pytest.raises(IndexError):
+            array[key]
+
+
+def test_it_travels_to_other_processes(stored: Stored) -> None:
+    path, values = stored
+    array = opened(path, "local")
+    same(array[3], values[3])
+    same(pickle.loads(pickle.dumps(array))[3], values[3])
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_child_process_has_threads_of_its_own(stored: Stored) -> None:
+    path, values = stored
+    array = opened(path, "local")
+    same(array[...], values)
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)  # not to wait for threads that are not there
+        try:
+            os._exit(array[3:].tobytes() != values[3:].tobytes())
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_run_can_be_read_while_the_interpreter_ends(stored: Stored) -> None:
+    path, values = stored
+    script = """
+import atexit, sys
+import numpy, zarr
+array = zarr.open_array(sys.argv[1], mode="r")
+atexit.register(lambda: print(array[...].tobytes().hex()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, path / "W"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert bytes.fromhex(done.stdout) == values.tobytes()
+
+
+def test_objects_are_read_in_threads_of_the_codec(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, values = stored
+    names: set[str] = set()
+    real = BlockForm.read
+
+    def spy(self: BlockForm, *arguments: Any, **options: Any) -> None:
+        names.add(threading.current_thread().name)
+        real(self, *arguments, **options)
+
+    monkeypatch.setattr(BlockForm, "read", spy)
+    same(opened(path, "local")[...], values)
+    assert names
+    assert all(name.startswith("trajstore-reader") for name in names)
+
+
+def test_of_a_file_only_the_chunks_that_hold_a_part_are_read(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, values = stored
+    array = opened(path, "local")
+    form = array.metadata.codecs[0].form(array.chunks)
+    read: list[int] = []
+    real = os.pread
+
+    def pread(file: int, length: int, offset: int) -> bytes:
+        read.append(length)
+        return real(file, length, offset)
+
+    monkeypatch.setattr("trajstore.codec.block_codec.os.pread", pread)
+    tokens = [TOKENS - 1, 0]
+    same(array.oindex[9, tokens], values[9, tokens])
+    assert read.count(form.tail_length) == 2
+    assert len(read) == 4
+
+
+def test_of_another_store_only_ranges_are_requested(stored: Stored) -> None:
+    path, values = stored
+    array = opened(path, "ranges")
+    form = array.metadata.codecs[0].form(array.chunks)
+    asked = array.store.asked  # type: ignore[attr-defined]
+    asked.clear()
+    tokens = [TOKENS - 1, 0, 1]
+    same(array.oindex[9, tokens], values[9, tokens])
+    tails = [item for item in asked if item[1] == SuffixByteRequest(form.tail_length)]
+    assert sorted(key for key, _ in tails) == ["c.2.0.0", "c.2.2.0"]
+    ranges = [item for item in asked if isinstance(item[1], RangeByteRequest)]
+    assert sorted(key for key, _ in ranges) == ["c.2.0.0", "c.2.2.0"]
+    assert len(asked) == 4
+    for key, asked_for in ranges:
+        size = (path / "W" / key).stat().st_size
+        assert 0 < asked_for.end - asked_for.start < (size - form.tail_length) / 2
+    asked.clear()
+    same(array[4:8], values[4:8])
+    assert len(asked) == 6  # chunks that lie side by side come together
+
+
+def test_ranges_far_apart_are_requested_each(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trajstore.codec.block_codec._GAP", 0)
+    path, values = stored
+    array = opened(path, "ranges")
+    asked = array.store.asked  # type: ignore[attr-defined]
+    asked.clear()
+    tokens = [0, array.chunks[1] - 1]  # first and last chunk of an object
+    same(array.oindex[1, tokens], values[1, tokens])
+    assert len([byte_range for _, byte_range in asked]) == 3
+
+
+def test_of_an_empty_selection_nothing_is_read(stored: Stored) -> None:
+    path, values = stored
+    array = opened(path, "ranges")
+    asked = array.store.asked  # type: ignore[attr-defined]
+    asked.clear()
+    for key in ((slice(4, 4),), (slice(None), slice(7, 7)), (2, slice(9, 5))):
+        same(array[key], values[key])
+    same(array.oindex[:, np.zeros(TOKENS, bool)], values[:, :0])
+    assert not [key for key, byte_range in asked if byte_range is not None and key != "zarr.json"]
+
+
+@pytest.fixture
+def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, np.ndarray]:
+    """A run whose chunks hold several blocks of Blosc, with values that change little."""
+    monkeypatch.setattr("trajstore.store.block_plan._SMALL_ROW", 0)
+    steps = np.random.default_rng(3).integers(-2, 3, (8, 2_000, 64))
+    bits = (0x3F80 + steps.cumsum(axis=0)).astype(np.uint16)
+    path = tmp_path / "wide.zarr"
+    with RunWriter.create(
+        path,
+        token=np.arange(2_000),
+        hidden=64,
+        variables={"W": "bfloat16", "grad": "bfloat16"},
+        block_rows=8,
+    ) as run:
+        for row in range(len(bits)):
+            run.append(step=row, W=bits[row], grad=bits[row])
+    return path, bits
+
+
+@pytest.mark.parametrize("name", ["W", "grad"])
+def test_only_what_is_needed_is_decompressed(
+    wide: tuple[Path, np.ndarray], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, bits = wide
+    values = widen(bits, native_type("bfloat16"))
+    array = zarr.open_array(path / name, mode="r")
+    form = array.metadata.codecs[0].form(array.chunks)
+    decompressed: list[int] = []
+    real = blosc.decompress
+
+    def decompress(frame: memoryview, out: np.ndarray) -> Any:
+        decompressed.append(out.nbytes)
+        return real(frame, out)
+
+    monkeypatch.setattr("trajstore.codec.chunk_decoder.blosc.decompress", decompress)
+    keys: dict[str, tuple[Any, ...]] = {
+        "token": (slice(None), slice(700, 703)),
+        "step": (slice(2, 3), slice(700, 703)),
+    }
+    for what, key in keys.items():
+        decompressed.clear()
+        same(array[key], values[key])
+        chunk = int(np.prod(form.chunk)) * 2
+        # Of W the tokens' own blocks, of the others the rows so far; the other way it is all.
+        if name == "W" or what == "step":
+            assert 0 < sum(decompressed) <= 0.6 * chunk
+        else:
+            assert sum(decompressed) == chunk
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Stored:
+    bits = random_bits((ROWS, 10, 6), 2)
+    return record(tmp_path / "small.zarr", bits, 4), widen(bits, native_type("bfloat16"))
+
+
+@every_store
+def test_every_flipped_bit_is_found_and_named(small: Stored, kind: str) -> None:
+    path, values = small
+    shard = path / "W" / "c.1.0.0"
+    data = shard.read_bytes()
+    for position in range(0, len(data), 31 if kind == "local" else 97):
+        broken = bytearray(data)
+        broken[position] ^= 1 << position % 8
+        shard.write_bytes(broken)
+        array = opened(path, kind)
+        with pytest.raises(FormatError, match=r"^W, block 1 \(.*c\.1\.0\.0\) is not usable: "):
+            array[5]
+        same(array[1], values[1])  # the other blocks are as good as before
+
+
+@every_store
+@pytest.mark.parametrize("keep", [0, 3, 20, 100, -1, -50])
+def test_a_truncated_object_is_named(small: Stored, kind: str, keep: int) -> None:
+    shard = small[0] / "W" / "c.2.0.0"
+    shard.write_bytes(shard.read_bytes()[:keep])
+    with pytest.raises(FormatError, match=r"^W, block 2 \(.*c\.2\.0\.0\) is not usable: "):
+        opened(small[0], kind)[...]
+
+
+@every_store
+def test_a_missing_object_is_an_error_and_not_nan(small: Stored, kind: str) -> None:
+    path, values = small
+    (path / "W" / "c.0.0.0").unlink()
+    array = opened(path, kind)
+    with pytest.raises(FormatError, match=r"^W, block 0 \(.*c\.0\.0\.0\) is missing; the run is"):
+        array[...]
+    same(array[4:], values[4:])
+
+
+@every_store
+def test_an_object_that_goes_away_while_it_is_read(
+    small: Stored, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranges come after its tail; an open file stays."""
+    path, values = small
+    array = opened(path, kind)
+    real = BlockForm.read_tail
+
+    def read_tail(self: BlockForm, *arguments: Any) -> Any:
+        found = real(self, *arguments)
+        (path / "W" / "c.2.0.0").unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(BlockForm, "read_tail", read_tail)
+    if kind != "ranges":
+        same(array[9], values[9])
+        return
+    with pytest.raises(FormatError, match=r"^W, block 2 .* is missing"):
+        array[9]
+
+
+@every_store
+def test_another_block_in_its_place_is_refused(small: Stored, kind: str) -> None:
+    path, _ = small
+    first, second = path / "W" / "c.0.0.0", path / "W" / "c.1.0.0"
+    second.write_bytes(first.read_bytes())
+    run = zarr.open_group(path).attrs["runs"][0][1][:8]
+    expected = (
+        rf"it is W, block 0, part 0 of run {run}, where W, block 1, part 0 of run {run} belongs"
+    )
+    with pytest.raises(FormatError, match=expected):
+        opened(path, kind)[4]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to count descriptors")
+def test_no_file_stays_open(small: Stored) -> None:
+    path, _ = small
+    array = opened(path, "local")
+    array[:, 0]
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        array[:, 0]
+    shard = path / "W" / "c.1.0.0"
+    shard.write_bytes(shard.read_bytes()[:-50])
+    for _ in range(5):
+        with pytest.raises(FormatError):
+            array[:, 0]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+CHAIN = chain("delta", native_type("bfloat16"), 3, small=True)
+CODEC = BlockCodec(array="W", chunk_shape=(4, 5, 3), chain=CHAIN, runs=((0, "5a" * 16),))
+
+
+def test_metadata_come_back_as_they_were() -> None:
+    described = CODEC.to_dict()
+    assert described["name"] == BLOCK
+    assert described["configuration"]["array"] == "W"
+    assert BlockCodec.from_dict(described) == CODEC
+    bare = BlockCodec(array="W", chunk_shape=(4, 5, 3), chain=CHAIN, runs=None)
+    assert BlockCodec.from_dict(bare.to_dict()) == bare
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "trajstore.delta"},
+        {"array": None},
+        {"chunk_shape": None},
+        {"chunk_shape": "many"},
+        {"runs": None},
+        {"runs": 7},
+        {"level": "high"},
+        {"kind": "secret"},
+        {"native_dtype": "int8"},
+        {"shuffle": "twice"},
+        {"token_first": 1},
+        {"beyond": True},
+    ],
+)
+def test_metadata_that_are_none_are_refused(change: dict[str, Any]) -> None:
+    """A setting of None stands for one that is missing."""
+    described = CODEC.to_dict()
+    for key, value in change.items():
+        place = described if key == "name" else described["configuration"]
+        place[key] = value
+        if value is None:
+            del place[key]
+    with pytest.raises(ValueError, match=r"expected the codec trajstore\.block, got"):
+        BlockCodec.from_dict(described)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float64"}, "bfloat16 encodes float32, got .*loat64"),
+        ({"shape": (8, 10), "chunks": (4, 10)}, "inner chunks of .*, the array"),
+        ({"chunks": (4, 8, 3)}, r"inner chunks of \(4, 5, 3\) do not divide \(4, 8, 3\)"),
+    ],
+)
+def test_an_array_that_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"shape": (8, 10, 3), "chunks": (4, 10, 3), "dtype": "float32"}
+    with pytest.raises(ValueError, match=message):
+        zarr.create_array(
+            MemoryStore(), serializer=CODEC, compressors=None, filters=None, **arguments | options
+        )
+
+
+def made(objects: dict[str, Any], **options: Any) -> zarr.Array:
+    """An empty array that zarr writes through the codec."""
+    return zarr.create_array(
+        MemoryStore(objects),
+        shape=(8, 10, 3),
+        chunks=(4, 10, 3),
+        dtype="float32",
+        serializer=CODEC,
+        compressors=None,
+        filters=None,
+        fill_value=float("nan"),
+        **options,
+    )
+
+
+def test_what_zarr_writes_it_reads_and_can_change() -> None:
+    values = widen(random_bits((8, 10, 3), 5), native_type("bfloat16"))
+    objects: dict[str, Any] = {}
+    array = made(objects)
+    array[...] = values
+    same(array[...], values)
+    array[2, 3:5] = 1.5
+    changed = values.copy()
+    changed[2, 3:5] = 1.5
+    same(array[...], changed)
+    array.resize((6, 10, 3))
+    same(array[...], changed[:6])
+    labels = {
+        key: BlockLabel.unpack(
+            data.to_bytes()[-CODEC.form((4, 10, 3)).tail_length :][:LABEL],
+            data.to_bytes()[-CODEC.form((4, 10, 3)).index_length : -4],
+        )
+        for key, data in objects.items()
+        if key != "zarr.json"
+    }
+    assert {(label.block, label.rows) for label in labels.values()} == {(ANYWHERE, 4)}
+
+
+def test_values_that_would_be_rounded_are_not_written() -> None:
+    array = made({})
+    with pytest.raises(ValueError, match="not exactly bfloat16"):
+        array[0] = 0.1
+
+
+def test_a_copy_of_another_program_is_read_wherever_it_lies() -> None:
+    objects: dict[str, Any] = {}
+    array = made(objects)
+    values = widen(random_bits((8, 10, 3), 5), native_type("bfloat16"))
+    array[...] = values
+    first, second = (key for key in sorted(objects) if key != "zarr.json")
+    objects[first], objects[second] = objects[second], objects[first]
+    same(array[...], np.concatenate([values[4:], values[:4]]))
+
+
+def test_a_chunk_that_zarr_leaves_out_is_missing() -> None:
+    """What equals the fill value is not written, and reads as an error."""
+    objects: dict[str, Any] = {}
+    array = made(objects)
+    array[...] = np.float32("nan")
+    assert list(objects) == ["zarr.json"]
+    with pytest.raises(FormatError, match=r"^W, block 0 .* is missing"):
+        array[...]
