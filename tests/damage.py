@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from trajstore import RunWriter
-from trajstore.codec.crc32c_check import checksum
+from trajstore.codec.block_label import digest_of
 from trajstore.integrity.metadata_checks import check_metadata
 
 
@@ -48,15 +50,24 @@ def shard_index(run: Path, name: str, block: int) -> tuple[Path, list[tuple[int,
     stored = check_metadata(run).stored(name)
     assert stored is not None
     path = run / name / ".".join(["c", str(block), *["0"] * (stored.ndim - 1)])
-    with path.open("rb") as file:
-        index = stored.index(file.fileno(), block)
+    with stored.opened(block, 0) as file:
+        index = stored.tail(file, block, 0).index
     return path, [(int(offset), int(length)) for offset, length in index]
 
 
-def write_shard(path: Path, chunks: bytes, index: list[tuple[int, int]]) -> None:
-    """Write a shard whose index may say anything; its checksum fits."""
-    packed = np.array(index, "<u8").tobytes()
-    path.write_bytes(chunks + packed + checksum(packed))
+def write_shard(
+    run: Path, name: str, block: int, chunks: bytes, index: list[tuple[int, int]]
+) -> None:
+    """Write a shard whose index may say anything; its checksums and digest fit."""
+    stored = check_metadata(run).stored(name)
+    assert stored is not None
+    pieces = [chunks[offset : offset + length] for offset, length in index]
+    digest = digest_of(hashlib.sha256(piece).digest() for piece in pieces)
+    with stored.opened(block, 0) as file:
+        label = stored.tail(file, block, 0).label
+    assert label is not None
+    tail = stored.form.tail(index, replace(label, digest=digest))
+    (run / stored.key(block, 0)).write_bytes(chunks + tail)
 
 
 def wide_run(path: Path, encoding: str, rows: int = 11) -> Path:

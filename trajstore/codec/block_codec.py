@@ -213,7 +213,10 @@ class _Reading:
     def from_bytes(self, data: bytes) -> Array:
         """Values, of a whole object."""
         tail = data[-self._form.tail_length :]
-        return self._decoded(tail, lambda offset, length: data[offset : offset + length])
+        # Who asks for it so is about to write it again, with its padding.
+        return self._decoded(
+            tail, lambda offset, length: data[offset : offset + length], padding=True
+        )
 
     async def from_store(self, byte_getter: Any, prototype: Any) -> Array:
         """Values, by ranges of an object of any store."""
@@ -253,12 +256,12 @@ class _Reading:
         wanted = self._form.wanted(tail, self._axes)
         return [(offset, offset + length) for _, offset, length in wanted]
 
-    def _decoded(self, data: bytes, fetch: Fetch) -> Array:
+    def _decoded(self, data: bytes, fetch: Fetch, *, padding: bool = False) -> Array:
         out = np.empty(self._lengths, self._form.chain.native.stored)
         if self._axes:
             try:
                 tail: Tail = self._form.read_tail(data, self._place)
-                self._form.read(tail, self._axes, fetch, out)
+                self._form.read(tail, self._axes, fetch, out, padding=padding)
             except ValueError as error:
                 raise self._broken(error) from error
         values = out.reshape(self._shape)

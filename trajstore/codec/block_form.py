@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel
+from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel, LabelError
 from trajstore.codec.chunk_decoder import Decoder
 from trajstore.codec.codec_chain import Chain
 from trajstore.codec.crc32c_check import CHECKSUM, checksum, is_intact
@@ -146,15 +146,19 @@ class BlockForm:
             If the index or the label does not fit its checksum, or the block belongs elsewhere.
         """
         index = data[-self.index_length :]
-        if len(data) < self.tail_length or not is_intact(index):
-            raise ValueError(
-                f"the index, the last {self.index_length} bytes of it, is broken"
-            )
+        if len(index) < self.index_length or not is_intact(index):
+            raise ValueError(f"the index, the last {self.index_length} bytes of it, is broken")
         label = None
         if self.runs is not None:
+            if len(data) < self.tail_length:
+                raise LabelError("it has no label")
             label = BlockLabel.unpack(data[:LABEL], index[:-CHECKSUM])
             self.check_place(label, place)
-        return Tail(label=label, index=np.frombuffer(index[:-CHECKSUM], "<u8").reshape(-1, 2))
+        return Tail(label=label, index=self.read_index(data))
+
+    def read_index(self, data: bytes) -> npt.NDArray[np.uint64]:
+        """Index alone, from the last bytes of an object whose index is known to be intact."""
+        return np.frombuffer(data[-self.index_length : -CHECKSUM], "<u8").reshape(-1, 2)
 
     def check_place(self, label: BlockLabel, place: tuple[int, int] | None) -> None:
         """Refuse a block that belongs to another run, array or place, or was stored otherwise.
@@ -185,6 +189,8 @@ class BlockForm:
         axes: Sequence[dict[int, Pick]],
         fetch: Fetch,
         out: Array,
+        *,
+        padding: bool = False,
     ) -> None:
         """Decode what a selection takes of a block.
 
@@ -197,13 +203,16 @@ class BlockForm:
         fetch : callable
         out : ndarray of ``native.stored`` or ``native.bits``
             Receives the values, or their native bits.
+        padding : bool
+            Whether rows that are not valid may be selected too.
 
         Raises
         ------
         ValueError
             If rows are selected that the block does not hold, or a chunk is broken.
         """
-        self.check_rows(tail, axes)
+        if not padding:
+            self.check_rows(tail, axes)
         for picks, offset, length in self.wanted(tail, axes):
             try:
                 data = fetch(offset, length)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from trajstore.codec.crc32c_check import checksum, is_intact
 
-__all__ = ["ANYWHERE", "LABEL", "BlockLabel", "digest_of", "new_identity"]
+__all__ = ["ANYWHERE", "LABEL", "BlockLabel", "LabelError", "digest_of", "new_identity"]
 
 _MAGIC = b"trajblk2"
 _FIELDS = struct.Struct("<8s16s32sQII32s32s")
@@ -23,6 +23,10 @@ LABEL = _FIELDS.size + 4
 
 ANYWHERE = (1 << 64) - 1
 """Block number in a label that does not know it: of a copy that another program has made."""
+
+
+class LabelError(ValueError):
+    """A label cannot be read, while the block may be whole: another program may have written it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +76,16 @@ class BlockLabel:
 
         Raises
         ------
-        ValueError
+        LabelError
             If its checksum does not fit, or it is none.
         """
         fields = data[:-4]
         if not is_intact(fields + index + data[-4:]):
-            raise ValueError("the checksum of its label does not fit")
+            known = "the checksum of its label does not fit"
+            raise LabelError(known if data.startswith(_MAGIC) else "it has no label")
         magic, run, array, block, part, rows, settings, digest = _FIELDS.unpack(fields)
         if magic != _MAGIC:
-            raise ValueError("it has no label")
+            raise LabelError("it has no label")
         return cls(
             run=run.hex(),
             array=array.rstrip(b"\0").decode(),

@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import zarr
 
-from trajstore.codec.block_label import BlockLabel, digest_of
+from trajstore.codec.block_form import Tail
+from trajstore.codec.block_label import ANYWHERE, BlockLabel, LabelError, digest_of
 from trajstore.codec.delta import unfold
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.integrity.array_json_checks import block_rows, is_series
@@ -257,14 +258,23 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
     form = stored.form
     chunks: list[_Chunk] = []
     size = os.fstat(shard.file).st_size
-    end = size - form.tail_length
-    if end < 0:
-        torn = f"the shard has {size} bytes, too few for its index of {form.tail_length}"
+    end = max(size - form.tail_length, 0)
+    if size < form.index_length:
+        torn = f"the shard has {size} bytes, too few for its index of {form.index_length}"
         problems.append(shard.problem(torn, 0, size))
         return chunks
     try:
         data = os.pread(shard.file, form.tail_length, end)
         tail = form.read_tail(data, (shard.block, shard.part))
+    except LabelError as error:
+        # Without a label nothing says that its chunks are wrong; without the codec nothing reads.
+        is_readable = form.chain.kind != "delta"
+        fault = f"{error}; another program may have written it"
+        problems.append(shard.problem(fault, end, size, "none" if is_readable else "cut"))
+        if not is_readable:
+            return chunks
+        tail = Tail(label=None, index=form.read_index(data))
+        end = size - form.index_length
     except ValueError as error:
         problems.append(shard.problem(str(error), end, size))
         return chunks
@@ -273,6 +283,9 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
         return chunks
     if tail.label is not None:
         shard.label = found.labels[shard.place] = tail.label
+        if tail.label.block == ANYWHERE:
+            fault = "its label does not say where it belongs; another program has written it"
+            problems.append(shard.problem(fault, end, size, "none"))
         needed = min(stored.shape[0] - shard.block * stored.shard[0], stored.shard[0])
         if tail.label.rows < needed:
             short = f"it holds {tail.label.rows} rows of the block, {needed} are committed"

@@ -179,8 +179,9 @@ def _least_attributes(metadata: CheckedMetadata) -> Document:
     chains = [metadata.stored(name) for name in metadata.arrays if is_series(name)]
     delta = any(item is not None and item.chain.kind == "delta" for item in chains)
     rows = stored.shard[0] if stored else block_rows(metadata.arrays[STEP.name])
+    runs = next((item.form.runs for item in chains if item is not None), None)
     values = {
-        "trajstore_format": FORMAT,
+        "trajstore_format": 1 if runs is None else FORMAT,
         "trajstore_version": __version__,
         "created": utc_now(),
         "timeline": "post-step",
@@ -188,7 +189,8 @@ def _least_attributes(metadata: CheckedMetadata) -> Document:
         "block_rows": rows,
         "config": {},
     }
-    return {key: values[key] for key in REQUIRED if key in values}
+    least = {key: values[key] for key in REQUIRED if key in values}
+    return least if runs is None else least | {"runs": [list(entry) for entry in runs]}
 
 
 def _digests(
