@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trajstore.exchange.export_run import Exported, export
     from trajstore.exchange.import_file import Imported, import_file
     from trajstore.exchange.to_torch import to_torch
+    from trajstore.exchange.upgrade_run import Upgraded, upgrade
     from trajstore.integrity.repair import Repair, repair
     from trajstore.integrity.verify import Verification, verify
     from trajstore.store.open_run import open_run
@@ -56,6 +57,7 @@ __all__ = [
     "StepNotFound",
     "TrajAccessor",
     "TrajstoreError",
+    "Upgraded",
     "VariableNotRecorded",
     "Verification",
     "WriterClosed",
@@ -65,6 +67,7 @@ __all__ = [
     "open_run",
     "repair",
     "to_torch",
+    "upgrade",
     "verify",
 ]
 
@@ -74,12 +77,14 @@ _HOME = {
     "Repair": "trajstore.integrity.repair",
     "RunWriter": "trajstore.store.writer",
     "TrajAccessor": "trajstore.accessor",
+    "Upgraded": "trajstore.exchange.upgrade_run",
     "Verification": "trajstore.integrity.verify",
     "export": "trajstore.exchange.export_run",
     "import_file": "trajstore.exchange.import_file",
     "open_run": "trajstore.store.open_run",
     "repair": "trajstore.integrity.repair",
     "to_torch": "trajstore.exchange.to_torch",
+    "upgrade": "trajstore.exchange.upgrade_run",
     "verify": "trajstore.integrity.verify",
 }
 

@@ -57,7 +57,9 @@ def main() -> None:
     folder = Path(__file__).parent
     for encoding in ENCODINGS:
         write(folder / f"format{FORMAT}-{encoding}.zarr", encoding, 3)
-    layout._SMALL_ROW = 0  # so that these rows are stored as large ones are
+    # So that these rows are stored as large ones are, each block in two parts of two inner chunks.
+    layout._SMALL_ROW, layout._FEWEST_TOKENS, layout._LARGEST_OBJECT = 0, 1, 10 * HIDDEN * 4 * 2
+    layout._CHUNK = layout._CHUNK_OF_HISTORIES = 1
     write(folder / f"format{FORMAT}-delta-large.zarr", "delta", 10)
 
 

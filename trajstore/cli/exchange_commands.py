@@ -1,4 +1,4 @@
-"""Commands that write and read the files of others: export, import."""
+"""Commands that write and read the files of others, and old formats: export, import, upgrade."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trajstore.cli.options import JSON, RUN, sentences
 from trajstore.cli.progress import BytesProgress, stopped_by_signals
 from trajstore.cli.tables import out, print_json, print_notes
 
-__all__ = ["export", "import_"]
+__all__ = ["export", "import_", "upgrade"]
 
 
 @click.command()
@@ -114,5 +114,43 @@ def import_(file: str, output: str, as_json: bool, **options: Any) -> None:
     out.print(
         f"Imported {done.path}: {done.rows} rows, steps {done.first_step} to {done.last_step}, "
         f"{done.tokens} tokens, {held}; read as layout {done.layout}."
+    )
+    print_notes(done.notes)
+
+
+@click.command()
+@RUN
+@click.option("-o", "--output", type=click.Path(), required=True, help="The run to make.")
+@click.option(
+    "--memory",
+    default="1GiB",
+    show_default=True,
+    metavar="SIZE",
+    help="For a block of the run, and what encoding it takes.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace a run, and checkpoints, that are there.")
+@JSON
+@sentences
+def upgrade(run: str, output: str, as_json: bool, **options: Any) -> None:
+    """Make a run of the present store format of one of format 1: the same rows, bit for bit.
+
+    The old run stays as it is. It keeps being read; the new one is read faster by plain
+    xr.open_zarr, and knows of each block where it belongs.
+
+    \b
+    Example:
+      trajstore upgrade gatsby.zarr -o gatsby2.zarr
+    """
+    from trajstore.exchange.upgrade_run import upgrade as make
+
+    with stopped_by_signals(), BytesProgress("upgrading") as progress:
+        done = make(run, output, on_progress=progress.show, **options)
+    if as_json:
+        print_json(dataclasses.asdict(done) | {"path": str(done.path)})
+        return
+    out.print(
+        f"Upgraded to {done.path}: format {done.to_format} of {done.from_format}, "
+        f"{done.rows} rows, {format_bytes(done.bytes)}, {done.checkpoints} checkpoints, "
+        f"{done.status}."
     )
     print_notes(done.notes)

@@ -20,6 +20,7 @@ from trajstore.exchange.export_native import native_file
 from trajstore.exchange.export_notebook import notebook_file
 from trajstore.exchange.export_zarr import write_zarr
 from trajstore.exchange.exported_file import ExportedFile
+from trajstore.exchange.key_names import KEPT_ATTRIBUTES
 from trajstore.exchange.notebook_layouts import LAYOUTS, NOTEBOOKS
 from trajstore.exchange.selection import Selection, Steps, Tokens, select
 from trajstore.formats.hdf5 import write_hdf5
@@ -142,6 +143,11 @@ def export(
                 block_rows=block_rows,
                 encoding=encoding,
                 memory=memory,
+                attributes={
+                    name: recorded.attributes[name]
+                    for name in KEPT_ATTRIBUTES
+                    if name in recorded.attributes
+                },
                 on_progress=on_progress,
             )
     else:

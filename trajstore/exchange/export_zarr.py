@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import parse_bytes
-from trajstore.exchange.key_names import KEPT_ATTRIBUTES
 from trajstore.exchange.selection import Selection
 from trajstore.schema import STEP
 from trajstore.store.tiled_reader import Tile, TiledRun
@@ -30,6 +30,8 @@ def write_zarr(
     block_rows: int | None,
     encoding: str,
     memory: int | str,
+    attributes: Mapping[str, Any],
+    status: Literal["complete", "interrupted"] = "complete",
     on_progress: Progress | None = None,
 ) -> None:
     """Write a selection as a new run.
@@ -48,6 +50,9 @@ def write_zarr(
     encoding : str
     memory : int or str
         For the buffer of the writer, and what is held between.
+    attributes : mapping
+        Of the root, beside those that every run has.
+    status : {'complete', 'interrupted'}
     on_progress : callable, optional
 
     Raises
@@ -67,12 +72,11 @@ def write_zarr(
         block_rows=block_rows,
         encoding=encoding,
         buffers=1,
-        attributes={
-            name: run.attributes[name] for name in KEPT_ATTRIBUTES if name in run.attributes
-        },
+        attributes=attributes,
         **coordinates,
     ) as new:
         _copy(run, selection, new, parse_bytes(memory) - new.layout.memory, on_progress)
+        new.close(status)
 
 
 def _copy(
