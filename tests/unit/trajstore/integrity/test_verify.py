@@ -23,7 +23,6 @@ from trajstore import (
 )
 from trajstore.integrity import metadata_checks as inspection
 from trajstore.schema import ENCODINGS
-from trajstore.store.zarr_json import CHANGING, COPY
 
 DATA = Path(__file__).parents[3] / "data"
 
@@ -112,7 +111,9 @@ def test_a_run_that_is_made_anew_meanwhile_is_looked_at_again(
         if array is not None and not done:
             shutil.rmtree(run)
             with monkeypatch.context() as patch:
-                patch.setattr("trajstore.store.new_run.utc_now", lambda: "2020-01-01T00:00:00+00:00")
+                patch.setattr(
+                    "trajstore.store.new_run.utc_now", lambda: "2020-01-01T00:00:00+00:00"
+                )
                 encoding = "delta" if "delta" in str(whole) else "portable"
                 done.append(wide_run(run, encoding, rows=12))
         return real(path, array)
@@ -201,9 +202,7 @@ def test_a_chunk_of_another_shape_is_found_though_its_checksum_fits(run: Path) -
     old = path.read_bytes()
     (_, first), *rest = index
     moved = [(offset - first + len(data), length) for offset, length in rest]
-    write_shard(
-        run, "exp_avg", 1, data + old[first : sum(index[-1])], [(0, len(data)), *moved]
-    )
+    write_shard(run, "exp_avg", 1, data + old[first : sum(index[-1])], [(0, len(data)), *moved])
     problem = only(verify(run))
     assert (problem.array, problem.block, problem.first_byte) == ("exp_avg", 1, 0)
     assert "another size" in problem.message
