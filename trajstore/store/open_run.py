@@ -16,7 +16,8 @@ from trajstore.store.open_group import open_group
 
 __all__ = ["open_run"]
 
-_LARGEST_TASK = 64 << 20
+_LARGEST_TASK = 16 << 20
+"""Bytes. Larger ones are no faster to read, and whoever works on them holds more of them."""
 
 
 def open_run(
@@ -31,7 +32,7 @@ def open_run(
     chunks : 'blocks' or None
         With ``'blocks'``, the default, variables are dask arrays, for whatever goes over many
         steps and tokens. A dask chunk is a block along ``step`` and, where a block is larger than
-        64 MiB, a whole number of inner chunks along ``token``. With None there is no dask: each
+        16 MiB, a whole number of inner chunks along ``token``. With None there is no dask: each
         selection is read when its values are asked for, in several threads if it is large. Of a
         large run, a token's history comes several times faster so. A selection point by point
         reads all tokens that occur in it at all its steps, and a whole variable takes its whole
