@@ -312,7 +312,9 @@ def _chunks_of(tokens: int, rows: int, rest: tuple[int, ...], coding: Chain) -> 
         chunk_bytes = _CHUNK_OF_HISTORIES
         part = next((part for part in _ROWS_OF_A_SNAPSHOT if rows % part == 0), rows)
     token_bytes = part * math.prod(rest) * coding.native.stored.itemsize
-    return math.ceil(tokens / min(tokens, max(chunk_bytes // token_bytes, _FEWEST_TOKENS))), part
+    count = math.ceil(tokens / min(tokens, max(chunk_bytes // token_bytes, _FEWEST_TOKENS)))
+    # Even, so that half a shard is a task of its own where a whole one is too much.
+    return (count + count % 2 if count > 1 else 1), part
 
 
 def _array(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any, Literal
 
@@ -18,6 +19,8 @@ from trajstore.store.xarray_engine import run_store
 __all__ = ["open_run"]
 
 _MATRIX = 3  # dimensions of what is worth reading without a detour
+_LARGEST_TASK = 16 << 20
+"""Bytes. Larger ones are no faster to read, and whoever works on them holds more of them."""
 
 
 def open_run(
@@ -35,10 +38,10 @@ def open_run(
         A local folder, or an address that fsspec knows (``s3://…``, with the extra ``s3``).
     chunks : 'blocks' or None
         With ``'blocks'``, the default, variables are dask arrays, for whatever goes over many
-        steps and tokens. A dask chunk is what is stored as one object: a block along ``step``, and
-        along ``token`` as much of it as decodes to 30 MiB. With None there is no dask: each
-        selection is read when its values are asked for. A single token's history comes several
-        times faster so.
+        steps and tokens. A dask chunk is a block along ``step``, and along ``token`` what is
+        stored as one object, which decodes to 30 MiB at most, or half of that. With None there is
+        no dask: each selection is read when its values are asked for. A single token's history
+        comes several times faster so.
 
     Returns
     -------
@@ -76,9 +79,17 @@ def open_run(
         array = group[str(name)]
         stored = stored_array(path, str(name), array, runs)
         if stored is not None and stored.shape == variable.shape:  # it may just have grown
-            data = da.from_array(_Blocks(stored, array), variable.chunks)
+            data = da.from_array(_Blocks(stored, array), _dask_chunks(stored))
             ds[name] = variable.copy(data=data)
     return ds
+
+
+def _dask_chunks(stored: StoredArray) -> tuple[int, ...]:
+    rows, tokens, *rest = stored.shard
+    size = rows * tokens * math.prod(rest) * stored.chain.native.stored.itemsize
+    if size > _LARGEST_TASK and stored.form.grid[1] % 2 == 0:  # whole inner chunks
+        tokens //= 2
+    return rows, tokens, *rest
 
 
 class _Blocks:
