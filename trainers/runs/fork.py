@@ -348,7 +348,7 @@ class _Source:
         def go_on(rows: int) -> RunWriter:
             memory = self.config.recording.memory
             branch_run(self.path, retrained, rows, types=self.types, attributes={}, memory=memory)
-            return RunWriter.resume(retrained, memory=memory)
+            return RunWriter.resume(retrained, memory=memory, commit_every=None)
 
         reached = train_again(
             self.path, text, taken, at, sources=sources, go_on=go_on, on_proof=on_proof

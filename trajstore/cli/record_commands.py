@@ -86,6 +86,7 @@ _PLACES = {
     "memory": "recording.memory",
     "block_rows": "recording.block_rows",
     "encoding": "recording.encoding",
+    "commit_every": "recording.commit_every",
     "checkpoint_every": "recording.checkpoint_every",
 }
 
@@ -140,6 +141,12 @@ def _assignments(
 @click.option("-o", "--output", type=click.Path(), help="The run, by default NAME.zarr.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), help="Where to train.")
 @click.option("--seed", type=int, help="Of everything random.")
+@click.option(
+    "--commit-every",
+    type=float,
+    metavar="SECONDS",
+    help="How late a row is safe, and seen, at most; default: 10; 0: whole blocks only.",
+)
 @click.option(
     "--checkpoint-every",
     type=int,

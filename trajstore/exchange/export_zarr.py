@@ -67,6 +67,7 @@ def write_zarr(
         block_rows=block_rows,
         encoding=encoding,
         buffers=1,
+        commit_every=None,
         attributes={
             name: run.attributes[name] for name in KEPT_ATTRIBUTES if name in run.attributes
         },

@@ -227,7 +227,7 @@ class _Branch:
             return
         rows = slice(first, self.stored.rows)
         steps = np.asarray(self.stored.arrays[STEP.name][rows])
-        writer = RunWriter.resume(self.path, memory=memory, fsync=self.fsync)
+        writer = RunWriter.resume(self.path, memory=memory, commit_every=None, fsync=self.fsync)
         try:
             for at, places in writer.stretches(steps):
                 for name, place in places.items():
