@@ -175,8 +175,9 @@ class RecordingConfig(_Section):
     """Seconds after a commit at which rows are committed that are no whole block yet; 0 for whole
     blocks only."""
     checkpoint_every: int | None = Field(default=None, ge=1)
-    """Steps from one checkpoint to the next at least, each at the end of a block; without it there
-    is only one, when the training ends or is interrupted."""
+    """Steps from one checkpoint to the next at least, each at the end of a block; without it they
+    are taken by time, at least 10 s apart and for at most a hundredth of it. There is always one
+    when the training ends or is interrupted."""
 
 
 class RunConfig(_Section):

@@ -151,7 +151,8 @@ def _assignments(
     "--checkpoint-every",
     type=int,
     metavar="K",
-    help="Steps between checkpoints, rounded up to whole blocks; default: only the last step.",
+    help="Steps between checkpoints, rounded up to whole blocks; default: by time, so that they "
+    "cost at most a hundredth of it.",
 )
 @click.option(
     "--resume",
