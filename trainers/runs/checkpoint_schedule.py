@@ -32,8 +32,9 @@ class Checkpointing:
     Where nothing else is asked for, they are taken as time goes by, so far apart that what they
     cost is lost in the noise; and none while the rows of the last one are not committed, so that
     there are never more than two. Those that are asked for every so many steps are taken where a
-    block of rows ends, so that a checkpoint and a commit coincide. When the training ends, or is asked to stop, its state is taken after that step,
-    before the last rows are committed: a complete run always has the checkpoint of its last step.
+    block of rows ends, so that a checkpoint and a commit coincide. When the training ends, or is
+    asked to stop, its state is taken after that step, before the last rows are committed: a
+    complete run always has the checkpoint of its last step.
 
     Parameters
     ----------

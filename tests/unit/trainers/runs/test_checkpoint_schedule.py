@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-from small_trainings import small_config, stop_after  # noqa: E402
-from still_timer import StillTimer, commit_now  # noqa: E402
+from small_trainings import small_config, stop_after
+from still_timer import StillTimer, commit_now
 
-from trainers import record, recorded_config  # noqa: E402
-from trainers.runs import checkpoint_schedule  # noqa: E402
-from trainers.runs.checkpoint import Checkpoint, CheckpointFolder  # noqa: E402
-from trainers.runs.checkpoint_schedule import Checkpointing  # noqa: E402
-from trajstore import RunWriter, open_run  # noqa: E402
+from trainers import record, recorded_config
+from trainers.runs import checkpoint_schedule
+from trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trainers.runs.checkpoint_schedule import Checkpointing
+from trajstore import RunWriter, open_run
 
 pytestmark = pytest.mark.torch
 
@@ -33,7 +33,9 @@ class Schedule:
 
     def __init__(self, folder: Path, *, every: int | None = None, cost: float = 0.0) -> None:
         self.path = folder / "run.zarr"
-        RunWriter.create(self.path, token=np.arange(2), hidden=1, variables={"W": "float32"}).close()
+        RunWriter.create(
+            self.path, token=np.arange(2), hidden=1, variables={"W": "float32"}
+        ).close()
         self.now = 0.0
         self.cost = cost
         self.committed_rows = 0
