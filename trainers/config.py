@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from trajstore.byte_sizes import parse_bytes
 from trajstore.errors import ConfigError, InvalidArgument
 from trajstore.schema import resolve_record
+from trajstore.store.commit_timer import COMMIT_EVERY
 
 __all__ = [
     "DataConfig",
@@ -170,9 +171,13 @@ class RecordingConfig(_Section):
     """Rows of a block; planned from the memory without it."""
     encoding: Literal["delta", "portable"] = "delta"
     """portable is read by any reader of Zarr v3, delta is smaller and faster."""
+    commit_every: float = Field(default=COMMIT_EVERY, ge=0)
+    """Seconds after a commit at which rows are committed that are no whole block yet; 0 for whole
+    blocks only."""
     checkpoint_every: int | None = Field(default=None, ge=1)
-    """Steps from one checkpoint to the next at least, each at the end of a block; without it there
-    is only one, when the training ends or is interrupted."""
+    """Steps from one checkpoint to the next at least, each at the end of a block; without it they
+    are taken by time, at least 10 s apart and for at most a hundredth of it. There is always one
+    when the training ends or is interrupted."""
 
 
 class RunConfig(_Section):

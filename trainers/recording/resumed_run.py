@@ -140,6 +140,7 @@ class ExistingRun:
             rows=self.rows,
             attributes=self.attributes,
             memory=self.planned.memory,
+            commit_every=self.planned.options.commit_every,
             fsync=self.planned.options.fsync,
         )
 

@@ -45,7 +45,8 @@ def record(
     ----------
     config : RunConfig
         To go on with a run it must be the run's (`trainers.recorded_config`), but for
-        ``training.steps``, ``recording.memory`` and ``recording.checkpoint_every``.
+        ``training.steps``, ``recording.memory``, ``recording.commit_every`` and
+        ``recording.checkpoint_every``.
     path : path-like
         Where the run will be, by custom ``NAME.zarr``.
     corpus, tokenizer : path-like, optional

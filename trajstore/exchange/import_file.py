@@ -158,6 +158,7 @@ def import_file(
             attributes=imported.attributes | {"imported": origin},
             memory=memory,
             buffers=1,
+            commit_every=None,
             block_rows=block_rows,
             **imported.coordinates,
             **chosen,  # type: ignore[arg-type]
