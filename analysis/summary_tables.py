@@ -10,6 +10,7 @@ import xarray as xr
 
 from analysis import input_checks
 from analysis.norms import displacement, grad_norms
+from analysis.streaming_scan import Scan
 from analysis.token_populations import POPULATIONS, by_population, members
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import vector_norm
@@ -37,13 +38,16 @@ def _centroid_norms(W: npt.NDArray[Any], groups: npt.NDArray[np.bool_]) -> npt.N
     return np.stack([vector_norm(centroid) for centroid in centroids], -1)
 
 
-def summary(ds: xr.Dataset) -> xr.Dataset:
+def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     """First and last step at a glance: gradients, displacement, centroid, logits, loss.
 
     Parameters
     ----------
     ds : Dataset
         A run with at least one step. What was not recorded is left out.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        Type that W is rounded to for ``displacement`` and ``centroid_norm``; that of bfloat16 is
+        also known of a run of ``cells`` without W.
 
     Returns
     -------
@@ -57,13 +61,20 @@ def summary(ds: xr.Dataset) -> xr.Dataset:
     Raises
     ------
     InvalidArgument
-        If no step has been recorded yet.
+        If no step has been recorded yet; for another lattice, or where W is not of its
+        ``native_dtype``.
 
     Examples
     --------
     >>> summary(ds).grad_norms.sel(when="last", statistic="mean").to_series().round(3).to_dict()
     {'dead': 0.008, 'live': 0.093, 'all': 0.015}
     """
+    if lattice != "native" or ("W" not in ds and "cells" in ds):
+        history = Scan(ds)
+        points = history.points(lattice)
+        ds = ds.assign(
+            W=history.wrap(points.blocks, points.variable, dims=("step", "token", "hidden"))
+        )
     input_checks.variables(ds, "W")
     steps = ds["step"].values
     if steps.size < 2:

@@ -15,6 +15,7 @@ __all__ = [
     "ENCODINGS",
     "FORMAT",
     "IMPORTED",
+    "LATTICES",
     "RECORDED",
     "STEP",
     "TIERS",
@@ -30,6 +31,9 @@ FORMAT = 1
 
 ENCODINGS = ("delta", "portable")
 """How arrays are encoded: smaller and faster, or for any reader of Zarr v3."""
+
+LATTICES = ("native", "bfloat16", "float16", "float32")
+"""Lattices on which a question can be asked: that of the values' own type, or of another."""
 
 
 @dataclass(frozen=True, kw_only=True)
