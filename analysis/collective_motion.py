@@ -32,6 +32,11 @@ __all__ = [
     "distinct",
 ]
 
+
+def _known(names: list[str]) -> list[str]:
+    return list(dict.fromkeys((*POPULATIONS, *names)))
+
+
 Array = npt.NDArray[Any]
 Kernel = Callable[[Array, Array, Array], dict[str, Any]]
 """From (row, row before, spacing) of the members of one population to named numbers."""
@@ -102,8 +107,8 @@ def _per_population(
     if population is not None:
         if population not in names:
             raise InvalidArgument(
-                f"got population={population!r}, expected {', '.join(POPULATIONS)}"
-                + ("" if len(names) > 1 else "; there is no coordinate is_dead here")
+                f"got population={population!r}, expected {', '.join(_known(names))}"
+                + ("" if "dead" in names else "; there is no coordinate is_dead here")
             )
         groups = groups[[names.index(population)]]
     points = points or history.recorded()

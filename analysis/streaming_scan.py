@@ -17,6 +17,7 @@ import xarray as xr
 from analysis import input_checks
 from analysis.consecutive_rows import measure_pairs, pair_dtype
 from analysis.lattice_points import Points, chosen_type, place_on_lattice
+from analysis.token_populations import with_mostly_dead
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 __all__ = ["Scan", "native_dtype", "over_hidden"]
@@ -125,7 +126,7 @@ class Scan:
     """
 
     def __init__(self, ds: xr.Dataset, measures: Mapping[str, Sequence[str]] | None = None) -> None:
-        self.ds = ds
+        self.ds = ds = with_mostly_dead(ds)
         input_checks.variables(ds, "step")
         self.steps: npt.NDArray[np.int64] = ds["step"].values.astype(np.int64)
         if (np.diff(self.steps) <= 0).any():

@@ -55,8 +55,7 @@ def summary(run: str, lattice: str, as_json: bool) -> None:
     import analysis
     from trajstore.store.open_run import open_run
 
-    ds = open_run(run)
-    facts = analysis.summary(ds, lattice).compute()
+    facts = analysis.summary(open_run(run), lattice).compute()
     if as_json:
         print_json(
             {
@@ -67,7 +66,7 @@ def summary(run: str, lattice: str, as_json: bool) -> None:
         return
     if lattice != "native":
         out.print(f"W is rounded to {lattice}.")
-    print_summary(facts, ds)
+    print_summary(facts)
 
 
 @click.command()
