@@ -68,14 +68,18 @@ class DataConfig(_Section):
 
     corpus: Literal["gatsby", "fineweb"] = "gatsby"
     """Which text is meant; a path given to `record` takes its place."""
-    tokenizer: Literal["ascii", "gpt2"] = "ascii"
-    """One token per ASCII byte, or GPT-2's; a path given to `record` takes its place."""
+    tokenizer: Literal["ascii", "gpt2", "none"] = "ascii"
+    """One token per ASCII byte, GPT-2's, or none of its own; a path given to `record` takes its
+    place."""
     target_offset: Literal[1, 2] = 1
     """How far ahead the predicted token lies. The notebooks shift their labels by one and GPT-2
     shifts them again inside its loss: 2, the token after next."""
     live_tokens: int = Field(default=30_590, ge=1)
     """Distinct ids of the embedded stream of ids, which takes the place of a text where a
     tokenizer other than ascii is wanted and there is no text. A text has its own."""
+    mostly_dead: int | None = Field(default=None, ge=1)
+    """Occurrences in the text up to which a token counts as mostly dead, if it is not dead: a
+    population of its own in every analysis. Without it there is none."""
     skipped_shuffles: int = Field(default=0, ge=0)
     """Orders of the examples that the plain loop draws and passes over before it trains: notebook
     1.12a draws one for a batch that it only looks at."""

@@ -260,6 +260,11 @@ class _Source:
         attributes = group.attrs.asdict()
         config = recorded_config(path)
         check_recorded(path, attributes)
+        if "W" not in group:
+            raise InvalidArgument(
+                f"cannot fork {path}: it holds no W, against which its beginning is proven; fork "
+                "a run that was recorded with W"
+            )
         known = {STEP.name, *COORDINATES}
         return cls(
             path=path,

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, VOCAB, Lists, TinyModel, batches  # noqa: E402
 
 from trainers import capture  # noqa: E402
-from trajstore import InvalidArgument, RecordingError, RunExists  # noqa: E402
+from trajstore import InvalidArgument, RecordingError, RunExists, verify  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -377,6 +377,32 @@ def test_summaries_are_what_the_big_arrays_say(dtype: Any, every: int, tmp_path:
         assert np.isnan(ds[name].values[0]).all()
         assert (ds[name].values[1:] == values.astype("f4")).all(), name
         assert (values > 0).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", ["all", [3, 5, 16]], ids=str)
+def test_cells_are_what_autocast_makes_of_the_weights(
+    dtype: Any, tokens: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    model = TinyModel(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    path = tmp_path / "both.zarr"
+    train(model, optimizer, path, record=("W", "cells"), tokens=tokens)
+    ds = xr.open_zarr(path).load()
+    expected = torch.from_numpy(ds.W.values).to(torch.bfloat16)
+    assert ds.cells.attrs["native_dtype"] == "bfloat16"
+    np.testing.assert_array_equal(ds.cells, expected.float().numpy())
+    assert (np.diff(ds.cells.values, axis=0) != 0).any()
+
+    torch.manual_seed(1)
+    model = TinyModel(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    train(model, optimizer, tmp_path / "alone.zarr", record="cells,grad_norm", tokens=tokens)
+    alone = xr.open_zarr(tmp_path / "alone.zarr").load()
+    assert set(alone) == {"cells", "grad_norm"}
+    assert alone.cells.equals(ds.cells)
+    assert not verify(tmp_path / "alone.zarr").problems
 
 
 def test_several_parameters_have_a_run_each(tiny: Any, tmp_path: Path) -> None:
