@@ -73,10 +73,11 @@ def open_run(
     if not os.path.isdir(path):
         return ds
     runs = run_identity(group.attrs)
+    arrays = dict(group.arrays())
     for name, variable in ds.data_vars.items():
         if variable.ndim < _MATRIX:
             continue
-        array = group[str(name)]
+        array = arrays[str(name)]
         stored = stored_array(path, str(name), array, runs)
         if stored is not None and stored.shape == variable.shape:  # it may just have grown
             data = da.from_array(_Blocks(stored, array), _dask_chunks(stored))
