@@ -1,4 +1,4 @@
-"""How fast a history comes out: one token, one step, everything, the norms of gradients; and opening.
+"""How fast a history comes out: a token, a step, everything, the norms of gradients; and opening.
 
     python benchmarks/read.py [--rounds 7] [--rows 200] [--steps 200]
 
@@ -78,8 +78,8 @@ def norms(ds: xr.Dataset) -> Any:
 
 
 READERS: dict[str, Callable[[Path], xr.Dataset]] = {
-    "xr.open_zarr": lambda path: xr.open_zarr(path),
-    "open_run": lambda path: open_run(path),
+    "xr.open_zarr": xr.open_zarr,
+    "open_run": open_run,
     "open_run, chunks=None": lambda path: open_run(path, chunks=None),
 }
 

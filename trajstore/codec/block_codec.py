@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import itertools
 import os
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ __all__ = ["BLOCK", "BlockCodec"]
 
 BLOCK = "trajstore.block"
 
+_FOLDER = re.compile(r"(?:.*/)?([^/]+)/c[./][\d./]+")  # of the array, in the key of an object
 _GAP = 64 << 10  # bytes that are quicker read than left out, where each request takes its time
 
 Array = npt.NDArray[Any]
@@ -177,6 +179,8 @@ class _Reading:
         self._form = form
         self._key = str(getattr(byte_getter, "path", ""))
         self._place = _place(self._key, len(form.shape))
+        folder = _FOLDER.fullmatch(self._key)
+        self._folder = form.array if folder is None else folder[1]
         selection = selection if isinstance(selection, tuple) else (selection,)
         selection = (*selection, *[slice(None)] * (len(form.shape) - len(selection)))
         outer = outer_positions(selection, form.shape)
@@ -250,7 +254,7 @@ class _Reading:
         if not self._axes:
             return []
         try:
-            tail = self._form.read_tail(data, self._place)
+            tail = self._tail(data)
             self._form.check_rows(tail, self._axes)
         except ValueError as error:
             raise self._broken(error) from error
@@ -261,12 +265,20 @@ class _Reading:
         out = np.empty(self._lengths, self._form.chain.native.stored)
         if self._axes:
             try:
-                tail: Tail = self._form.read_tail(data, self._place)
+                tail = self._tail(data)
                 self._form.read(tail, self._axes, fetch, out, padding=padding)
             except ValueError as error:
                 raise self._broken(error) from error
         values = out.reshape(self._shape)
         return values if self._points is None else np.asarray(values[self._points])
+
+    def _tail(self, data: bytes) -> Tail:
+        """Label and index, of an object of this array; a copy under another name has no place."""
+        tail = self._form.read_tail(data, self._place)
+        label = tail.label
+        if label is not None and label.block != ANYWHERE and label.array != self._folder:
+            raise ValueError(f"it is {label.place()}, where {self._folder} belongs")
+        return tail
 
     def _missing(self) -> FormatError:
         return FormatError(f"{self._named()} is missing; the run is damaged")

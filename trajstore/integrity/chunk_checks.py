@@ -112,8 +112,16 @@ class _Shard:
     """An open shard; closed when the last job that reads it is done."""
 
     def __init__(
-        self, stored: StoredArray, native: NativeType, block: int, part: int, path: Path
+        self,
+        stored: StoredArray,
+        native: NativeType,
+        block: int,
+        part: int,
+        path: Path,
+        *,
+        finished: bool,
     ) -> None:
+        self.finished = finished  # no more rows are expected
         self.file = -1
         self.stored = stored
         self.native = native
@@ -217,17 +225,20 @@ def _jobs(metadata: CheckedMetadata) -> Iterator[Job]:
             continue
         declared = metadata.arrays[name]["attributes"].get("native_dtype")
         native = NATIVE_TYPES.get(declared, stored.chain.native)
+        finished = metadata.attributes.get("status") == "complete"
         for block in range(-(-metadata.rows // stored.shard[0])):
             for part in range(stored.parts):
-                yield from _jobs_of_shard(stored, native, block, part)
+                yield from _jobs_of_shard(stored, native, block, part, finished)
 
 
-def _jobs_of_shard(stored: StoredArray, native: NativeType, block: int, part: int) -> Iterator[Job]:
+def _jobs_of_shard(
+    stored: StoredArray, native: NativeType, block: int, part: int, finished: bool
+) -> Iterator[Job]:
     """Checks of a shard; the first one also brings back what was found when it was opened."""
     found = CheckedChunks()
     path = stored.path / stored.key(block, part)
     try:
-        shard = _Shard(stored, native, block, part, path)
+        shard = _Shard(stored, native, block, part, path, finished=finished)
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         found.problems.append(
@@ -289,6 +300,12 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
             short = f"it holds {tail.label.rows} rows of the block, {needed} are committed"
             problems.append(shard.problem(short, end, size))
             return chunks
+        if tail.label.rows > needed and shard.finished:
+            longer = (
+                f"it holds {tail.label.rows} rows of the block, {needed} are committed, in a run "
+                "that is complete: documents of an older state have come back"
+            )
+            problems.append(shard.problem(longer, end, size, "none"))
     index = tail.index
     found.bytes += form.tail_length
     entries = [(int(offset), int(length)) for offset, length in index]

@@ -37,7 +37,13 @@ def check_fingerprint(metadata: CheckedMetadata, chunks: CheckedChunks) -> list[
     except (FormatError, OSError) as error:
         return [_problem(metadata, f"the fingerprint cannot be made again: {error}")]
     if found is None:
-        return []
+        return [
+            _problem(
+                metadata,
+                "an array is not stored as a recorder stores it, so the fingerprint cannot be made "
+                "again; another program has written it, or its metadata have been changed",
+            )
+        ]
     attributes = found.attributes()
     if attributes[CONTENT] != metadata.attributes[CONTENT]:
         return [

@@ -63,6 +63,7 @@ def check_metadata(path: str | os.PathLike[str]) -> CheckedMetadata:
         _check_root(found)
     choose_documents(found)
     _check_rows(found)
+    _check_age(found)
     _check_lengths(found)
     check_attributes(found)
     if not found.arrays and found.root is not None and "trajstore_format" not in found.attributes:
@@ -185,6 +186,21 @@ def _check_rows(found: CheckedMetadata) -> None:
         if name not in said and _has_shape(own) and own["shape"][0] < found.rows:  # type: ignore[index]
             found.report(name, f"has {own['shape'][0]} rows of {found.rows}")  # type: ignore[index]
         found.arrays[name] = with_rows(name, found.arrays[name], found.rows)
+
+
+def _check_age(found: CheckedMetadata) -> None:
+    """Report a root that is older than all arrays, in a run that has no more rows to come."""
+    own = {
+        document["shape"][0]
+        for document in (found.own.get(name) for name in found.arrays if is_series(name))
+        if document is not None and _has_shape(document)
+    }
+    if found.attributes.get("status") == "complete" and len(own) == 1 and min(own) > found.rows:
+        found.report(
+            None,
+            f"the root says that the run is complete with {found.rows} rows, the documents of all "
+            f"arrays that it has {own.pop()}; an older root has come back",
+        )
 
 
 def _has_shape(document: Any) -> bool:

@@ -110,8 +110,7 @@ def check_attributes(found: CheckedMetadata) -> None:
                     f"the attribute {key} is not as in its copy in {STEP.name}: "
                     f"{', '.join(differences(fixed[key], found.copy[key], key))}",
                 )
-    if is_labelled(attributes):
-        _check_identity(found)
+    _check_identity(found)
     for key in (*REQUIRED, *(_OF_FORMAT_2 if is_labelled(attributes) else ())):
         if key not in attributes and not (found.copy and key in found.copy):
             found.report(None, f"the attribute {key} is missing")

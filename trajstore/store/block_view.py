@@ -16,10 +16,12 @@ from zarr.abc.store import ByteRequest, Store
 from zarr.storage import LocalStore, WrapperStore
 
 from trajstore.codec.block_codec import BlockCodec
+from trajstore.errors import FormatError
 from trajstore.schema import STEP, VARIABLES
 from trajstore.store.array_reader import block_form
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.open_group import run_identity
+from trajstore.store.schema_check import check_array
 
 __all__ = ["as_blocks"]
 
@@ -37,14 +39,21 @@ def as_blocks(group: zarr.Group) -> zarr.Group:
     Raises
     ------
     FormatError
-        If the root does not say which run it is of.
+        If the root does not say which run it is of, or an array is not described as it was
+        recorded (`trajstore.store.schema_check.check_array`).
     """
     runs = run_identity(group.attrs)
     changes: dict[str, dict[str, Any]] = {}
     for name, array in group.arrays():
+        check_array(name, array, runs)
         if array.shards is None or (name != STEP.name and name not in VARIABLES):
             continue
         form = block_form(name, array, runs)
+        if form is None and runs is not None:
+            raise FormatError(
+                f"{name} is not stored as a recorder stores it, so nothing says whose blocks it "
+                "holds; xr.open_zarr may still read it"
+            )
         if form is None:  # zarr can still read it
             continue
         codec = BlockCodec(array=name, chunk_shape=form.chunk, chain=form.chain, runs=form.runs)
