@@ -34,20 +34,20 @@ def test_it_asks_again_when_the_time_is_over() -> None:
         clock.now = now
         assert timer.ask() == expected
     assert commits == [10.0]
-    clock.now = 11.0
-    timer.committed(by_time=True)  # it took a second: so the next one is in twenty
-    clock.now = 21.0
+    clock.now = 14.0
+    timer.committed(by_time=True)  # it took four seconds: so the next one is in twenty
+    clock.now = 24.0
     assert timer.ask() == 10.0
-    clock.now = 31.0
+    clock.now = 34.0
     assert timer.ask() == 10.0
-    assert commits == [10.0, 31.0]
-    clock.now = 31.1
+    assert commits == [10.0, 34.0]
+    clock.now = 36.0
     timer.committed(by_time=True)
-    clock.now = 38.0
+    clock.now = 41.0
     timer.committed(by_time=False)  # a whole block puts it off
-    clock.now = 41.1
-    assert timer.ask() == pytest.approx(6.9)
-    assert commits == [10.0, 31.0]
+    clock.now = 46.0
+    assert timer.ask() == 5.0
+    assert commits == [10.0, 34.0]
 
 
 def test_where_something_is_being_written_it_asks_soon() -> None:
