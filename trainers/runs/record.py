@@ -143,8 +143,7 @@ def record(
         if on_note is not None:
             on_note(
                 f"{target} has no checkpoint, so its {before.last_step} steps are trained again "
-                "and compared with what was recorded, before it goes on (--checkpoint-every K "
-                "saves that)"
+                "and compared with what was recorded, before it goes on"
             )
         taken = prove_last_row(target, text, sources=sources, fsync=fsync, on_proof=on_proof)
     if on_corpus is not None:

@@ -127,7 +127,8 @@ class Layout:
     Attributes
     ----------
     block_rows : int
-        Rows of a block: what is lost at worst, and how late a reader sees a row.
+        Rows of a block: where nothing is committed by time, what is lost at worst, and how late a
+        reader sees a row.
     threads : int
         That encode.
     arrays : dict of str to ArrayLayout

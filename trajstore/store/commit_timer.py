@@ -17,7 +17,7 @@ __all__ = ["COMMIT_EVERY", "CommitTimer", "check_commit_every"]
 COMMIT_EVERY = 10.0
 """Seconds from one commit to the next, where nothing else is asked for."""
 
-_PAUSE = 20  # times what the last such commit took: so they take a twentieth of the time at most
+_PAUSE = 5  # times what the last such commit took: so they take a sixth of the time at most
 _ATTEMPTS = 10  # in the time of one pause, while something is being written
 
 
@@ -41,7 +41,7 @@ class CommitTimer:
     Parameters
     ----------
     every : float
-        Seconds after the last commit. Where such commits take long, it is more: twenty times what
+        Seconds after the last commit. Where such commits take long, it is more: five times what
         the last one took.
     commit : callable
         Begins to commit what is not committed, if there is anything, and returns at once; returns

@@ -185,8 +185,8 @@ class RunWriter:
             Replace a run that is there.
         commit_every : float, optional
             Seconds after a commit at which rows are committed that are no whole block yet; None
-            for whole blocks only. `append` does not wait for that. Where it takes long, so that it
-            would be more than a twentieth of the time, it is done less often.
+            for whole blocks only. `append` does not wait for that. Where it takes more than
+            a fifth of that time, it is done less often.
         fsync : bool
             Have every commit survive a loss of power, not only the death of the process.
 

@@ -12,6 +12,7 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, VOCAB, Lists, TinyModel, batches  # noqa: E402
+from still_timer import StillTimer, commit_now  # noqa: E402
 
 from trainers import capture  # noqa: E402
 from trajstore import InvalidArgument, RecordingError, RunExists, verify  # noqa: E402
@@ -543,3 +544,41 @@ def test_every_row_on_cuda(tokens: Any, tiny: Any, tmp_path: Path) -> None:
         lists.rows[name] = [row.cpu()[ids] for row in rows]
     ds = lists.agree_with(path)
     assert np.isfinite(ds.clip_coef.values[1:]).all()
+
+
+def test_its_rows_are_committed_by_time_also_when_it_goes_on(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row of the step in progress, which is in the block already, is no part of that."""
+    StillTimer.install(monkeypatch)
+    optimizer = torch.optim.SGD(tiny.parameters(), lr=0.1)
+    path = tmp_path / "run.zarr"
+    lists = Lists(tiny.embedding.weight)
+
+    def train(first: int, last: int, **options: Any) -> None:
+        with capture(
+            tiny, optimizer, path, record="W,grad,loss", commit_every=3.0, **options
+        ) as run:
+            for number, batch in enumerate(batches(last)[first:], first):
+                optimizer.zero_grad()
+                output = tiny(**batch)
+                output["loss"].backward()
+                if number > first:
+                    commit_now(run.writer)
+                    assert xr.open_zarr(path).step.values.tolist() == list(range(number + 1))
+                lists.add(grad=lists.parameter.grad, loss=output["loss"])
+                optimizer.step()
+                lists.after_step(optimizer)
+            assert StillTimer.of(run.writer)._every == 3.0
+
+    train(0, 3)
+    train(3, 6, resume=True, first_step=3)
+    lists.agree_with(path)
+
+
+def test_none_commits_whole_blocks_only(tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(tiny.parameters(), lr=0.1)
+    with capture(tiny, optimizer, tmp_path / "run.zarr", commit_every=None) as run:
+        tiny(**batches(1)[0])["loss"].backward()
+        optimizer.step()
+        assert run.writer._timer is None
