@@ -12,6 +12,7 @@ import zarr
 
 from trajstore.errors import InvalidArgument
 from trajstore.store.array_reader import StoredArray, stored_array
+from trajstore.store.block_plan import LARGEST_TASK
 from trajstore.store.block_view import as_blocks
 from trajstore.store.open_group import open_group, run_identity
 from trajstore.store.xarray_engine import run_store
@@ -19,8 +20,6 @@ from trajstore.store.xarray_engine import run_store
 __all__ = ["open_run"]
 
 _MATRIX = 3  # dimensions of what is worth reading without a detour
-_LARGEST_TASK = 16 << 20
-"""Bytes. Larger ones are no faster to read, and whoever works on them holds more of them."""
 
 
 def open_run(
@@ -88,7 +87,7 @@ def open_run(
 def _dask_chunks(stored: StoredArray) -> tuple[int, ...]:
     rows, tokens, *rest = stored.shard
     size = rows * tokens * math.prod(rest) * stored.chain.native.stored.itemsize
-    if size > _LARGEST_TASK and stored.form.grid[1] % 2 == 0:  # whole inner chunks
+    if size > LARGEST_TASK and stored.form.grid[1] % 2 == 0:  # whole inner chunks
         tokens //= 2
     return rows, tokens, *rest
 
