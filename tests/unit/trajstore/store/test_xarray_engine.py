@@ -136,6 +136,11 @@ def test_a_copy_that_xarray_makes_reads_the_same(
     source.to_zarr(tmp_path / "copy.zarr")
     expected = xr.open_zarr(path).load()
     for again in (xr.open_zarr, open_run):
+        if again is open_run and source.attrs["encoding"] == "portable" and opener is xr.open_zarr:
+            # Without zarr's sharding nothing says whose blocks they are.
+            with pytest.raises(FormatError, match=r"xr\.open_zarr may still read it"):
+                again(tmp_path / "copy.zarr")
+            continue
         ds = again(tmp_path / "copy.zarr")
         for name in expected.variables:
             assert ds[name].dtype == expected[name].dtype
