@@ -50,7 +50,7 @@ def print_understood(*, as_json: bool) -> None:
         out.print(Text(f"  {name}: {what}"))
     printed = table("Arrays", "taken as", "dimensions", "names in use")
     for role in ROLES.values():
-        names = [name for name in role.names if " " not in name]
+        names = [name for name in role.names if name != "steps_of_the_names"]
         printed.add_row(role.name, ", ".join(role.dims), Text(", ".join(names)))
     for column in printed.columns[1:]:
         column.justify = "left"

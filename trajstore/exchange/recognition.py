@@ -171,7 +171,11 @@ def recognise(
             per_run = scalar_of(key) is not None and len(shape) == 1 and name.role.name == "lr"
             if per_run:
                 vectors[key] = values_of(file, key).tolist()
-            found.append(_fitting(file, _found(key, dtype, shape, name)))
+            one = _found(key, dtype, shape, name)
+            if "." in key and not _fits(one):  # one of the many arrays of a checkpoint
+                left.append(replace(line, why="of another parameter"))
+                continue
+            found.append(_fitting(file, one))
         elif len(shape) == 1 and scalar_of(key) is not None:
             vectors[key] = values_of(file, key).tolist()
         elif is_derived(key):
@@ -273,6 +277,12 @@ def _is_float(dtype: str) -> bool:
 
 def _fitting(file: ArrayFile, one: Found) -> Found:
     """The array, if its type and rank fit its role."""
+    if not _fits(one):
+        raise _unfit(file, one)
+    return one
+
+
+def _fits(one: Found) -> bool:
     role, rank = one.role, len(one.shape)
     if role.kind == "float":
         fits = one.dtype in NATIVE_TYPES or (one.dtype in _BITS and rank > 1)
@@ -281,9 +291,7 @@ def _fitting(file: ArrayFile, one: Found) -> Found:
     else:
         fits = one.dtype == "bool" or "int" in one.dtype
     least = len(role.dims) - (1 if "step" in role.dims and len(role.dims) > 1 else 0)
-    if not fits or not least <= rank <= len(role.dims) + 1:
-        raise _unfit(file, one)
-    return one
+    return fits and least <= rank <= len(role.dims) + 1
 
 
 def _unfit(file: ArrayFile, one: Found) -> FormatError:

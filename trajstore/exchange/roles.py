@@ -90,7 +90,7 @@ ROLES: dict[str, Role] = {
             names=(
                 *"step steps recorded_step recorded_steps step_number step_numbers".split(),
                 *"global_step global_steps iteration iterations checkpoint_steps".split(),
-                "steps of the names",
+                "steps_of_the_names",
             ),
             dims=("step",),
             kind="whole",

@@ -172,6 +172,8 @@ class Hdf5File:
             else:
                 where = slice(start, stop)
                 values = np.asarray(dataset[where] if outer is None else dataset[outer, where])
+        except InvalidArgument:
+            raise
         except (*_UNSOUND, zlib.error) as error:
             raise self._wrong(key, error) from None
         values = values.astype(values.dtype.newbyteorder("="), copy=False)
@@ -183,7 +185,7 @@ class Hdf5File:
     def _streamed(self, key: str, start: int | None, stop: int | None, outer: int | None) -> Array:
         dataset = self._datasets[key]
         if key not in self._streams:
-            self._streams[key] = ChunkStream(self._raw, dataset, self._file.userblock_size)
+            self._streams[key] = ChunkStream(self._raw, dataset)
         rows = dataset.shape[0 if outer is None else 1]
         return self._streams[key].read(start or 0, rows if stop is None else stop, outer)
 

@@ -35,7 +35,8 @@ def is_streamed(dataset: Any) -> bool:
     """Whether rows are read by a `ChunkStream`: of large chunks that are gzip and nothing else."""
     if dataset.chunks is None or math.prod(dataset.chunks) * dataset.dtype.itemsize <= LARGE_CHUNK:
         return False
-    return filters(dataset) == (_DEFLATE,)
+    # Versions of HDF5 differ in whether they count a user block among a chunk's offset.
+    return filters(dataset) == (_DEFLATE,) and dataset.file.userblock_size == 0
 
 
 class ChunkStream:
@@ -47,14 +48,11 @@ class ChunkStream:
         The same file, for reading where a chunk lies.
     dataset : h5py.Dataset
         Chunked; `is_streamed` says whether it fits.
-    base : int
-        Bytes before the file's address 0, its user block.
     """
 
-    def __init__(self, file: BinaryIO, dataset: Any, base: int) -> None:
+    def __init__(self, file: BinaryIO, dataset: Any) -> None:
         self._file = file
         self._dataset = dataset
-        self._base = base
         self._open: dict[tuple[int, ...], _Chunk] = {}
 
     def read(self, start: int, stop: int, outer: int | None = None) -> Array:
@@ -103,7 +101,7 @@ class ChunkStream:
             if info.byte_offset is None:
                 raise ValueError(f"the chunk at {corner} is not stored")
             packed = not info.filter_mask & 1
-            held = _Chunk(self._file, self._base + info.byte_offset, info.size, packed)
+            held = _Chunk(self._file, info.byte_offset, info.size, packed)
             self._open[corner] = held
         return held
 
