@@ -49,9 +49,7 @@ def truth(rows: int = 6, tokens: int = 7, hidden: int = 3, seed: int = 0, stride
         values[name][0] = np.nan
     dead = np.zeros(tokens, bool)
     dead[rng.permutation(tokens)[: tokens // 2 - 1]] = True
-    return Truth(
-        values=values, dead=dead, steps=np.arange(rows) * stride, token=np.arange(tokens)
-    )
+    return Truth(values=values, dead=dead, steps=np.arange(rows) * stride, token=np.arange(tokens))
 
 
 def stored(values: np.ndarray, kind: str, blank: float | None = 0.0) -> np.ndarray:

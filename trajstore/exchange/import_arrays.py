@@ -205,6 +205,13 @@ def _parts(file: ArrayFile, recognised: Recognised) -> Iterator[_Part]:
             raise FormatError(f"{file.path}: n_runs is {said}, and {anchors[0].key} has {along[0]}")
     if numbered and along:
         raise FormatError(f"{file.path}: {anchors[0].key} has both a number and an axis of runs")
+    for one in found:
+        of_all = one.run is None and one.extra < 1
+        if (numbered or along) and one.role.is_variable and of_all and one.role.name != "lr":
+            raise FormatError(
+                f"{file.path}: {anchors[0].key} is of one of {len(numbered) or along[0]} runs, and "
+                f"{one.key} does not say of which; leave it out with --map ignore={one.key}"
+            )
     matrices = sorted({one.matrix for one in anchors if one.matrix is not None})
     places: Sequence[tuple[int | None, int | None]] = (
         [(run, None) for run in numbered] if numbered
@@ -397,7 +404,8 @@ class _Reading:
             ids = self._ids(told, population)
             told.append(Told(name=f"the {population} tokens", role="token", values=ids))
         name = self.anchor.key
-        by_place = self.own or self.file.attributes.get("exporter") == "trajstore"
+        exported = self.own or self.file.attributes.get("exporter") == "trajstore"
+        by_place = exported and any(one.role == "token" for one in own)
         table = token_table(
             self.file.path, tokens, told, self.part.numbers, rows_of=name, by_place=by_place
         )

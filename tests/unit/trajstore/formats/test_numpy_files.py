@@ -64,7 +64,7 @@ def test_sizes_that_are_announced_and_not_there(tmp_path: Path) -> None:
     whole = (tmp_path / "f.npy").read_bytes()
     for data in (whole[:-8], whole + b"x", whole.replace(b"(10, 3)", b"(90, 3)"), whole[:40]):
         (tmp_path / "f.npy").write_bytes(data)
-        with pytest.raises(FormatError, match="not a sound .npy"):
+        with pytest.raises(FormatError, match=r"not a sound \.npy"):
             NpyFile(tmp_path / "f.npy")
     with zipfile.ZipFile(tmp_path / "f.npz", "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("W.npy", whole.replace(b"(10, 3)", b"(90, 3)"))

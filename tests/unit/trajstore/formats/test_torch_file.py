@@ -65,9 +65,7 @@ def test_no_code_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert not (tmp_path / "harm").exists()
 
 
-def test_damaged_files_and_a_missing_torch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_files_and_a_missing_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"W": torch.zeros(3, 2, 2)}, tmp_path / "f.pt")
     whole = (tmp_path / "f.pt").read_bytes()
     rng = np.random.default_rng(0)
