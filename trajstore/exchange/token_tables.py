@@ -317,34 +317,57 @@ def _is_whole(tokens: int, lists: Mapping[str, list[tuple[str, Array]]]) -> bool
 
 @dataclass(frozen=True, kw_only=True)
 class _Dead:
-    """Which tokens are dead: of those that have rows, and of the vocabulary where that is told."""
+    """Which tokens are dead.
+
+    Attributes
+    ----------
+    name : str
+        What tells it.
+    here : ndarray of bool, (token,)
+        Of those that have rows.
+    counts : dict of str to int
+        Dead and live ones of the vocabulary, as far as it is told.
+    """
 
     name: str
     here: Array
-    vocabulary: Array | None
+    counts: dict[str, int]
 
 
 def _dead(where: Any, told: list[Told], universe: int, token: Array) -> _Dead | None:
     """The dead tokens, on which all that tells them agrees; None if nothing does."""
-    whole: dict[str, Array] = {}
-    places: dict[str, Array] = {}
     # Counts come last: they tell the dead tokens only where nothing else does.
-    for each in sorted(told, key=lambda each: each.role == "token_count"):
-        answers, length = (places, len(token)) if each.by_place else (whole, universe)
-        if each.role in ("dead_mask", "live_mask"):
-            answers[each.name] = each.values == (each.role == "dead_mask")
-        elif each.role in ("dead_ids", "live_ids"):
-            listed = np.isin(np.arange(length), each.values)
-            answers[each.name] = listed == (each.role == "dead_ids")
-        elif each.role == "token_count":
-            answers[each.name] = each.values == 0
-    _agree(where, whole)
-    here = places | {name: mask[token] for name, mask in whole.items()}
-    if not here:
+    tables = sorted(
+        (each for each in told if each.role not in ("token", "token_ids")),
+        key=lambda each: each.role == "token_count",
+    )
+    if not tables:
         return None
+    whole = [each for each in tables if not each.by_place]
+    if any(not each.role.endswith("_ids") for each in whole):
+        ids = np.arange(universe)
+    else:  # no mask is as long as the vocabulary, whose length is but a number in the file
+        ids = np.unique(np.concatenate([token, *(each.values for each in whole)]))
+    every = {each.name: _is_dead(each, ids) for each in whole}
+    _agree(where, every)
+    places = np.arange(len(token))
+    here = {each.name: _is_dead(each, places if each.by_place else token) for each in tables}
     _agree(where, here)
     name = next(iter(here))
-    return _Dead(name=name, here=here[name], vocabulary=next(iter(whole.values()), None))
+    known = next(iter(every.values()), here[name])
+    dead = int(np.count_nonzero(known))
+    live = (universe if every else len(known)) - dead
+    return _Dead(name=name, here=here[name], counts={"dead": dead, "live": live})
+
+
+def _is_dead(each: Told, ids: Array) -> Array:
+    """Whether ids, or places, are those of dead tokens."""
+    if each.role in ("dead_ids", "live_ids"):
+        dead: Array = np.isin(ids, each.values) == (each.role == "dead_ids")
+        return dead
+    values: Array = each.values[ids]
+    dead = values == (0 if each.role == "token_count" else each.role == "dead_mask")
+    return dead
 
 
 def _agree(where: Any, answers: Mapping[str, Array]) -> None:
@@ -360,12 +383,11 @@ def _agree(where: Any, answers: Mapping[str, Array]) -> None:
 
 def _check_sizes(where: Any, dead: _Dead, numbers: Mapping[str, Any], *, whole: bool) -> None:
     """Whether the sizes of the populations are those of the mask."""
-    every = dead.here if dead.vocabulary is None else dead.vocabulary
     for key, value in numbers.items():
         population = POPULATION_SIZES.get(key.lower())
         if population is None or not isinstance(value, int):
             continue
-        count = int(np.count_nonzero(every == (population == "dead")))
+        count = dead.counts[population]
         here = int(np.count_nonzero(dead.here == (population == "dead")))
         if value not in (count, here) and (whole or here):
             raise FormatError(

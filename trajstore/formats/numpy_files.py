@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import struct
+import tokenize
+import warnings
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -21,8 +24,11 @@ __all__ = ["NpyFile", "NpzFile"]
 
 Array = npt.NDArray[Any]
 
-_UNSOUND = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError,
-            RuntimeError, KeyError, SyntaxError, TypeError)  # fmt: skip
+_UNSOUND = (
+    OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError,
+    RuntimeError, KeyError, SyntaxError, TypeError, tokenize.TokenError, struct.error,
+    MemoryError, OverflowError, IndexError, AttributeError,
+)  # fmt: skip
 """What zipfile, zlib and numpy.lib.format raise when they read a damaged file."""
 
 _DEFLATED_AT_MOST = 1100
@@ -48,7 +54,9 @@ class _Member:
         }.get(version)
         if read is None:
             raise ValueError(f"version {version} of NumPy's format is not known")
-        self.shape, self.is_fortran, self.dtype = read(file)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about headers of Python 2
+            self.shape, self.is_fortran, self.dtype = read(file)
         self._begin = file.tell()
         if any(length < 0 for length in self.shape):
             raise ValueError(f"it has shape {self.shape}")
