@@ -3,9 +3,9 @@
     python benchmarks/pipelines.py [--rows 96] [--rounds 5]
 
 ``block``: one codec that is the whole object, `trajstore.block`, as runs have it. ``sharded``:
-zarr's `sharding_indexed`, with the codecs of format 1 inside. ``sharded-fused``: the same, with one codec
-inside that does what those do. Each under zarr's pipeline, and, where this zarr has it, under its
-`FusedCodecPipeline`. W of Wordybird; the ratios are to h5py on chunks of one step.
+zarr's `sharding_indexed`, with the codecs of format 1 inside. ``sharded-fused``: the same, with one
+codec inside that does what those do. Each under zarr's pipeline, and, where this zarr has it, under
+its `FusedCodecPipeline`. W of Wordybird; the ratios are to h5py on chunks of one step.
 """
 
 from __future__ import annotations
