@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from analysis.lattice_points import Points, lattice_attributes
 from analysis.streaming_scan import Scan
 from analysis.token_populations import POPULATIONS, populations
 from trajstore.errors import InvalidArgument
@@ -30,6 +31,11 @@ __all__ = [
     "coherence",
     "distinct",
 ]
+
+
+def _known(names: list[str]) -> list[str]:
+    return list(dict.fromkeys((*POPULATIONS, *names)))
+
 
 Array = npt.NDArray[Any]
 Kernel = Callable[[Array, Array, Array], dict[str, Any]]
@@ -80,6 +86,7 @@ def _per_population(
     facts: dict[str, tuple[str, str, str]],
     *,
     motion: bool,
+    points: Points | None = None,
 ) -> xr.Dataset:
     """Facts about each population at each row.
 
@@ -93,16 +100,19 @@ def _per_population(
         Type, long name and units of each. A type with a shape has a dimension hidden.
     motion : bool
         The facts are about the way between rows, so row 0 has none.
+    points : Points, optional
+        In place of W as it is stored.
     """
     names, groups = populations(history.ds)
     if population is not None:
         if population not in names:
             raise InvalidArgument(
-                f"got population={population!r}, expected {', '.join(POPULATIONS)}"
-                + ("" if len(names) > 1 else "; there is no coordinate is_dead here")
+                f"got population={population!r}, expected {', '.join(_known(names))}"
+                + ("" if "dead" in names else "; there is no coordinate is_dead here")
             )
         groups = groups[[names.index(population)]]
-    blocks = history.blocks("W")
+    points = points or history.recorded()
+    blocks = points.blocks
     dtype = np.dtype([(name, kind) for name, (kind, _, _) in facts.items()])
     spacing = np.diff(history.steps, prepend=history.steps[:1] - 1).astype(np.float64)
     measured = da.blockwise(
@@ -110,7 +120,7 @@ def _per_population(
         "sp",
         blocks,
         "sth",
-        history.boundaries("W"),
+        points.boundaries,
         "sth",
         da.from_array(spacing, chunks=(blocks.chunks[0],)),
         "s",
@@ -319,7 +329,7 @@ def _distinct_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any
     return {"distinct": np.int64(counts.size), "most_common": np.int64(counts.max())}
 
 
-def distinct(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
+def distinct(ds: xr.Dataset, population: str | None = None, lattice: str = "native") -> xr.Dataset:
     """How many different vectors the tokens of a population have, bit for bit.
 
     Parameters
@@ -328,6 +338,8 @@ def distinct(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
         With ``W`` (step, token, hidden).
     population : {'dead', 'live', 'all'}, optional
         Only this one; the result then has no dimension population.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        Type that W is rounded to.
 
     Returns
     -------
@@ -338,20 +350,26 @@ def distinct(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
     Raises
     ------
     InvalidArgument
-        For another population.
+        For another population or lattice, or where W is not of its ``native_dtype``.
 
     Examples
     --------
     >>> distinct(ds).distinct.isel(step=-1).to_series().to_dict()
     {'dead': 1, 'live': 2, 'all': 3}
     """
-    return build_distinct(Scan(ds), population)
+    return build_distinct(Scan(ds), population, lattice)
 
 
-def build_distinct(history: Scan, population: str | None = None) -> xr.Dataset:
+def build_distinct(
+    history: Scan, population: str | None = None, lattice: str = "native"
+) -> xr.Dataset:
     """`distinct` of a prepared Dataset."""
     facts = {
         "distinct": ("i8", "distinct vectors", "1"),
         "most_common": ("i8", "tokens that share the most common vector", "1"),
     }
-    return _per_population(history, population, _distinct_kernel, facts, motion=False)
+    points = history.points(lattice)
+    result = _per_population(
+        history, population, _distinct_kernel, facts, motion=False, points=points
+    )
+    return result.map(lambda counts: counts.assign_attrs(lattice_attributes(lattice)))

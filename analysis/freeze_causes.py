@@ -13,8 +13,10 @@ import xarray as xr
 from analysis import input_checks
 from analysis.adam_rule import AdamRule, next_weights
 from analysis.consecutive_rows import tiles
+from analysis.lattice_points import lattice_attributes
 from analysis.streaming_scan import Scan, native_dtype, over_hidden
 from trajstore.errors import InvalidArgument
+from trajstore.values.rounding import cast
 from trajstore.values.token_norms import result_dtype
 from trajstore.values.ulp_lattice import spacing, unsigned_view
 
@@ -28,11 +30,19 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 
-CAUSES = ("moved", "no_gradient", "underflow", "learning_rate", "skipped", "unexplained")
+CAUSES = (
+    "moved",
+    "no_gradient",
+    "underflow",
+    "learning_rate",
+    "skipped",
+    "unexplained",
+    "below_cell",
+)
 """In the order of their flag values."""
 
 _EVIDENCE = np.dtype(
-    [(name, bool) for name in ("still", "no_gradient", "back", "stepped", "force")]
+    [(name, bool) for name in ("still", "cell_still", "no_gradient", "back", "stepped", "force")]
 )
 
 
@@ -184,6 +194,12 @@ def _changed(block: Array, boundary: Array, part: slice) -> npt.NDArray[np.bool_
     return np.asarray((later != unsigned_view(_earlier(block, boundary, part))).any(-1))
 
 
+def _still(before: Array, after: Array) -> npt.NDArray[np.bool_]:
+    """Which vectors have equal bits, −0.0 and +0.0 being equal."""
+    same = unsigned_view(before) == unsigned_view(after)
+    return np.asarray((same | ((before == 0) & (after == 0))).all(-1))
+
+
 def _evidence_kernel(
     block: Array,
     boundary: Array,
@@ -197,6 +213,7 @@ def _evidence_kernel(
     step: Array,
     rule: AdamRule,
     native: str,
+    chosen: str,
 ) -> npt.NDArray[np.void]:
     rows, tokens, hidden = block.shape
     result = np.zeros((rows, tokens), _EVIDENCE)
@@ -204,10 +221,11 @@ def _evidence_kernel(
         out = result[:, part]
         W = _earlier(block, boundary, part)
         later = np.ascontiguousarray(block[:, part])
-        before, after = unsigned_view(W), unsigned_view(later)
-        # Equal bits, or −0.0 and +0.0.
-        still = ((before == after) | ((W == 0) & (later == 0))).all(-1)
+        still = _still(W, later)
         out["still"] = still
+        out["cell_still"] = (
+            still if chosen == native else _still(cast(W, chosen), cast(later, chosen))
+        )
         out["force"] = (grad[:, part] != 0).any(-1)  # NaN is not 0
         out["stepped"] = _changed(exp_avg, exp_avg_boundary, part) | _changed(
             exp_avg_sq, exp_avg_sq_boundary, part
@@ -238,7 +256,8 @@ def _decide(
     """Cause per (step, token), the first that holds."""
     shape = evidence.shape
     rules = {
-        "moved": ~evidence["still"],
+        "moved": ~evidence["cell_still"],
+        "below_cell": ~evidence["still"],
         "no_gradient": evidence["no_gradient"],
         "learning_rate": np.broadcast_to(lr == 0, shape),
         "skipped": np.broadcast_to((~stepped & force) | np.isnan(lr), shape),
@@ -250,11 +269,14 @@ def _decide(
     return cause.astype(np.int8)
 
 
-def freeze_cause(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> xr.DataArray:
+def freeze_cause(
+    ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None, lattice: str = "native"
+) -> xr.DataArray:
     """Why each token did not move at each step.
 
     =============  ====================================================================
     moved          it did
+    below_cell     W did, but rounded to another lattice than its own it stayed in its cells
     no_gradient    its gradient and both its moments are exactly zero
     learning_rate  the learning rate was 0
     skipped        no optimizer step was taken: no moment of any token changed, although there
@@ -271,6 +293,9 @@ def freeze_cause(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> 
         With ``W``, ``grad``, ``exp_avg``, ``exp_avg_sq`` and ``lr``.
     optimizer : mapping, optional
         ``class`` and ``hyperparameters``; by default the attribute ``optimizer`` of the run.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        Type that W is rounded to before it is asked whether the token moved. All other causes are
+        about W itself.
 
     Returns
     -------
@@ -280,7 +305,7 @@ def freeze_cause(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> 
     Raises
     ------
     VariableNotRecorded, InvalidArgument
-        As `adam_update`.
+        As `adam_update`; also for another lattice, or where W is not of its ``native_dtype``.
 
     Examples
     --------
@@ -289,19 +314,22 @@ def freeze_cause(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> 
     >>> underflow.sum("token").sel(step=[12, 15, 18]).values
     array([  0,  10, 128])
     """
-    return build_freeze_cause(Scan(ds), optimizer)
+    return build_freeze_cause(Scan(ds), optimizer, lattice)
 
 
-def build_freeze_cause(history: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.DataArray:
+def build_freeze_cause(
+    history: Scan, optimizer: Mapping[str, Any] | None = None, lattice: str = "native"
+) -> xr.DataArray:
     """`freeze_cause` of a prepared Dataset."""
     input_checks.variables(history.ds, "W", "grad", "exp_avg", "exp_avg_sq", "lr")
     history.require_rows(1, "freeze_cause")
     rule = AdamRule.of(input_checks.optimizer_of(history.ds, optimizer))
     lr, follows = _learning_rates(history), _follows(history)
+    W = history.points()
     evidence = over_hidden(
         _evidence_kernel,
-        history.blocks("W"),
-        history.boundaries("W"),
+        W.blocks,
+        W.boundaries,
         history.aligned("W", "grad"),
         history.aligned("W", "exp_avg"),
         history.boundaries("exp_avg", like="W"),
@@ -311,7 +339,8 @@ def build_freeze_cause(history: Scan, optimizer: Mapping[str, Any] | None = None
         _per_row(history, lr),
         _per_row(history, history.steps),
         rule=rule,
-        native=native_dtype(history.ds["W"]),
+        native=W.type,
+        chosen=history.lattice_type(lattice),
         dtype=_EVIDENCE,
     )
 
@@ -344,5 +373,6 @@ def build_freeze_cause(history: Scan, optimizer: Mapping[str, Any] | None = None
             long_name="why the token did not move",
             flag_values=np.arange(len(CAUSES), dtype=np.int8),
             flag_meanings=" ".join(CAUSES),
+            **lattice_attributes(lattice),
         )
     )

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from analysis.lattice_points import lattice_attributes
 from analysis.streaming_scan import Scan
 from analysis.token_populations import populations
 from trajstore.errors import InvalidArgument
@@ -76,18 +77,22 @@ def _frozen_fraction(
         return np.asarray(np.stack(counts, -1) / groups.sum(-1))
 
 
-def freeze(ds: xr.Dataset, min_still: int = 1) -> xr.Dataset:
+def freeze(ds: xr.Dataset, min_still: int = 1, lattice: str = "native") -> xr.Dataset:
     """When each token moved last, and how many have stopped for good.
 
     A token moves at a step when any bit of its row of W changed since the recorded row before;
-    −0.0 → 0.0 is not motion.
+    −0.0 → 0.0 is not motion. On another lattice than that of its type, W is rounded to it first:
+    a token moves when one of its elements comes to another cell.
 
     Parameters
     ----------
     ds : Dataset
-        With ``W`` (step, token, hidden), or a stored ``W_ulp_l1``.
+        With ``W`` (step, token, hidden), or a stored ``W_ulp_l1`` for the native lattice, or
+        ``cells`` for that of bfloat16.
     min_still : int
         Steps without motion that count as stillness, at least 1.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        Type that W is rounded to.
 
     Returns
     -------
@@ -103,7 +108,7 @@ def freeze(ds: xr.Dataset, min_still: int = 1) -> xr.Dataset:
     Raises
     ------
     InvalidArgument
-        If `min_still` is below 1.
+        If `min_still` is below 1, there is no such lattice, or W is not of its ``native_dtype``.
 
     Examples
     --------
@@ -113,15 +118,15 @@ def freeze(ds: xr.Dataset, min_still: int = 1) -> xr.Dataset:
     >>> rest.frozen_fraction.sel(step=15).to_series().round(3).to_dict()
     {'dead': 0.0, 'live': 1.0, 'all': 0.078}
     """
-    return build_freeze(Scan(ds), min_still)
+    return build_freeze(Scan(ds), min_still, lattice)
 
 
-def build_freeze(history: Scan, min_still: int = 1) -> xr.Dataset:
+def build_freeze(history: Scan, min_still: int = 1, lattice: str = "native") -> xr.Dataset:
     """`freeze` of a prepared Dataset."""
     if min_still < 1:
         raise InvalidArgument(f"got min_still={min_still}, expected at least 1 step")
     history.require_rows(1, "freeze")
-    motion, steps = history.moved(), history.steps
+    motion, steps = history.moved(lattice), history.steps
     summary = history.combine_rows(
         motion,
         functools.partial(_stretch, steps=steps, min_still=min_still),
@@ -165,7 +170,7 @@ def build_freeze(history: Scan, min_still: int = 1) -> xr.Dataset:
         output_dtypes=[np.float64],
         dask_gufunc_kwargs={"output_sizes": {"step": steps.size - 1, "population": len(names)}},
     )
-    step = {"units": "1"}
+    step = {"units": "1", **lattice_attributes(lattice)}
     return xr.Dataset(
         {
             "last_motion": per_token(last_motion).assign_attrs(

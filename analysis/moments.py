@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
+from dask.base import tokenize
+from dask.highlevelgraph import HighLevelGraph
 
 from analysis import input_checks
 from analysis.consecutive_rows import tiles
@@ -122,17 +125,35 @@ class Recurrence:
         """Blocks of a matrix, and the row before each; chunked as the gradient."""
         return _with_rows_before(self.history, name, self.gradient.chunks)
 
-    def exact(self, moment: str) -> da.Array:
-        """Moment after each step without any rounding of it, float64 (step, token, hidden).
+    def exact(self) -> dict[str, da.Array]:
+        """Moments after each step without any rounding of them, float64 (step, token, hidden).
 
-        A block waits for the last row of the block before it, of the same tokens: nothing else is
-        kept of what was before.
+        A piece of a block waits for the last row of the piece before it, of the same tokens. One
+        task makes it of both moments, so no gradient is kept for the other one.
         """
-        blocks, before = [], self.first(moment)
-        for number in range(self.gradient.numblocks[0]):
-            blocks.append(self.exact_block(moment, number, before))
-            before = last_row(blocks[-1])
-        return da.concatenate(blocks)
+        by_step, by_token, by_hidden = self.gradient.chunks
+        first = [self.first(moment) for moment in MOMENTS]
+        parts = list(_pieces(by_token, 2 * max(by_step) * sum(by_hidden)))
+        token = tokenize(self.gradient.name, *(row.name for row in first), self.taken, self.rule)
+        both, last = f"exact-moments-{token}", f"exact-moments-last-{token}"
+        made: dict[Any, Any] = {}
+        for at, (block, part) in enumerate(parts):
+            rows = [(row.name, 0, block, 0) for row in first]
+            made[last, -1, at] = (_rows_of_part, rows, part)
+            start = 0
+            for number, length in enumerate(by_step):
+                taken = self.taken[start : start + length]
+                gradient = (self.gradient.name, number, block, 0)
+                before = (last, number - 1, at)
+                made[both, number, at] = (_both_kernel, gradient, part, before, taken, self.rule)
+                made[last, number, at] = (_last_rows, (both, number, at))
+                start += length
+        graph = HighLevelGraph.from_collections(both, made, [self.gradient, *first])
+        chunks = (by_step, tuple(part.stop - part.start for _, part in parts), by_hidden)
+        return {
+            moment: _one_of_both(graph, both, index, f"exact-{moment}-{token}", chunks)
+            for index, moment in enumerate(MOMENTS)
+        }
 
     def exact_block(self, moment: str, number: int, before: da.Array) -> da.Array:
         """One block of rows of it, from the row before, (1, token, hidden)."""
@@ -169,6 +190,23 @@ def _split(sizes: tuple[int, ...], elements: int) -> tuple[int, ...]:
     return tuple(
         min(most, size - start) for size in sizes for start in range(0, max(size, 1), most)
     )
+
+
+def _pieces(by_token: tuple[int, ...], elements: int) -> Iterator[tuple[int, slice]]:
+    """Which chunk, and what part of it, for tasks with so many elements for a token."""
+    for block, size in enumerate(by_token):
+        start = 0
+        for length in _split((size,), elements):
+            yield block, slice(start, start + length)
+            start += length
+
+
+def _one_of_both(graph: HighLevelGraph, both: str, index: int, name: str, chunks: Any) -> da.Array:
+    """Array of the first or second thing that each task of a layer returns."""
+    blocks = itertools.product(range(len(chunks[0])), range(len(chunks[1])))
+    picks = {(name, *block, 0): (operator.getitem, (both, *block), index) for block in blocks}
+    layers = HighLevelGraph({**graph.layers, name: picks}, {**graph.dependencies, name: {both}})
+    return da.Array(layers, name, chunks, meta=np.empty((0, 0, 0)))
 
 
 def _with_rows_before(history: Scan, name: str, chunks: Any) -> tuple[da.Array, da.Array]:
@@ -274,6 +312,25 @@ def _exact_kernel(
     return result
 
 
+def _both_kernel(
+    gradient: Array, part: slice, before: Sequence[Array], taken: Array, rule: MomentRule
+) -> list[Array]:
+    """Of a part of the tokens of a block: both moments after each of its rows."""
+    piece = gradient[:, part]
+    return [
+        _exact_kernel(piece, row, taken, rule, moment)
+        for moment, row in zip(MOMENTS, before, strict=True)
+    ]
+
+
+def _rows_of_part(rows: Sequence[Array], part: slice) -> list[Array]:
+    return [row[:, part] for row in rows]
+
+
+def _last_rows(blocks: Sequence[Array]) -> list[Array]:
+    return [_last_row(block) for block in blocks]
+
+
 def exact_moments(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
     """Both moments of Adam or AdamW as they would be if their state were never rounded.
 
@@ -317,12 +374,10 @@ def build_exact_moments(history: Scan, optimizer: Mapping[str, Any] | None = Non
     recurrence = Recurrence.of(history, optimizer, "exact_moments")
     return xr.Dataset(
         {
-            f"exact_{moment}": history.wrap(
-                recurrence.exact(moment), "grad", dims=_DIMS
-            ).assign_attrs(
+            f"exact_{moment}": history.wrap(blocks, "grad", dims=_DIMS).assign_attrs(
                 long_name=f"{variable(moment).long_name}, without rounding",
                 units=variable(moment).units,
             )
-            for moment in MOMENTS
+            for moment, blocks in recurrence.exact().items()
         }
     )

@@ -29,7 +29,7 @@ def _difference(later: npt.NDArray[Any], earlier: npt.NDArray[Any]) -> npt.NDArr
 def _velocity(history: Scan) -> xr.DataArray:
     """In float64, (step, token, hidden)."""
     spacing = history.spacing()
-    return history.between_rows("W", _difference, np.float64) / spacing
+    return history.between_rows(history.recorded(), _difference, np.float64) / spacing
 
 
 def _result(da: xr.DataArray, history: Scan, name: str, long_name: str) -> xr.DataArray:

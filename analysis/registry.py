@@ -54,6 +54,15 @@ class Quantity:
     build: Callable[..., xr.DataArray | xr.Dataset]
     measures: tuple[str, ...] = ()
 
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the options of the public function."""
+        return tuple(inspect.signature(self.build).parameters)[1:]
+
+    def on(self, lattice: str) -> dict[str, Any]:
+        """Options that ask it on a lattice; none if it knows of none."""
+        return {"lattice": lattice} if "lattice" in self.options else {}
+
 
 QUANTITIES: dict[str, Quantity] = {
     "grad_norms": Quantity(build=build_grad_norms),
@@ -82,7 +91,7 @@ QUANTITIES: dict[str, Quantity] = {
 """What `compute` and ``trajstore analyze`` can be asked for."""
 
 
-def compute(ds: xr.Dataset, names: Sequence[str]) -> xr.Dataset:
+def compute(ds: xr.Dataset, names: Sequence[str], lattice: str = "native") -> xr.Dataset:
     """Several quantities together: each chunk is read once, and each block walked once.
 
     Still lazy: ask for the values of the whole result, or write it, to have the one pass.
@@ -93,6 +102,8 @@ def compute(ds: xr.Dataset, names: Sequence[str]) -> xr.Dataset:
         A run.
     names : sequence of str
         Of `QUANTITIES`, with their default options.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        For those of them that have this option; the others are about W as it is.
 
     Returns
     -------
@@ -105,7 +116,8 @@ def compute(ds: xr.Dataset, names: Sequence[str]) -> xr.Dataset:
     Raises
     ------
     InvalidArgument
-        If a name is unknown, or there is none.
+        If a name is unknown, or there is none; for another lattice, or one where no quantity has
+        that option.
     VariableNotRecorded
         If the run does not hold what one of them needs.
 
@@ -122,15 +134,31 @@ def compute(ds: xr.Dataset, names: Sequence[str]) -> xr.Dataset:
             f"got {', '.join(map(repr, unknown)) or 'no names'}, "
             f"expected some of {', '.join(QUANTITIES)}"
         )
-    history = Scan(ds, (measure for name in names for measure in QUANTITIES[name].measures))
+    asked = [QUANTITIES[name] for name in names]
+    _check_lattice(names, lattice)
+    measures: dict[str, tuple[str, ...]] = {}
+    for quantity in asked:
+        of = lattice if quantity.on(lattice) else "native"
+        measures[of] = (*measures.get(of, ()), *quantity.measures)
+    history = Scan(ds, measures)
     variables: dict[str, xr.DataArray] = {}
     for name in names:
-        result = QUANTITIES[name].build(history)
+        result = QUANTITIES[name].build(history, **QUANTITIES[name].on(lattice))
         if isinstance(result, xr.DataArray):
             variables[name] = result
         else:
             variables |= {str(key): array for key, array in result.data_vars.items()}
     return xr.Dataset({name: _with_every_step(array, history) for name, array in variables.items()})
+
+
+def _check_lattice(names: Sequence[str], lattice: str) -> None:
+    """Refuse a lattice that none of these quantities knows of."""
+    those = [name for name, quantity in QUANTITIES.items() if quantity.on(lattice)]
+    if lattice != "native" and not set(names) & set(those):
+        raise InvalidArgument(
+            f"got lattice={lattice!r} with {', '.join(names)}, and a lattice goes with "
+            f"{', '.join(those)}; leave it out"
+        )
 
 
 def _with_every_step(array: xr.DataArray, history: Scan) -> xr.DataArray:
@@ -156,6 +184,7 @@ def answer(
     assignments: Sequence[str] = (),
     *,
     by_population: bool = False,
+    lattice: str = "native",
 ) -> xr.Dataset:
     """What ``trajstore analyze`` computes: quantities by name, with options as text.
 
@@ -170,6 +199,8 @@ def answer(
     by_population : bool
         Statistics over the tokens of each population, of a single quantity that is one number
         per token.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        As for `compute`.
 
     Returns
     -------
@@ -193,13 +224,21 @@ def answer(
                 "options and populations go with a single quantity; "
                 f"got {len(names)}: {', '.join(names)}"
             )
-        return compute(ds, names)
+        return compute(ds, names, lattice)
     (name,) = names
     if name not in QUANTITIES:
         raise InvalidArgument(f"there is no quantity {name!r}; choose from {', '.join(QUANTITIES)}")
     quantity = QUANTITIES[name]
     options = _options(quantity, name, assignments)
-    result = quantity.build(Scan(ds, quantity.measures), **options)
+    if lattice != "native":
+        _check_lattice(names, lattice)
+        if options.get("lattice", lattice) != lattice:
+            raise InvalidArgument(
+                f"got two lattices, {lattice!r} and {options['lattice']!r}; name one"
+            )
+        options |= quantity.on(lattice)
+    measures = {str(options.get("lattice", "native")): quantity.measures}
+    result = quantity.build(Scan(ds, measures), **options)
     if by_population:
         if not isinstance(result, xr.DataArray) or "token" not in result.dims:
             raise InvalidArgument(f"{name} is not one number per token, so it has no populations")
@@ -208,7 +247,7 @@ def answer(
 
 
 def _options(quantity: Quantity, name: str, assignments: Sequence[str]) -> dict[str, Any]:
-    known = [*inspect.signature(quantity.build).parameters][1:]
+    known = quantity.options
     options = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")

@@ -6,7 +6,7 @@ dask nodes is made once, so each chunk is read once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import dask.array as da
@@ -16,7 +16,9 @@ import xarray as xr
 
 from analysis import input_checks
 from analysis.consecutive_rows import measure_pairs, pair_dtype
-from trajstore.errors import InvalidArgument
+from analysis.lattice_points import Points, chosen_type, place_on_lattice
+from analysis.token_populations import with_mostly_dead
+from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 __all__ = ["Scan", "native_dtype", "over_hidden"]
 
@@ -83,6 +85,18 @@ def _apply_between_rows(
     return np.concatenate([kernel(block[:1], boundary), kernel(block[1:], block[:-1])])
 
 
+def _rows_before(blocks: da.Array) -> da.Array:
+    """Row before each block, (1 per block, token, hidden); of the first, its own first row."""
+    steps, tokens, hidden = blocks.chunks
+    last = blocks.map_blocks(
+        _last_row,
+        chunks=((1,) * len(steps), tokens, hidden),
+        dtype=blocks.dtype,
+        meta=np.empty((0, 0, 0), blocks.dtype),
+    )
+    return da.concatenate([blocks[:1], last[:-1]])
+
+
 def _field(measured: npt.NDArray[np.void], name: str) -> Array:
     return np.ascontiguousarray(measured[name])
 
@@ -101,9 +115,9 @@ class Scan:
     ----------
     ds : Dataset
         With dimensions step, token and hidden, in any order, chunked or not.
-    measures : iterable of str
-        Of `analysis.consecutive_rows.MEASURES`: what is measured together, in one pass. A measure
-        that is not among them has a pass of its own.
+    measures : mapping of str to sequence of str
+        By lattice, of `analysis.consecutive_rows.MEASURES`: what is measured together, in one
+        pass. A measure that is not among them has a pass of its own.
 
     Raises
     ------
@@ -111,18 +125,22 @@ class Scan:
         If steps do not increase.
     """
 
-    def __init__(self, ds: xr.Dataset, measures: Iterable[str] = ()) -> None:
-        self.ds = ds
+    def __init__(self, ds: xr.Dataset, measures: Mapping[str, Sequence[str]] | None = None) -> None:
+        self.ds = ds = with_mostly_dead(ds)
         input_checks.variables(ds, "step")
         self.steps: npt.NDArray[np.int64] = ds["step"].values.astype(np.int64)
         if (np.diff(self.steps) <= 0).any():
             raise InvalidArgument(
                 "the steps of this Dataset do not increase; sort it by step, and keep each once"
             )
-        self._together = tuple(dict.fromkeys(measures))
+        self._together: dict[str, tuple[str, ...]] = {}
+        for lattice, asked in (measures or {}).items():
+            known = self._together.get(self._own_name(lattice), ())
+            self._together[self._own_name(lattice)] = tuple(dict.fromkeys((*known, *asked)))
         self._blocks: dict[str, da.Array] = {}
         self._boundaries: dict[tuple[str, str], da.Array] = {}
-        self._measured: dict[tuple[str, ...], da.Array] = {}
+        self._points: dict[str, Points] = {}
+        self._measured: dict[tuple[str, tuple[str, ...]], tuple[str, da.Array]] = {}
 
     @property
     def rows(self) -> int:
@@ -183,24 +201,79 @@ class Scan:
         """
         key = name, like or name
         if key not in self._boundaries:
-            blocks = self.aligned(like or name, name)
-            steps, tokens, hidden = blocks.chunks
-            last = blocks.map_blocks(
-                _last_row,
-                chunks=((1,) * len(steps), tokens, hidden),
-                dtype=blocks.dtype,
-                meta=np.empty((0, 0, 0), blocks.dtype),
-            )
-            self._boundaries[key] = da.concatenate([blocks[:1], last[:-1]])
+            self._boundaries[key] = _rows_before(self.aligned(like or name, name))
         return self._boundaries[key]
 
-    def pair(self, measure: str) -> xr.DataArray:
+    def points(self, lattice: str = "native") -> Points:
+        """W, rounded to a lattice of `trajstore.schema.LATTICES`.
+
+        On the lattice of bfloat16, the recorded ``cells`` take the place of a W that is not there.
+        As blocks are computed, their values are compared with their ``native_dtype``.
+
+        Raises
+        ------
+        VariableNotRecorded
+            If there is neither.
+        InvalidArgument
+            For another lattice; when computed, if a value is not of the native type.
+        """
+        lattice = self._own_name(lattice)
+        if lattice not in self._points:
+            chosen = self.lattice_type(lattice)
+            name = "cells" if chosen and "W" not in self.ds else "W"
+            native = native_dtype(self.variable(name))
+            blocks = place_on_lattice(self.blocks(name), name, native, chosen)
+            self._points[lattice] = Points(
+                variable=name, type=chosen, blocks=blocks, boundaries=_rows_before(blocks)
+            )
+        return self._points[lattice]
+
+    def recorded(self) -> Points:
+        """W as it is stored, whatever its type."""
+        return Points(
+            variable="W",
+            type=native_dtype(self.variable("W")),
+            blocks=self.blocks("W"),
+            boundaries=self.boundaries("W"),
+        )
+
+    def lattice_type(self, lattice: str) -> str:
+        """Type whose values are the points of a lattice; '' where there is nothing to be on it.
+
+        Raises
+        ------
+        InvalidArgument
+            For another lattice.
+        VariableNotRecorded
+            If there are only ``cells``, and they are of another one.
+        """
+        if "W" in self.ds:
+            return chosen_type(lattice, native_dtype(self.ds["W"]))
+        chosen = chosen_type(lattice, "bfloat16")
+        if "cells" not in self.ds:
+            return ""
+        if lattice == chosen == "bfloat16":
+            return chosen
+        raise VariableNotRecorded(
+            f"W on the lattice {lattice!r} needs W, and this run holds only its cells of bfloat16; "
+            "ask with lattice='bfloat16'"
+        )
+
+    def _own_name(self, lattice: str) -> str:
+        """That lattice, under one name: where it is the native one, 'native'."""
+        if "W" in self.ds and lattice == native_dtype(self.ds["W"]):
+            return "native"
+        return lattice
+
+    def pair(self, measure: str, lattice: str = "native") -> xr.DataArray:
         """Measure of the way between rows.
 
         Parameters
         ----------
         measure : str
             Of `analysis.consecutive_rows.MEASURES`.
+        lattice : str
+            To which W is rounded first.
 
         Returns
         -------
@@ -208,24 +281,26 @@ class Scan:
             One row fewer than the Dataset; each has the step of the later row.
         """
         self.require_rows(1, "a question about motion")
-        together = self._together if measure in self._together else (measure,)
-        if together not in self._measured:
-            blocks, boundaries = self.blocks("W"), self.boundaries("W")
+        lattice = self._own_name(lattice)
+        together = self._together.get(lattice, ())
+        together = together if measure in together else (measure,)
+        if (lattice, together) not in self._measured:
+            points = self.recorded() if together == ("step_norm",) else self.points(lattice)
             measured = over_hidden(
                 measure_pairs,
-                blocks,
-                boundaries,
+                points.blocks,
+                points.boundaries,
                 measures=together,
-                native=native_dtype(self.ds["W"]),
-                dtype=pair_dtype(together, blocks.dtype),
+                native=points.type,
+                dtype=pair_dtype(together, points.blocks.dtype),
             )
-            self._measured[together] = measured[1:]
-        measured = self._measured[together]
+            self._measured[lattice, together] = points.variable, measured[1:]
+        variable, measured = self._measured[lattice, together]
         dtype = measured.dtype[measure]
         data = measured.map_blocks(
             _field, measure, dtype=dtype, meta=np.empty((0, 0), dtype), token=f"pair-{measure}"
         )
-        return self.wrap(data, "W", rows=slice(1, None))
+        return self.wrap(data, variable, rows=slice(1, None))
 
     def wrap(
         self,
@@ -267,16 +342,24 @@ class Scan:
         stored = self._stored("W_step_norm")
         return self.pair("step_norm") if stored is None else stored
 
-    def ulp_l1(self) -> xr.DataArray:
+    def ulp_l1(self, lattice: str = "native") -> xr.DataArray:
         """Lattice spacings of the way between rows, float32 (step, token)."""
-        stored = self._stored("W_ulp_l1")
-        return self.pair("ulp_1") if stored is None else stored
+        stored = self._stored_hops(lattice)
+        return self.pair("ulp_1", lattice) if stored is None else stored
 
-    def moved(self) -> xr.DataArray:
+    def moved(self, lattice: str = "native") -> xr.DataArray:
         """Whether any bit of a token changed between rows, bool (step, token)."""
-        stored = self._stored("W_ulp_l1")
+        stored = self._stored_hops(lattice)
         # A changed NaN has hops of NaN, which are not 0 either.
-        return self.pair("moved") if stored is None else stored != 0
+        return self.pair("moved", lattice) if stored is None else stored != 0
+
+    def _stored_hops(self, lattice: str) -> xr.DataArray | None:
+        """Stored ``W_ulp_l1``, which counts on the native lattice and on no other."""
+        own = self._own_name(lattice) == "native"
+        stored = self._stored("W_ulp_l1") if own else None
+        if stored is None:
+            self.lattice_type(lattice)
+        return stored
 
     def spacing(self) -> xr.DataArray:
         """Optimizer steps between rows, float64 (step)."""
@@ -287,14 +370,17 @@ class Scan:
         )
 
     def between_rows(
-        self, name: str, kernel: Callable[[Array, Array], Array], dtype: npt.DTypeLike
+        self,
+        points: Points,
+        kernel: Callable[[Array, Array], Array],
+        dtype: npt.DTypeLike,
     ) -> xr.DataArray:
         """Elementwise function of every row and the row before it.
 
         Parameters
         ----------
-        name : str
-            Of a matrix.
+        points : Points
+            Of W.
         kernel : callable
             Of (later, earlier), both (row, token, hidden).
         dtype : dtype
@@ -306,16 +392,15 @@ class Scan:
             One row fewer than the Dataset.
         """
         self.require_rows(1, "a question about motion")
-        blocks = self.blocks(name)
         data = da.map_blocks(
             _apply_between_rows,
-            blocks,
-            self.boundaries(name),
+            points.blocks,
+            points.boundaries,
             kernel=kernel,
             dtype=dtype,
             meta=np.empty((0, 0, 0), dtype),
         )[1:]
-        return self.wrap(data, name, rows=slice(1, None), dims=_DIMS)
+        return self.wrap(data, points.variable, rows=slice(1, None), dims=_DIMS)
 
     def combine_rows(
         self,

@@ -10,7 +10,8 @@ import xarray as xr
 
 from analysis import input_checks
 from analysis.norms import displacement, grad_norms
-from analysis.token_populations import POPULATIONS, by_population, members
+from analysis.streaming_scan import Scan
+from analysis.token_populations import by_population, members, populations, with_mostly_dead
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import vector_norm
 
@@ -37,13 +38,16 @@ def _centroid_norms(W: npt.NDArray[Any], groups: npt.NDArray[np.bool_]) -> npt.N
     return np.stack([vector_norm(centroid) for centroid in centroids], -1)
 
 
-def summary(ds: xr.Dataset) -> xr.Dataset:
+def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     """First and last step at a glance: gradients, displacement, centroid, logits, loss.
 
     Parameters
     ----------
     ds : Dataset
         A run with at least one step. What was not recorded is left out.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        Type that W is rounded to for ``displacement`` and ``centroid_norm``; that of bfloat16 is
+        also known of a run of ``cells`` without W.
 
     Returns
     -------
@@ -52,19 +56,30 @@ def summary(ds: xr.Dataset) -> xr.Dataset:
         ``grad_norms`` (statistic, when, population), ``loss`` (when). Furthermore
         ``max_dead_grad_norm``, the largest of any dead token at any step; ``displacement``
         (statistic, population) of the last row from the first; ``centroid_norm`` (state,
-        population) at the first and last row; ``logits`` (logit_statistic) at the first step.
+        population) at the first and last row; ``logits`` (logit_statistic) at the first step. The
+        coordinate ``population_tokens`` is the number of tokens in each population.
 
     Raises
     ------
     InvalidArgument
-        If no step has been recorded yet.
+        If no step has been recorded yet; for another lattice, or where W is not of its
+        ``native_dtype``.
 
     Examples
     --------
     >>> summary(ds).grad_norms.sel(when="last", statistic="mean").to_series().round(3).to_dict()
     {'dead': 0.008, 'live': 0.093, 'all': 0.015}
     """
+    if lattice != "native" or ("W" not in ds and "cells" in ds):
+        history = Scan(ds)
+        points = history.points(lattice)
+        ds = ds.assign(
+            W=history.wrap(points.blocks, points.variable, dims=("step", "token", "hidden"))
+        )
     input_checks.variables(ds, "W")
+    members(ds)  # says what is missing
+    ds = with_mostly_dead(ds)
+    names, groups = populations(ds)
     steps = ds["step"].values
     if steps.size < 2:
         raise InvalidArgument(
@@ -76,7 +91,7 @@ def summary(ds: xr.Dataset) -> xr.Dataset:
         norms = grad_norms(ds.isel(step=slice(1, None)))
         ends = norms.isel(step=[0, -1]).rename(step="when").drop_vars("when")
         parts["grad_norms"] = _table(ends)
-        dead = members(ds)[0].nonzero()[0]
+        dead = groups[names.index("dead")].nonzero()[0]
         parts["max_dead_grad_norm"] = (
             norms.isel(token=dead).max(skipna=False) if dead.size else xr.DataArray(np.nan)
         )
@@ -87,12 +102,12 @@ def summary(ds: xr.Dataset) -> xr.Dataset:
     parts["centroid_norm"] = xr.apply_ufunc(
         _centroid_norms,
         ends.chunk({"step": -1, "token": -1}) if ends.chunks is not None else ends,
-        kwargs={"groups": members(ds)},
+        kwargs={"groups": groups},
         input_core_dims=[["step", "token", "hidden"]],
         output_core_dims=[["state", "population"]],
         dask="parallelized",
         output_dtypes=[np.float64],
-        dask_gufunc_kwargs={"output_sizes": {"state": 2, "population": len(POPULATIONS)}},
+        dask_gufunc_kwargs={"output_sizes": {"state": 2, "population": len(names)}},
     )
     if "logits" in ds:
         logits = ds["logits"].isel(step=1, drop=True).astype(np.float64)
@@ -112,6 +127,7 @@ def summary(ds: xr.Dataset) -> xr.Dataset:
             "when_step": ("when", steps[trained]),
             "state": ["first", "last"],
             "state_step": ("state", steps[[0, -1]]),
-            "population": list(POPULATIONS),
+            "population": names,
+            "population_tokens": ("population", groups.sum(-1)),
         },
     )

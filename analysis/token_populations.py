@@ -1,8 +1,8 @@
-"""Dead, live and all tokens, and the statistics of anything per token over them."""
+"""Dead, live, mostly dead and all tokens, and the statistics of anything per token over them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,14 @@ import xarray as xr
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
-__all__ = ["POPULATIONS", "by_population", "count_by_population", "members", "populations"]
+__all__ = [
+    "POPULATIONS",
+    "by_population",
+    "count_by_population",
+    "members",
+    "populations",
+    "with_mostly_dead",
+]
 
 POPULATIONS = ("dead", "live", "all")
 
@@ -45,11 +52,36 @@ def populations(
 ) -> tuple[list[str], npt.NDArray[np.bool_]]:
     """Names of the populations and their members, (population, token).
 
-    Where nothing says which tokens are dead, the only population is ``all``.
+    Where nothing says which tokens are dead, the only one of the `POPULATIONS` is ``all``. A
+    coordinate ``is_mostly_dead`` makes one more, of live tokens that hardly occur.
     """
     if "is_dead" in da.coords:
-        return list(POPULATIONS), members(da)
-    return ["all"], np.ones((1, da.sizes["token"]), bool)
+        names, groups = list(POPULATIONS), members(da)
+    else:
+        names, groups = ["all"], np.ones((1, da.sizes["token"]), bool)
+    if "is_mostly_dead" in da.coords:
+        rare = np.asarray(da.coords["is_mostly_dead"].values, bool)
+        return [*names, "mostly_dead"], np.concatenate([groups, rare[None]])
+    return names, groups
+
+
+def with_mostly_dead(ds: xr.Dataset) -> xr.Dataset:
+    """Dataset with the coordinate ``is_mostly_dead``, where its configuration says what that is.
+
+    Parameters
+    ----------
+    ds : Dataset
+        A run. Of one that was recorded with ``data.mostly_dead`` = n, the tokens that occur in the
+        text, but at most n times (``token_count``), are mostly dead.
+    """
+    config = ds.attrs.get("config")
+    data = config.get("data") if isinstance(config, Mapping) else None
+    most = data.get("mostly_dead") if isinstance(data, Mapping) else None
+    if most is None or "token_count" not in ds.coords or "is_mostly_dead" in ds.coords:
+        return ds
+    count = ds["token_count"]
+    rare = ((count > 0) & (count <= most)).drop_attrs()
+    return ds.assign_coords(is_mostly_dead=rare.variable)
 
 
 def _count(
@@ -114,12 +146,12 @@ def _statistics(
 def by_population(
     da: xr.DataArray, quantiles: Sequence[float] = (0.05, 0.25, 0.75, 0.95)
 ) -> xr.Dataset:
-    """Statistics over the tokens of each population: dead, live and all.
+    """Statistics over the tokens of each population: dead, live and all, and mostly dead if known.
 
     Parameters
     ----------
     da : DataArray, (…, token)
-        Anything per token, with the coordinate ``is_dead``.
+        Anything per token, with the coordinate ``is_dead``; also with ``is_mostly_dead``.
     quantiles : sequence of float
         Between 0 and 1, linearly interpolated.
 
@@ -149,7 +181,8 @@ def by_population(
     levels = np.asarray(quantiles, np.float64)
     if ((levels < 0) | (levels > 1)).any():
         raise InvalidArgument(f"got quantiles {tuple(quantiles)}, expected values from 0 to 1")
-    groups = members(da)
+    members(da)  # says what is missing
+    names, groups = populations(da)
     if da.chunks is not None:
         da = da.chunk({"token": -1})
     width = len(_STATISTICS) + levels.size
@@ -166,7 +199,7 @@ def by_population(
     )
     units = {"units": da.attrs["units"]} if "units" in da.attrs else {}
     name = da.attrs.get("long_name", da.name or "value")
-    table = table.assign_coords(population=list(POPULATIONS))
+    table = table.assign_coords(population=names)
 
     def pick(part: int | slice, label: str) -> xr.DataArray:
         picked: xr.DataArray = table.isel(statistic=part).assign_attrs(

@@ -1,4 +1,4 @@
-"""Motion on the lattice of the native type: hops, regimes, and the way into rest."""
+"""Motion on the lattice of a type: hops, regimes, and the way into rest."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis.consecutive_rows import REGIMES
+from analysis.lattice_points import chosen_type, lattice_attributes, on_lattice
 from analysis.norms import check_order, order_label
 from analysis.streaming_scan import Scan, native_dtype
 from analysis.token_populations import count_by_population
 from trajstore.errors import InvalidArgument
+from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.token_norms import ulp_hops
 from trajstore.values.ulp_lattice import ordinal, ordinal_dtype, spacing
 
@@ -35,8 +37,8 @@ _PHASES = {
 }
 
 
-def ulp(W: xr.DataArray | xr.Dataset) -> xr.DataArray:
-    """Spacing of the native type at each magnitude.
+def ulp(W: xr.DataArray | xr.Dataset, lattice: str = "native") -> xr.DataArray:
+    """Spacing of the native type, or of a lattice of choice, at each magnitude.
 
     For bfloat16 that is 2^(max(E, 1) − 134) with E the biased exponent, so 2^−133 for subnormals
     and zero. It is the native type's: that of the float32 which holds the value would be 65,536
@@ -46,11 +48,18 @@ def ulp(W: xr.DataArray | xr.Dataset) -> xr.DataArray:
     ----------
     W : DataArray of any shape, or a Dataset with ``W``
         Its attribute ``native_dtype`` says which type; without it, the type of the array.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        Type that W is rounded to, and whose spacing it is.
 
     Returns
     -------
-    DataArray, same type and shape
+    DataArray, same type (float32 on another lattice) and shape
         NaN where W is infinite or NaN.
+
+    Raises
+    ------
+    InvalidArgument
+        For another lattice, or where W is not of its ``native_dtype``.
 
     Examples
     --------
@@ -59,23 +68,33 @@ def ulp(W: xr.DataArray | xr.Dataset) -> xr.DataArray:
     >>> ulp(ds).sel(step=0, token=[ord("e"), ord("z")]).isel(hidden=0).values
     array([0.0078125 , 0.00390625], dtype=float32)
     """
-    array = Scan(W).variable("W") if isinstance(W, xr.Dataset) else W
-    native = native_dtype(array)
+    if isinstance(W, xr.Dataset):
+        return build_ulp(Scan(W), lattice)
+    native = native_dtype(W)
+    chosen = chosen_type(lattice, native)
     result: xr.DataArray = xr.apply_ufunc(
-        lambda values: spacing(np.ascontiguousarray(values).reshape(values.shape), native),
-        array,
+        lambda values: _spacing_on_lattice(values, str(W.name or "W"), native, chosen),
+        W,
         dask="parallelized",
-        output_dtypes=[array.dtype],
+        output_dtypes=[W.dtype if chosen == native else NATIVE_TYPES[chosen].stored],
         keep_attrs=False,
     )
     return result.rename("ulp").assign_attrs(
-        long_name=f"spacing of {native}", units=array.attrs.get("units", "1")
+        long_name=f"spacing of {chosen}", units=W.attrs.get("units", "1")
     )
 
 
-def build_ulp(history: Scan) -> xr.DataArray:
+def _spacing_on_lattice(
+    values: npt.NDArray[Any], name: str, native: str, chosen: str
+) -> npt.NDArray[Any]:
+    whole = np.ascontiguousarray(values).reshape(values.shape)
+    return spacing(on_lattice(whole, name, native, chosen), chosen)
+
+
+def build_ulp(history: Scan, lattice: str = "native") -> xr.DataArray:
     """`ulp` of a prepared Dataset."""
-    return ulp(history.ds)
+    cells = history.lattice_type(lattice) and "W" not in history.ds
+    return ulp(history.variable("cells" if cells else "W"), lattice)
 
 
 def _ordinal_hops(
@@ -96,8 +115,9 @@ def lattice_displacement(
     ds: xr.Dataset,
     metric: Literal["ulp", "ordinal"] = "ulp",
     ord: float | None = None,
+    lattice: str = "native",
 ) -> xr.DataArray:
-    """How far each element moved between rows, counted on the lattice of its type.
+    """How far each element moved between rows, counted on the lattice of its type or of another.
 
     Parameters
     ----------
@@ -110,18 +130,22 @@ def lattice_displacement(
         spacing away.
     ord : {1, 2, inf}, optional
         Norm over hidden. Without it, every element with its sign.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        Type that W is rounded to, and whose values are counted.
 
     Returns
     -------
     DataArray, (step, token, hidden) or (step, token)
         One row fewer than `ds`. Elements: float64 (ulp) or int64 (ordinal). Norms: float32, but
         int64 for ordinal ones of order 1 and inf. A stored ``W_ulp_l1`` is used for ulp and order
-        1. Elements that stay are 0, also NaN and infinities; a NaN that changes is NaN in ulp.
+        1 on the native lattice. Elements that stay are 0, also NaN and infinities; a NaN that
+        changes is NaN in ulp.
 
     Raises
     ------
     InvalidArgument
-        For another metric or order, or ordinals of a float64 run.
+        For another metric, order or lattice, ordinals of a float64 run, or where W is not of its
+        ``native_dtype``.
 
     Examples
     --------
@@ -130,52 +154,58 @@ def lattice_displacement(
     >>> float(lattice_displacement(ds, ord=1).sel(step=1, token=ord("e")))
     4.0
     """
-    return build_lattice_displacement(Scan(ds), metric, ord)
+    return build_lattice_displacement(Scan(ds), metric, ord, lattice)
 
 
 def build_lattice_displacement(
     history: Scan,
     metric: Literal["ulp", "ordinal"] = "ulp",
     ord: float | None = None,
+    lattice: str = "native",
 ) -> xr.DataArray:
     """`lattice_displacement` of a prepared Dataset."""
     if metric not in ("ulp", "ordinal"):
         raise InvalidArgument(f"got metric={metric!r}, expected 'ulp' or 'ordinal'")
-    native = native_dtype(history.variable("W")) if "W" in history.ds else ""
-    if metric == "ordinal" and native:
-        ordinal_dtype(native)
-    unit = f"{native or 'native'} spacings" if metric == "ulp" else f"{native} values"
+    may_be_stored = metric == "ulp" and ord is not None and lattice == "native"
+    without_W = may_be_stored and "W" not in history.ds
+    chosen = "" if without_W else history.lattice_type(lattice)
+    if metric == "ordinal" and chosen:
+        ordinal_dtype(chosen)
+    unit = f"{chosen or lattice} {'spacings' if metric == 'ulp' else 'values'}"
     if ord is None:
         kernel, dtype = (
             (_ulp_hops, np.dtype("float64"))
             if metric == "ulp"
             else (_ordinal_hops, np.dtype("int64"))
         )
-        hops = history.between_rows("W", functools.partial(kernel, native=native), dtype)
+        hops = history.between_rows(
+            history.points(lattice), functools.partial(kernel, native=chosen), dtype
+        )
         label = "hop"
     else:
         order = check_order(ord)
         name = f"{metric}_{'inf' if np.isinf(order) else int(order)}"
-        hops = history.ulp_l1() if name == "ulp_1" else history.pair(name)
+        hops = history.ulp_l1(lattice) if name == "ulp_1" else history.pair(name, lattice)
         label = f"{order_label(order)} norm of the hops"
     return hops.rename("lattice_displacement").assign_attrs(
-        long_name=f"{label} on the lattice", units=unit
+        long_name=f"{label} on the lattice", units=unit, **lattice_attributes(lattice)
     )
 
 
-def _regime(history: Scan) -> xr.DataArray:
+def _regime(history: Scan, lattice: str) -> xr.DataArray:
     return (
-        history.pair("regime")
+        history.pair("regime", lattice)
         .rename("regime")
         .assign_attrs(
             long_name="regime of the motion from the row before",
             flag_values=np.arange(len(REGIMES), dtype=np.int8),
             flag_meanings=" ".join(REGIMES),
+            **lattice_attributes(lattice),
         )
     )
 
 
-def regimes(ds: xr.Dataset) -> xr.Dataset:
+def regimes(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     """Each token at each step in one of five regimes, by its hops ΔW/ulp(W_{t−1}) over hidden.
 
     =========  =========================================================
@@ -190,13 +220,20 @@ def regimes(ds: xr.Dataset) -> xr.Dataset:
     Parameters
     ----------
     ds : Dataset
-        With ``W`` (step, token, hidden).
+        With ``W`` (step, token, hidden), or ``cells`` for the lattice of bfloat16.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        Type that W is rounded to, and whose spacing counts.
 
     Returns
     -------
     Dataset
         ``regime``, int8 (step, token), with CF ``flag_values`` and ``flag_meanings``; ``census``,
         int64 (step, population, regime_name): the number of tokens. One row fewer than `ds`.
+
+    Raises
+    ------
+    InvalidArgument
+        For another lattice, or where W is not of its ``native_dtype``.
 
     Examples
     --------
@@ -206,12 +243,12 @@ def regimes(ds: xr.Dataset) -> xr.Dataset:
     >>> census.sel(step=18, regime_name=["frozen", "neighbour", "jump"]).values
     array([118,   0,   0])
     """
-    return build_regimes(Scan(ds))
+    return build_regimes(Scan(ds), lattice)
 
 
-def build_regimes(history: Scan) -> xr.Dataset:
+def build_regimes(history: Scan, lattice: str = "native") -> xr.Dataset:
     """`regimes` of a prepared Dataset."""
-    regime = _regime(history)
+    regime = _regime(history, lattice)
     census = count_by_population(regime, len(REGIMES), "regime_name").assign_coords(
         regime_name=list(REGIMES)
     )
@@ -223,7 +260,7 @@ def build_regimes(history: Scan) -> xr.Dataset:
     )
 
 
-def lifecycle(ds: xr.Dataset) -> xr.Dataset:
+def lifecycle(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     """Last step of each token in each regime of motion, on its way into rest.
 
     A token chatters before it settles: what counts is when it left a regime for the last time.
@@ -231,7 +268,9 @@ def lifecycle(ds: xr.Dataset) -> xr.Dataset:
     Parameters
     ----------
     ds : Dataset
-        With ``W`` (step, token, hidden).
+        With ``W`` (step, token, hidden), or ``cells`` for the lattice of bfloat16.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        As for `regimes`.
 
     Returns
     -------
@@ -244,7 +283,7 @@ def lifecycle(ds: xr.Dataset) -> xr.Dataset:
     >>> lifecycle(ds).last_hop.groupby("is_dead").max().values  # of live and dead tokens
     array([13, 16])
     """
-    return build_lifecycle(Scan(ds))
+    return build_lifecycle(Scan(ds), lattice)
 
 
 def _last_rows(
@@ -260,9 +299,9 @@ def _last_rows(
     )[None]
 
 
-def build_lifecycle(history: Scan) -> xr.Dataset:
+def build_lifecycle(history: Scan, lattice: str = "native") -> xr.Dataset:
     """`lifecycle` of a prepared Dataset."""
-    regime = _regime(history)
+    regime = _regime(history, lattice)
     last = history.combine_rows(regime, _last_rows, _latest, len(_PHASES))
     steps = history.steps
 
@@ -273,7 +312,9 @@ def build_lifecycle(history: Scan) -> xr.Dataset:
     return xr.Dataset(
         {
             name: step.isel(fact=number).assign_attrs(
-                long_name=f"last step in the regime {' or '.join(phase)}, -1 if none", units="1"
+                long_name=f"last step in the regime {' or '.join(phase)}, -1 if none",
+                units="1",
+                **lattice_attributes(lattice),
             )
             for number, (name, phase) in enumerate(_PHASES.items())
         }

@@ -1,9 +1,18 @@
-"""How fast a history comes out: one token, one step, everything; against HDF5 and safetensors."""
+"""How fast a history comes out: a token, a step, everything, the norms of gradients; and opening.
+
+    python benchmarks/read.py [--rounds 7] [--rows 200] [--steps 200]
+
+Against HDF5 in chunks of one step (uint16 bits, widened, as its users do it), and the norms against
+torch with everything in RAM. The peak of memory above the imports is that of a process of its own.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,38 +20,41 @@ from typing import Any
 import h5py
 import numpy as np
 import xarray as xr
+import zarr
 from history import wordybird
-from measure import alternate, cache, machine, save, table
-from ml_dtypes import bfloat16
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from measure import alternate, cache, machine, resident, save, table
 
 from trajstore import RunWriter, open_run
 
-ROWS = 16
 # Of every kind: frequent and rare, and in all places of a block.
 TOKENS = (262, 1_234, 11_111, 27_001, 50_256)
-STEPS = (5, 34, 41, 50, 60, 18, 27)
 MEMORY = 1 << 30  # that a scan takes at a time, with all copies
 
+Ask = Callable[[xr.Dataset], Any]
 
-def write(folder: Path, bits: np.ndarray, block_rows: int | None) -> dict[str, Path]:
-    """The same W in each format."""
-    paths = {name: folder / name for name in ("run.zarr", "run.h5", "run.safetensors")}
+
+def write(folder: Path, history: dict[str, np.ndarray], rows: int) -> dict[str, Path]:
+    """The same W and grad in each format."""
+    W = history["W"]
+    paths = {name: folder / name for name in ("run.zarr", "run.h5")}
+    is_dead = np.arange(W.shape[1]) % 5 < 2  # as many as there are, at places that take no luck
     with RunWriter.create(
         paths["run.zarr"],
-        token=np.arange(bits.shape[1]),
-        hidden=bits.shape[2],
-        variables={"W": "bfloat16"},
-        block_rows=block_rows,
+        token=np.arange(W.shape[1]),
+        hidden=W.shape[2],
+        variables={"W": "bfloat16", "grad": "bfloat16"},
+        is_dead=is_dead,
     ) as run:
-        for step in range(len(bits)):
-            run.append(step=step, W=np.array(bits[step]))
+        for step in range(rows):
+            values = {name: np.array(history[name][step]) for name in ("W", "grad")}
+            run.append(step=step, **values)
     with h5py.File(paths["run.h5"], "w") as file:
-        data = file.create_dataset("W", bits.shape, "u2", chunks=(1, *bits.shape[1:]))
-        for step in range(len(bits)):
-            data[step] = bits[step]
-    save_file({"W": np.asarray(bits).view(bfloat16)}, paths["run.safetensors"])
+        for name in ("W", "grad"):
+            shape = (rows, *W.shape[1:])
+            data = file.create_dataset(name, shape, "u2", chunks=(1, *shape[1:]))
+            for step in range(rows):
+                data[step] = history[name][step]
+        file["is_dead"] = is_dead
     return paths
 
 
@@ -51,71 +63,143 @@ def widened(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def norms_in_ram(grad: Any, is_dead: Any) -> Any:
+    """Root of the mean square of the gradients of dead and of live tokens, at each step."""
+    import torch
+
+    squares = [g.float().square().mean(-1) for g in grad]
+    return [torch.stack([square[mask].mean().sqrt() for square in squares])
+            for mask in (is_dead, ~is_dead)]  # fmt: skip
+
+
+def norms(ds: xr.Dataset) -> Any:
+    """The same by `ds.traj`."""
+    return ds.traj.grad_norms().compute()
+
+
+READERS: dict[str, Callable[[Path], xr.Dataset]] = {
+    "xr.open_zarr": xr.open_zarr,
+    "open_run": open_run,
+    "open_run, chunks=None": lambda path: open_run(path, chunks=None),
+}
+
+LAZY = ("xr.open_zarr", "open_run")
+SCANS: dict[str, Ask] = {
+    "full scan of W": lambda ds: ds.W.max().compute(),
+    "full scan of grad": lambda ds: ds.grad.max().compute(),
+}
+
+
+def steps_of(rows: int) -> list[int]:
+    return [rows * part // 211 for part in (5, 36, 81, 104, 127, 167, 198)]
+
+
+def questions(rows: int) -> dict[str, tuple[int, Ask]]:
+    """How many answers each is worth, and how it is asked."""
+    steps = steps_of(rows)
+    return {
+        "one token, all steps": (
+            len(TOKENS),
+            lambda ds: [ds.W[:, token].values for token in TOKENS],
+        ),
+        "one step": (len(steps), lambda ds: [ds.W[step].values for step in steps]),
+        **{name: (1, ask) for name, ask in SCANS.items()},
+        "gradient norms, dead and live": (1, norms),
+    }
+
+
+def peak(path: Path, reader: str, question: str, rows: int) -> int:
+    """Bytes above the imports that one question takes, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--rows", str(rows), "--peak", str(path), reader, question],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return int(json.loads(done.stdout))
+
+
+def print_peak(path: str, reader: str, question: str, rows: int) -> None:
+    import analysis  # noqa: F401
+
+    before = resident("VmRSS")
+    questions(rows)[question][1](READERS[reader](Path(path)))
+    print(json.dumps(resident("VmHWM") - before))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--block-rows", type=int)
+    parser.add_argument("--rows", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=200, help="of the history that is read")
+    parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    bits = wordybird()["W"]
+    rows = options.rows
+    if options.peak:
+        print_peak(*options.peak, rows)
+        return
     folder = cache() / "scratch-read"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     facts = machine()
-    paths = write(folder, bits, options.block_rows)
-    file = h5py.File(paths["run.h5"])["W"]
-    safe = safe_open(paths["run.safetensors"], "np").get_slice("W")
-    ours = open_run(paths["run.zarr"], chunks=None).W
-    dask, plain = open_run(paths["run.zarr"]).W, xr.open_zarr(paths["run.zarr"]).W
+    paths = write(folder, wordybird(options.steps), rows)
+    file = h5py.File(paths["run.h5"])
+    opened = {name: open_it(paths["run.zarr"]) for name, open_it in READERS.items()}
 
-    def blocks(read: Callable[[slice], Any]) -> Any:
-        for start in range(0, len(bits), ROWS):
-            read(slice(start, min(start + ROWS, len(bits))))
+    def scan(name: str) -> Callable[[], Any]:
+        return lambda: max(widened(file[name][step]).max() for step in range(rows))
 
-    readers: dict[str, Callable[[Any], np.ndarray]] = {
-        "open_run, chunks=None": lambda key: ours[key].values,
-        "open_run": lambda key: dask[key].values,
-        "xr.open_zarr": lambda key: plain[key].values,
-        "h5py uint16, widened": lambda key: widened(file[key]),
-        "safetensors, widened": lambda key: safe[key].astype(np.float32),
-    }
-    everything = slice(None)
-
-    def each(keys: list[Any]) -> Callable[[Callable[[Any], Any]], None]:
-        def ask(read: Callable[[Any], Any]) -> None:
-            for key in keys:
-                read(key)
-
-        return ask
-
-    # How often a question is asked in a round, and how.
-    questions: dict[str, tuple[int, Callable[[Callable[[Any], Any]], Any]]] = {
-        "one token, all steps": (len(TOKENS), each([(everything, token) for token in TOKENS])),
-        "one step": (len(STEPS), each(list(STEPS))),
-        "everything, to float32": (1, blocks),
+    bases: dict[str, tuple[str, Callable[[], Any]]] = {
+        "one token, all steps": (
+            "h5py",
+            lambda: [widened(file["W"][:, token]) for token in TOKENS],
+        ),
+        "one step": ("h5py", lambda: [widened(file["W"][step]) for step in steps_of(rows)]),
+        "full scan of W": ("h5py", scan("W")),
+        "full scan of grad": ("h5py", scan("grad")),
+        "gradient norms, dead and live": ("torch, in RAM", lambda: None),
     }
     results: dict[str, dict[str, float]] = {}
-    rows = []
-    for question, (count, ask) in questions.items():
+    lines = []
+    for question, (count, ask) in questions(rows).items():
+        whole = question not in ("one token, all steps", "one step")
+        readers = LAZY if whole else tuple(READERS)
+        base, reference = bases[question]
+        if base.startswith("torch"):
+            import torch
 
-        def contender(read: Callable[[Any], Any], ask: Any = ask) -> Callable[[], Any]:
-            return lambda: (ask(read), (1.0, {}))[1]
-
-        measured = alternate(
-            {name: contender(read) for name, read in readers.items()},
-            options.rounds,
-            memory=MEMORY if question.startswith("everything") else 0,
-        )
+            grad = torch.from_numpy(file["grad"][...].view(np.int16)).view(torch.bfloat16)
+            is_dead = torch.from_numpy(file["is_dead"][...])
+            reference = lambda grad=grad, is_dead=is_dead: norms_in_ram(grad, is_dead)  # noqa: E731
+        contenders: dict[str, Callable[[], tuple[float, dict[str, Any]]]] = {
+            name: lambda ds=opened[name], ask=ask: (ask(ds), (1.0, {}))[1] for name in readers
+        }
+        contenders[base] = lambda reference=reference: (reference(), (1.0, {}))[1]
+        measured = alternate(contenders, options.rounds, memory=MEMORY if whole else 0)
         seconds = {name: 1 / item.rate / count for name, item in measured.items()}
         results[question] = seconds
-        base = seconds["h5py uint16, widened"]
-        rows += [
-            [question, name, f"{second * 1e3:,.1f}", f"{base / second:.2f}"]
-            for name, second in seconds.items()
-        ]
-    text = table(
-        "Reading W of 200 Wordybird steps", ["question", "reader", "ms", "× h5py's speed"], rows
-    )
-    save("read", text, {"machine": facts, "seconds": results})
+        for name, second in seconds.items():
+            taken = (
+                ""
+                if name == base
+                else f"{peak(paths['run.zarr'], name, question, rows) / 1e6:,.0f}"
+            )
+            lines.append(
+                [question, name, f"{second * 1e3:,.1f}", f"{seconds[base] / second:.2f}", taken]
+            )
+    openers = {
+        name: lambda open_it=open_it: (open_it(paths["run.zarr"]), (1.0, {}))[1]
+        for name, open_it in READERS.items()
+    }
+    measured = alternate(openers, 5 * options.rounds)
+    results["opening"] = {name: 1 / item.rate for name, item in measured.items()}
+    lines += [
+        ["opening", name, f"{second * 1e3:,.1f}", "", ""]
+        for name, second in results["opening"].items()
+    ]
+    title = f"Reading {rows} Wordybird steps of W and grad, zarr {zarr.__version__}"
+    columns = ["question", "reader", "ms", "× the other's speed", "peak, MB"]
+    save(f"read-{zarr.__version__}", table(title, columns, lines), {"machine": facts, **results})
     shutil.rmtree(folder)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 from bits_and_calls import random_bits
+from still_timer import commit_now
 
 from trajstore import RunWriter
 from trajstore.values.native_types import narrow, native_type
@@ -60,6 +61,7 @@ def create(path: Path, encoding: str) -> RunWriter:
         block_rows=BLOCK,
         encoding=encoding,
         threads=2,
+        commit_every=None,
     )
 
 
@@ -90,17 +92,33 @@ class KillAt:
 
 
 def write_rows(
-    path: Path, rows: int, encoding: str, kill: KillAt | None, told: Connection | None
+    path: Path,
+    rows: int,
+    encoding: str,
+    kill: KillAt | None,
+    told: Connection | None,
+    *,
+    by_time: bool = False,
 ) -> None:
     """Record up to so many rows, from wherever the run stands, telling each; in a process."""
     if kill is not None:
         kill.install()
-    writer = RunWriter.resume(path) if path.exists() else create(path, encoding)
+    there = path.exists()
+    writer = RunWriter.resume(path, commit_every=None) if there else create(path, encoding)
     with writer:
         for step in range(writer.rows, rows):
             writer.append(step=step, **row(step))
+            if by_time:
+                commit_now(writer)
             if told is not None:
                 told.send(step)
+
+
+def write_rows_by_time(
+    path: Path, rows: int, encoding: str, kill: KillAt | None, told: Connection | None
+) -> None:
+    """As `write_rows`, each row committed before the next one, wherever its block ends."""
+    write_rows(path, rows, encoding, kill, told, by_time=True)
 
 
 def poll(path: Path, stop: Any, result: Connection) -> None:

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from trajstore.byte_sizes import parse_bytes
 from trajstore.errors import ConfigError, InvalidArgument
 from trajstore.schema import resolve_record
+from trajstore.store.commit_timer import COMMIT_EVERY
 
 __all__ = [
     "DataConfig",
@@ -67,14 +68,18 @@ class DataConfig(_Section):
 
     corpus: Literal["gatsby", "fineweb"] = "gatsby"
     """Which text is meant; a path given to `record` takes its place."""
-    tokenizer: Literal["ascii", "gpt2"] = "ascii"
-    """One token per ASCII byte, or GPT-2's; a path given to `record` takes its place."""
+    tokenizer: Literal["ascii", "gpt2", "none"] = "ascii"
+    """One token per ASCII byte, GPT-2's, or none of its own; a path given to `record` takes its
+    place."""
     target_offset: Literal[1, 2] = 1
     """How far ahead the predicted token lies. The notebooks shift their labels by one and GPT-2
     shifts them again inside its loss: 2, the token after next."""
     live_tokens: int = Field(default=30_590, ge=1)
     """Distinct ids of the embedded stream of ids, which takes the place of a text where a
     tokenizer other than ascii is wanted and there is no text. A text has its own."""
+    mostly_dead: int | None = Field(default=None, ge=1)
+    """Occurrences in the text up to which a token counts as mostly dead, if it is not dead: a
+    population of its own in every analysis. Without it there is none."""
     skipped_shuffles: int = Field(default=0, ge=0)
     """Orders of the examples that the plain loop draws and passes over before it trains: notebook
     1.12a draws one for a batch that it only looks at."""
@@ -170,9 +175,13 @@ class RecordingConfig(_Section):
     """Rows of a block; planned from the memory without it."""
     encoding: Literal["delta", "portable"] = "delta"
     """portable is read by any reader of Zarr v3, delta is smaller and faster."""
+    commit_every: float = Field(default=COMMIT_EVERY, ge=0)
+    """Seconds after a commit at which rows are committed that are no whole block yet; 0 for whole
+    blocks only."""
     checkpoint_every: int | None = Field(default=None, ge=1)
-    """Steps from one checkpoint to the next at least, each at the end of a block; without it there
-    is only one, when the training ends or is interrupted."""
+    """Steps from one checkpoint to the next at least, each at the end of a block; without it they
+    are taken by time, at least 10 s apart and for at most a hundredth of it. There is always one
+    when the training ends or is interrupted."""
 
 
 class RunConfig(_Section):

@@ -1,4 +1,4 @@
-"""The recorded systems of the notebooks, each a function that returns a complete configuration."""
+"""The recorded systems, each a function that returns a complete configuration."""
 
 from __future__ import annotations
 
@@ -72,9 +72,24 @@ def wordybird_1b() -> RunConfig:
     return config.model_copy(update={"training": config.training.model_copy(update={"steps": 200})})
 
 
+def duckling() -> RunConfig:
+    """Duckling: 8,192 tokens × 128, float32 weights and state under bfloat16 autocast, rare ids."""
+    return RunConfig(
+        model=ModelConfig(
+            vocab_size=8_192, context=128, hidden=128, layers=2, heads=4, dtype="float32"
+        ),
+        data=DataConfig(corpus="fineweb", tokenizer="none", live_tokens=6_500, mostly_dead=10),
+        initialisation=InitialisationConfig(kind="normal", sigma=0.02),
+        optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0),
+        schedule=ScheduleConfig(name="linear"),
+        training=TrainingConfig(steps=300, batch_size=32, max_grad_norm=1.0, seed=42),
+        recording=RecordingConfig(record=("all",)),
+    )
+
+
 PRESETS: dict[str, Callable[[], RunConfig]] = {
     make.__name__.replace("_", "-"): make
-    for make in (gatsby, gatsby_gradients, gatsby_adam, wordybird_1, wordybird_1b)
+    for make in (gatsby, gatsby_gradients, gatsby_adam, wordybird_1, wordybird_1b, duckling)
 }
 
 

@@ -15,9 +15,11 @@ __all__ = [
     "ENCODINGS",
     "FORMAT",
     "IMPORTED",
+    "LATTICES",
     "RECORDED",
     "STEP",
     "TIERS",
+    "TRAJECTORIES",
     "VARIABLES",
     "Coordinate",
     "Variable",
@@ -30,6 +32,9 @@ FORMAT = 2
 
 ENCODINGS = ("delta", "portable")
 """How arrays are encoded: smaller and faster, or for any reader of Zarr v3."""
+
+LATTICES = ("native", "bfloat16", "float16", "float32")
+"""Lattices on which a question can be asked: that of the values' own type, or of another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,11 +189,21 @@ VARIABLES: dict[str, Variable] = {
             units="1",
             row0="nan",
         ),
+        Variable(
+            name="cells",
+            dims=_MATRIX,
+            long_name="recorded parameter after the step, rounded to bfloat16",
+            units="1",
+            row0="initial",
+        ),
     )
 }
 
 IMPORTED = ("delta",)
 """Variables that only a foreign file gives: a recorded run holds W, from which they follow."""
+
+TRAJECTORIES = ("W", "delta", "cells")
+"""Variables that say where the parameter is, or how it moves: every run holds one of them."""
 
 RECORDED = tuple(name for name in VARIABLES if name not in IMPORTED)
 """Variables that a recording can hold."""
@@ -237,7 +252,8 @@ TIERS: dict[str, tuple[str, ...]] = {
 """What ``record`` may be instead of a list of variables. Per-step scalars cost nothing.
 
 What follows from the rest of a tier is in none: ``hidden_mean`` and the summaries per token
-(``grad_token_norm``, ``W_step_norm``, ``W_ulp_l1``) are recorded when they are named.
+(``grad_token_norm``, ``W_step_norm``, ``W_ulp_l1``) are recorded when they are named; so are
+``cells``, also in place of W.
 """
 
 
@@ -268,7 +284,7 @@ def resolve_record(record: str | tuple[str, ...] | list[str]) -> tuple[str, ...]
     Raises
     ------
     InvalidArgument
-        If a name is neither a tier nor a variable, or ``W`` is missing.
+        If a name is neither a tier nor a variable, or neither ``W`` nor ``cells`` is among them.
     """
     names = record.split(",") if isinstance(record, str) else list(record)
     wanted: set[str] = set()
@@ -279,6 +295,8 @@ def resolve_record(record: str | tuple[str, ...] | list[str]) -> tuple[str, ...]
                 f"or variables ({', '.join(RECORDED)})"
             )
         wanted.update(TIERS.get(name, (name,)))
-    if "W" not in wanted:
-        raise InvalidArgument(f"a run always holds W, and {record!r} leaves it out; add it")
+    if not wanted & {"W", "cells"}:
+        raise InvalidArgument(
+            f"a run always holds W, and {record!r} leaves it out; add it, or cells in its place"
+        )
     return tuple(name for name in VARIABLES if name in wanted)

@@ -2,7 +2,8 @@
 
 Killed at any object that a commit or a checkpoint moves into its place, and at any step; a reader
 polls the run throughout and compares every row it sees. It is always the same call that begins the
-run and goes on with it, with checkpoints or without. `TRAJSTORE_KILLS` sets how many trainings are
+run and goes on with it, with checkpoints and commits at the ends of blocks, or by time, or without.
+`TRAJSTORE_KILLS` sets how many trainings are
 killed (`make crash`).
 """
 
@@ -34,7 +35,8 @@ SIZES = [
     f"training.steps={STEPS}",
     "recording.block_rows=4",
 ]
-CHECKPOINTS = ["recording.checkpoint_every=4"]
+CHECKPOINTS = ["recording.checkpoint_every=4", "recording.commit_every=0"]
+BY_TIME = ["recording.commit_every=0.001"]
 TEXT = "So we beat on, boats against the current, borne back ceaselessly into the past."
 
 
@@ -50,8 +52,13 @@ def train(
     import torch
 
     import trainers
+    from trainers.runs import checkpoint_schedule
+    from trajstore.store import commit_timer
 
     torch.set_num_threads(1)
+    if changes == BY_TIME:  # of seconds, such a training has few
+        checkpoint_schedule._APART = 0.0
+        checkpoint_schedule._PAUSE = commit_timer._PAUSE = 0
     if kill is not None:
         kill.install()
     config = trainers.preset(preset).with_values([*SIZES, *changes])
@@ -101,27 +108,30 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, corpus, folder
 
 
+@pytest.mark.parametrize("changes", [CHECKPOINTS, BY_TIME], ids=["by steps", "by time"])
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TRAJSTORE_KILLS", "1"))))
-def test_a_killed_training_ends_as_if_it_had_not_been(whole: Any, seed: int) -> None:
+def test_a_killed_training_ends_as_if_it_had_not_been(
+    whole: Any, seed: int, changes: list[str]
+) -> None:
     preset, corpus, folder = whole
     rng = random.Random(seed)
-    path = folder / f"run-{seed}.zarr"
+    path = folder / f"run-{seed}-{changes[-1]}.zarr"
     expected = xr.open_zarr(folder / "whole.zarr").load()
     with Reader(path, compare_rows) as reader:
         for number in range(4):
             if number == 0:  # at a move that every such training comes to
                 kill = KillAt(rng.randrange(1, 60), after=rng.random() < 0.5)
-                assert killed(train, path, preset, corpus, CHECKPOINTS, kill)
+                assert killed(train, path, preset, corpus, changes, kill)
             elif rng.random() < 0.5:
                 kill = KillAt(rng.randrange(1, 120), after=rng.random() < 0.5)
-                killed(train, path, preset, corpus, CHECKPOINTS, kill)
+                killed(train, path, preset, corpus, changes, kill)
             else:
                 last = rng.randrange(1, STEPS + 1)
-                killed(train, path, preset, corpus, CHECKPOINTS, None, after_step=last)
+                killed(train, path, preset, corpus, changes, None, after_step=last)
             if path.exists():
                 found = verify(path)
                 assert found.clean, found.problems
-        assert not killed(train, path, preset, corpus, CHECKPOINTS, None)
+        assert not killed(train, path, preset, corpus, changes, None)
     check_end(path, expected)
     assert reader.most == STEPS + 1
 

@@ -13,7 +13,17 @@ from pathlib import Path
 
 import pytest
 import xarray as xr
-from crashing import BLOCK, KillAt, Reader, check_rows, create, killed, row, write_rows
+from crashing import (
+    BLOCK,
+    KillAt,
+    Reader,
+    check_rows,
+    create,
+    killed,
+    row,
+    write_rows,
+    write_rows_by_time,
+)
 
 from trajstore import repair, verify
 from trajstore.schema import ENCODINGS
@@ -27,13 +37,13 @@ def committed(path: Path) -> int:
     return int(xr.open_zarr(path).attrs["committed_rows"]) if path.exists() else 0
 
 
-def check_whole(path: Path) -> int:
+def check_whole(path: Path, *, by_time: bool = False) -> int:
     """Rows of a run that a dead writer has left, each of them compared."""
     if not path.exists():
         return 0
     ds = xr.open_zarr(path)
     rows = ds.sizes["step"]
-    assert rows == ROWS or rows % BLOCK == 0
+    assert by_time or rows == ROWS or rows % BLOCK == 0
     check_rows(ds)
     found = verify(path)
     assert found.clean, found.problems
@@ -73,6 +83,31 @@ def test_killed_at_every_move_of_a_commit(tmp_path: Path, encoding: str, after: 
     assert reader.most == ROWS
 
 
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_at_every_move_of_a_commit_by_time(
+    tmp_path: Path, encoding: str, after: bool
+) -> None:
+    """Of a block that is there already, with fewer rows, and is replaced."""
+    path = tmp_path / "run.zarr"
+    before = BLOCK + 1
+    with create(path, encoding) as run:
+        for step in range(before):
+            run.append(step=step, **row(step))
+    with Reader(path) as reader:
+        for move in range(1, A_COMMIT + 1):
+            kill = KillAt(OBJECTS + 1 + move, after)
+            assert killed(write_rows_by_time, path, ROWS, encoding, kill)
+            rows = check_whole(path, by_time=True)
+            assert rows == before + (after and move == A_COMMIT)
+            if move % 2 == 0:
+                assert repair(path, yes=True).rows == rows
+                assert check_whole(path, by_time=True) == rows
+        finish(path, encoding)
+    assert reader.opens > A_COMMIT
+    assert reader.most == ROWS
+
+
 @pytest.mark.parametrize("move", range(1, 10))
 def test_killed_while_it_is_made_there_is_no_run_or_an_empty_one(tmp_path: Path, move: int) -> None:
     path = tmp_path / "run.zarr"
@@ -92,15 +127,16 @@ def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
     with Reader(path) as reader:
         done = check_whole(path)
         while done < ROWS:
+            target = rng.choice([write_rows, write_rows_by_time])
             last = rng.randrange(done, ROWS + 1)
             before = committed(path)
-            if not killed(write_rows, path, ROWS, encoding, None, after_step=last):
+            if not killed(target, path, ROWS, encoding, None, after_step=last):
                 break
-            done = check_whole(path)
+            done = check_whole(path, by_time=True)
             assert before <= done <= ROWS
             if rng.random() < 0.5:  # it goes on from a repaired run as from any
                 assert repair(path, yes=True).rows == done
                 assert repair(path).actions == ()
-                assert check_whole(path) == done
+                assert check_whole(path, by_time=True) == done
         finish(path, encoding)
     assert reader.most == ROWS

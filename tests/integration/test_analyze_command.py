@@ -54,6 +54,31 @@ def test_a_quantity_is_described(run: Path, trajstore_cli: Callable[..., Any]) -
     assert facts["grad_norms"]["nan"] == TOKENS
 
 
+def test_a_lattice_of_choice(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
+    ds = trajstore.open_run(run)
+    file = tmp_path / "cells.zarr"
+    lattice = ("--lattice", "bfloat16")
+    trajstore_cli("analyze", run, "regimes", "ulp", "speed", *lattice, "-o", file)
+    with xr.open_zarr(file) as opened:
+        assert opened.regime[1:].load().equals(analysis.regimes(ds, "bfloat16").regime.compute())
+        assert opened.ulp.equals(analysis.ulp(ds, "bfloat16").compute())
+        assert float(opened.ulp.min()) > float(analysis.ulp(ds).min())
+        assert opened.regime.attrs["lattice"] == "bfloat16"
+        assert opened.speed[1:].equals(analysis.speed(ds).compute())
+    refused = trajstore_cli("analyze", run, "speed", *lattice, rc=2)
+    assert "a lattice goes with" in refused.stderr
+    assert "float8" in trajstore_cli("analyze", run, "freeze", "--lattice", "float8", rc=2).stderr
+
+    said = trajstore_cli("summary", run, *lattice).stdout
+    assert said.startswith("W is rounded to bfloat16.")
+    facts = json.loads(trajstore_cli("summary", run, *lattice, "--json").stdout)
+    W = ds.W.values[[0, -1]].view(np.uint32)
+    cells = ((W + 0x7FFF + ((W >> 16) & 1)) & 0xFFFF0000).view(np.float32).astype(np.float64)
+    moved = np.linalg.norm(cells[1] - cells[0], axis=-1).max()
+    at = [str(name) for name in analysis.summary(ds).displacement.statistic.values].index("max")
+    assert facts["displacement"]["values"][at][2] == pytest.approx(moved, rel=1e-6)
+
+
 @pytest.mark.parametrize("ending", [".zarr", ".nc"])
 def test_several_quantities_are_streamed_to_a_file(
     run: Path, ending: str, trajstore_cli: Callable[..., Any], tmp_path: Path

@@ -18,13 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 from exchange_runs import write_run
+from grammar_files import stored, truth, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trajstore
 from trajstore.errors import TrajstoreError
-from trajstore.exchange.file_recognition import understood
-from trajstore.formats.safetensors import SafetensorsFile
+from trajstore.exchange.layouts import EXPORT_LAYOUTS, LAYOUTS
+from trajstore.exchange.understanding import understood
+from trajstore.formats.open_file import open_file
 
 TRIES = int(os.environ.get("TRAJSTORE_FUZZ", "3000"))
 VARIABLES = {
@@ -39,13 +41,34 @@ INTERESTING = [0, 1, 2, 7, 8, 255, 1 << 31, (1 << 32) - 1, (1 << 63) - 1, 1 << 6
 
 
 def samples(folder: Path) -> list[bytes]:
-    """A sound file of each layout."""
+    """A sound file of each layout, and of each kind that the grammar knows."""
     write_run(folder / "run.zarr", VARIABLES, rows=4, tokens=3, hidden=2)
     made = []
-    for layout in ("native", "15.1a", "14.1a", "1.12a", "1.12f"):
-        trajstore.export(folder / "run.zarr", folder / "f", layout=layout, overwrite=True)
-        made.append((folder / "f").read_bytes())
+    for layout in EXPORT_LAYOUTS:
+        if layout == "native" or LAYOUTS[layout].format == "safetensors":
+            trajstore.export(folder / "run.zarr", folder / "f", layout=layout, overwrite=True)
+            made.append((folder / "f").read_bytes())
+    for arrays in grammar().values():
+        made.append(write(folder / "f", "safetensors", arrays, n_steps=3).read_bytes())
     return made
+
+
+def grammar() -> dict[str, dict[str, Any]]:
+    """Arrays of files of every kind: of some tokens, of several runs, untied, of one state."""
+    known = truth(rows=4, tokens=6, hidden=2)
+    W, g = (stored(known.values[name], "float32") for name in ("W", "grad"))
+    dead, ids = known.dead, np.flatnonzero(known.dead)
+    return {
+        "some tokens": {"W": stored(known.values["W"], "uint16")[:, dead], "g": g[:, dead],
+                        "dead_mask": dead, "dead_indices": ids},
+        "prefixed": {"dead_grads": g[:, dead], "dead_deltas": W[:, dead], "dead_token_ids": ids},
+        "along an axis": {"W": np.stack([W, W]), "losses": np.zeros((2, 4), "f4"), "n_runs": 2,
+                          "init_scales": np.ones(2, "f4")},
+        "numbered": {"run_0_W": W, "run_1_W": W, "run_0_g": g, "seed": 42},
+        "untied": {"E": W, "W": W, "g_E": g, "token_counts": np.where(dead, 0, 5)},
+        "one state": {"embeddings": W[0], "m": W[1], "step": 7, "loss": np.float32(2)},
+        "resumed": {"W": W, "g": g[1:], "steps": np.arange(4) + 9, "starting_step": 9},
+    }  # fmt: skip
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
@@ -75,11 +98,11 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 
 def read_all(path: Path) -> None:
     """Everything that an import reads of a file, but for writing the run."""
-    with SafetensorsFile(path) as file:
-        imported = understood(file)
-        for held in imported.variables:
-            assert held.rows == len(imported.steps)
-            held.read(0, held.rows)
+    with open_file(path) as file:
+        for run in understood(file).runs:
+            for held in run.variables:
+                assert held.rows in (len(run.steps), len(run.steps) - 1)
+                held.read(0, held.rows)
 
 
 def test_damaged_safetensors_are_errors(tmp_path: Path) -> None:
@@ -105,18 +128,58 @@ def test_damaged_safetensors_are_errors(tmp_path: Path) -> None:
     assert 0 < accepted < TRIES / 2
 
 
+@pytest.mark.parametrize("form", ["npz", "npy"])
+def test_damaged_files_of_numpy_are_errors(tmp_path: Path, form: str) -> None:
+    good, rng, path = [], random.Random(5), tmp_path / "fuzz"
+    for number, arrays in enumerate(grammar().values()):
+        file = tmp_path / "f"
+        if form == "npy":
+            with file.open("wb") as opened:
+                np.save(opened, np.asarray(arrays.get("W", np.zeros((4, 3, 2)))))
+        elif number % 2:
+            write(file, "npz", arrays)
+        else:
+            with file.open("wb") as opened:
+                np.savez(opened, **arrays)
+        good.append(file.read_bytes())
+    accepted = 0
+    tracemalloc.start()
+    try:
+        for number in range(TRIES // 3 + 1):
+            data = bytearray(damaged(good[number % len(good)], rng))
+            data[:4] = good[0][:4]
+            path.write_bytes(data)
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            try:
+                read_all(path)
+                accepted += 1
+            except TrajstoreError:
+                pass
+            used = tracemalloc.get_traced_memory()[1] - before
+            # A deflated byte stands for a thousand.
+            assert used < 8_000_000, f"try {number}: {used} bytes for {len(data)}"
+    finally:
+        tracemalloc.stop()
+    assert accepted < TRIES / 4
+
+
 def test_damaged_safetensors_never_make_half_a_run(tmp_path: Path) -> None:
     good, rng, path = samples(tmp_path), random.Random(11), tmp_path / "fuzz"
+    made: set[str] = set()
     for number in range(200):
         path.write_bytes(damaged(good[number % len(good)], rng))
-        target = tmp_path / "back.zarr"
+        target = tmp_path / "out" / "back.zarr"
         try:
             done = trajstore.import_file(path, target, overwrite=True)
         except TrajstoreError:
             pass
         else:
-            assert trajstore.open_run(target).sizes["step"] == done.rows
-        assert {each.name for each in tmp_path.iterdir()} <= {"run.zarr", "f", "fuzz", "back.zarr"}
+            for one in (done, *done.others):
+                assert trajstore.open_run(one.path).sizes["step"] == one.rows
+            made |= {one.path.name for one in (done, *done.others)}
+        assert {each.name for each in tmp_path.iterdir()} <= {"run.zarr", "f", "fuzz", "out"}
+        assert {each.name for each in tmp_path.glob("out/*")} == made
 
 
 JSON = st.recursive(
@@ -125,8 +188,10 @@ JSON = st.recursive(
     max_leaves=12,
 )
 KEYS = st.sampled_from(
-    ["W", "grads", "step", "token", "embeddings", "recorded_steps", "deltas", "__metadata__", "é"]
-)
+    [*"W E grads step token embeddings recorded_steps deltas dead_mask live_ids dead_W".split(),
+     *"run_0_W run_1_W learning_rates n_dead token_counts dW centroid".split(),
+     "__metadata__", "é"]
+)  # fmt: skip
 
 
 @settings(max_examples=300, deadline=None)
@@ -182,14 +247,15 @@ def test_made_up_metadata_of_a_sound_file(attributes: Any, texts: Any) -> None:
             trajstore.open_run(Path(folder, "run.zarr")).load()
 
 
-HDF5_FUZZ = """
+FUZZ = """
 import random, resource, sys
 from pathlib import Path
 from trajstore.errors import TrajstoreError
-from trajstore.exchange.file_recognition import understood
-from trajstore.formats.hdf5 import Hdf5File
+from trajstore.exchange.understanding import understood
+from trajstore.formats.open_file import open_file
 
-good, path, first, last = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2]), *map(int, sys.argv[3:])
+good, path, most = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2]), int(sys.argv[5])
+first, last = map(int, sys.argv[3:5])
 resource.setrlimit(resource.RLIMIT_CPU, (600, 600))
 accepted = 0
 for number in range(first, last):
@@ -202,9 +268,10 @@ for number in range(first, last):
     path.write_bytes(data)
     print(number, flush=True)
     try:
-        with Hdf5File(path) as file:
-            for held in understood(file).variables:
-                held.read(0, held.rows)
+        with open_file(path) as file:
+            for run in understood(file).runs:
+                for held in run.variables:
+                    held.read(0, held.rows)
         accepted += 1
     except TrajstoreError:
         pass
@@ -212,9 +279,22 @@ for number in range(first, last):
 if sys.platform == "linux":
     status = Path("/proc/self/status").read_text()
     peak = int(status.partition("VmHWM:")[2].split()[0])
-    assert peak < 1 << 20, f"{peak} KiB"
+    assert peak < most, f"{peak} KiB"
 print("accepted", accepted)
 """
+
+
+def fuzzed(good: Path, tries: int, most: int = 1 << 20) -> int:
+    """How many of the damaged files were accepted, in a process that a crash would end."""
+    done = subprocess.run(
+        [sys.executable, "-c", FUZZ, good, good.with_name("fuzz"), "0", str(tries), str(most)],
+        capture_output=True,
+        text=True,
+        timeout=3000,
+    )
+    *_, last = done.stdout.splitlines() or [""]
+    assert done.returncode == 0, f"exit {done.returncode} at {last}: {done.stderr[-2000:]}"
+    return int(last.split()[1])
 
 
 def test_damaged_hdf5_is_an_error(tmp_path: Path) -> None:
@@ -222,12 +302,23 @@ def test_damaged_hdf5_is_an_error(tmp_path: Path) -> None:
     write_run(tmp_path / "run.zarr", VARIABLES, rows=4, tokens=3, hidden=2)
     trajstore.export(tmp_path / "run.zarr", tmp_path / "f.h5", format="hdf5")
     tries = max(TRIES // 3, 1)
-    done = subprocess.run(
-        [sys.executable, "-c", HDF5_FUZZ, tmp_path / "f.h5", tmp_path / "fuzz", "0", str(tries)],
-        capture_output=True,
-        text=True,
-        timeout=3000,
-    )
-    *_, last = done.stdout.splitlines()
-    assert done.returncode == 0, f"exit {done.returncode} at {last}: {done.stderr[-2000:]}"
-    assert 0 < int(last.split()[1]) < tries
+    assert 0 < fuzzed(tmp_path / "f.h5", tries) < tries
+
+
+@pytest.mark.parametrize("kind", sorted(grammar()))
+def test_damaged_hdf5_of_the_grammar_is_an_error(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("h5py")
+    file = write(tmp_path / "f.h5", "hdf5", grammar()[kind], num_steps=3, learning_rate=1e-3)
+    tries = max(TRIES // 30, 1)
+    assert fuzzed(file, tries) <= tries
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("in_zip", [True, False])
+def test_damaged_files_of_torch_are_errors(tmp_path: Path, in_zip: bool) -> None:
+    torch = pytest.importorskip("torch")
+    arrays = grammar()["resumed"]
+    content = {"state": {key: torch.tensor(array) for key, array in arrays.items()}, "step": 3}
+    torch.save(content, tmp_path / "f.pt", _use_new_zipfile_serialization=in_zip)
+    tries = max(TRIES // 10, 1)
+    assert fuzzed(tmp_path / "f.pt", tries, most=2 << 20) < tries

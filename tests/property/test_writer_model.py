@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from still_timer import commit_now
 
 from trajstore import RunWriter
 from trajstore.schema import ENCODINGS
@@ -18,13 +20,14 @@ TYPES = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> dict[str, object]:
+def runs(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "tokens": draw(st.integers(1, 300)),
         "hidden": draw(st.integers(1, 5)),
         "block_rows": draw(st.integers(1, 9)),
         "native": draw(st.sampled_from(sorted(TYPES))),
         "gaps": draw(st.lists(st.integers(1, 5), max_size=25)),
+        "by_time": draw(st.sets(st.integers(1, 25))),
         "seed": draw(st.integers(0, 2**32 - 1)),
         "in_place": draw(st.booleans()),
         "encoding": draw(st.sampled_from(ENCODINGS)),
@@ -33,7 +36,7 @@ def runs(draw: st.DrawFn) -> dict[str, object]:
 
 @settings(max_examples=60, deadline=None)
 @given(runs())
-def test_what_was_appended_is_what_is_read(run: dict[str, object]) -> None:
+def test_what_was_appended_is_what_is_read(run: dict[str, Any]) -> None:
     tokens, hidden, native = int(run["tokens"]), int(run["hidden"]), str(run["native"])
     rng = np.random.default_rng(run["seed"])
     width = TYPES[native]
@@ -48,8 +51,9 @@ def test_what_was_appended_is_what_is_read(run: dict[str, object]) -> None:
             variables={"W": native},
             block_rows=int(run["block_rows"]),
             encoding=str(run["encoding"]),
+            commit_every=None,
         ) as writer:
-            step = 0
+            step = seen = 0
             for gap in run["gaps"]:
                 bits = rng.integers(0, 2**width, (tokens, hidden), dtype=bits_type)
                 if run["in_place"]:
@@ -60,9 +64,13 @@ def test_what_was_appended_is_what_is_read(run: dict[str, object]) -> None:
                     writer.append(step=step, W=value)
                 model.append((step, bits))
                 step += gap
+                if len(model) in run["by_time"]:
+                    commit_now(writer)
+                    seen = len(model)
                 committed = xr.open_zarr(path).sizes["step"]
+                assert committed >= seen
                 assert len(model) - committed <= BLOCKS * writer.layout.block_rows
-                assert committed % writer.layout.block_rows == 0
+                assert committed == seen or committed % writer.layout.block_rows == 0
         ds = xr.open_zarr(path)
         assert ds.step.values.tolist() == [step for step, _ in model]
         read = ds.W.values

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from still_timer import commit_now
 
 from trajstore import RunWriter, repair, verify
 from trajstore.schema import ENCODINGS
@@ -65,6 +66,13 @@ class History(RuleBasedStateMachine):
         self.least = max(self.least, full - BLOCKS * BLOCK)
 
     @precondition(lambda self: self.writer is not None)
+    @rule()
+    def commit_by_time(self) -> None:
+        assert self.writer is not None
+        commit_now(self.writer)
+        self.least = self.most
+
+    @precondition(lambda self: self.writer is not None)
     @rule(status=st.sampled_from(["complete", "interrupted"]))
     def close(self, status: Any) -> None:
         assert self.writer is not None
@@ -77,13 +85,13 @@ class History(RuleBasedStateMachine):
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
         rows = data.draw(st.none() | st.integers(0, self.least))
-        self.writer = RunWriter.resume(self.path, rows=rows)
+        self.writer = RunWriter.resume(self.path, rows=rows, commit_every=None)
         self.least = self.most = self.writer.rows
         assert rows is None or rows == self.least
 
     @precondition(lambda self: self.writer is not None)
-    @rule(moves=st.integers(0, 30), rows=st.integers(1, 3 * BLOCK))
-    def crash(self, moves: int, rows: int) -> None:
+    @rule(moves=st.integers(0, 30), rows=st.integers(1, 3 * BLOCK), by_time=st.booleans())
+    def crash(self, moves: int, rows: int, by_time: bool) -> None:
         """Die at some move of an object into its place, or after the last row."""
         assert self.writer is not None
         original, left = os.replace, moves
@@ -100,6 +108,8 @@ class History(RuleBasedStateMachine):
         try:
             for _ in range(rows):
                 self.writer.append(step=self.writer.rows, **row(self.writer.rows))
+                if by_time:
+                    self.writer._commit_unfinished()
             self.most = max(self.most, self.writer.rows)
             self.writer.close("interrupted")
         except _Death:

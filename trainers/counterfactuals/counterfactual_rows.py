@@ -128,6 +128,8 @@ class CounterfactualRows:
         for name in self._variables:
             if name == "W":
                 values[name] = loop.bits(loop.weights)
+            elif name == "cells":
+                values[name] = loop.bits(loop.weights.to(torch.bfloat16))
             elif name in MOMENTS:
                 values[name] = loop.bits(loop.state(name))
             elif name == "lr":

@@ -39,7 +39,7 @@ CAVEAT = (
 )
 """What everybody who looks at a counterfactual has to know."""
 
-OF_THE_OPTIMIZER = ("W", *MOMENTS, "lr", "clip_coef", "W_step_norm", "W_ulp_l1")
+OF_THE_OPTIMIZER = ("W", *MOMENTS, "lr", "clip_coef", "W_step_norm", "W_ulp_l1", "cells")
 """Variables that settings of the optimizer change; all others are of the recorded path."""
 
 

@@ -178,6 +178,7 @@ def _write(
         attributes=planned.attributes(origin),
         memory=memory,
         buffers=1,
+        commit_every=None,
         **chosen,
     ) as new:
         for done, (row, values) in enumerate(CounterfactualRows(planned), 1):

@@ -23,6 +23,7 @@ from trainers.recording.token_selection import Tokens
 from trajstore.byte_sizes import DEFAULT_MEMORY, parse_bytes
 from trajstore.errors import InvalidArgument
 from trajstore.schema import ENCODINGS, TIERS, VARIABLES, resolve_record
+from trajstore.store.commit_timer import COMMIT_EVERY, check_commit_every
 from trajstore.store.create import check_target
 from trajstore.store.open_group import open_group
 
@@ -65,6 +66,9 @@ class RecordingOptions:
     resume : bool
         Go on with the run that is there, after the step that the training has taken; rows past it
         are dropped.
+    commit_every : float, optional
+        Seconds after a commit at which rows are committed that are no whole block yet: so late
+        readers see a row, and so much a killed process loses. None for whole blocks only.
     fsync : bool
         Have every commit survive a loss of power.
     schedule : mapping, optional
@@ -89,6 +93,7 @@ class RecordingOptions:
     encoding: str | None = None
     overwrite: bool = False
     resume: bool = False
+    commit_every: float | None = COMMIT_EVERY
     fsync: bool = False
     schedule: Mapping[str, Any] | None = None
     strict_numerics: bool = False
@@ -107,6 +112,7 @@ class RecordingOptions:
         if self.block_rows is not None and self.block_rows < 1:
             raise InvalidArgument(f"block_rows: got {self.block_rows}, expected at least 1")
         parse_bytes(self.memory)
+        check_commit_every(self.commit_every)
         if self.resume and self.overwrite:
             raise InvalidArgument(
                 "resume and overwrite: got both; a run is either gone on with or replaced"

@@ -99,7 +99,7 @@ class ParameterRows:
         existing = self._existing
         if existing is None:
             return
-        if self._last_W is not None:
+        if self._last_W is not None and "W" in existing.variables:
             self._last_W.copy_(existing.last_weights)
         self.writer = existing.open()
         self._existing = None
@@ -139,6 +139,11 @@ class ParameterRows:
             return
         self._check_kind(name, value, ids)
         self._copy_to_block(name, value, ids)
+
+    def set_cells(self) -> None:
+        """Set W rounded to bfloat16."""
+        if "cells" in self.variables:
+            self.set("cells", self.parameter.tensor.detach().to(torch.bfloat16))
 
     def set_change_norms(self) -> None:
         """Set how far each token's W moved since the last row."""
@@ -273,7 +278,7 @@ class ParameterRows:
         """Row of the state before the first step, with the types of another row."""
         start = {"zero": 0.0, "nan": float("nan")}
         return {
-            name: self._initial_W
+            name: self._initial_W.to(like[name].dtype)  # that of W, or of its cells
             if VARIABLES[name].row0 == "initial"
             else torch.full_like(like[name], start[VARIABLES[name].row0])
             for name in self.variables

@@ -111,6 +111,7 @@ class PlannedRun:
             memory=self.memory,
             block_rows=options.block_rows,
             overwrite=options.overwrite,
+            commit_every=options.commit_every,
             fsync=options.fsync,
             **chosen,
         )

@@ -39,7 +39,7 @@ class ExistingRun:
     last_step : int
         Step of the last of them.
     last_weights : tensor, (token, hidden)
-        W in that row, of its native type, on the CPU.
+        W in that row, of its native type, on the CPU; where the run holds none, its cells.
     attributes : mapping
         Attributes of the root that change.
     compared : ComparedRun or None
@@ -80,7 +80,8 @@ class ExistingRun:
         _check_variables(planned, held)
         _check_tokens(planned, np.asarray(arrays["token"][...]))
         steps = _kept_steps(planned, np.asarray(arrays[STEP.name][...]))
-        W = arrays["W"]
+        _check_change_norms(planned, held, int(steps[-1]))
+        W = arrays["W" if "W" in held else "cells"]
         native = native_type(str(W.attrs["native_dtype"]))
         return cls(
             planned=planned,
@@ -115,9 +116,11 @@ class ExistingRun:
             If a bit differs.
         """
         step = self.planned.loop.first_step
-        if step == self.last_step and not _same_bits(W, self.last_weights):
+        held = "W" if "W" in self.variables else "cells"
+        now = W if held == "W" else W.to(torch.bfloat16)
+        if step == self.last_step and not _same_bits(now, self.last_weights):
             if self.compared is not None:
-                found = RowDifference(step=step, row=self.rows - 1, variables=("W",))
+                found = RowDifference(step=step, row=self.rows - 1, variables=(held,))
                 self.compared.comparison.difference = found
                 return
             raise NothingToResume(
@@ -140,6 +143,7 @@ class ExistingRun:
             rows=self.rows,
             attributes=self.attributes,
             memory=self.planned.memory,
+            commit_every=self.planned.options.commit_every,
             fsync=self.planned.options.fsync,
         )
 
@@ -160,6 +164,16 @@ def _check_variables(planned: PlannedRun, held: tuple[str, ...]) -> None:
         raise InvalidArgument(
             f"record: {planned.path} holds {', '.join(held)}, and {', '.join(wanted)} are to be "
             f"recorded; a run that goes on keeps its variables, so see to {', '.join(missing)}"
+        )
+
+
+def _check_change_norms(planned: PlannedRun, held: tuple[str, ...], last_step: int) -> None:
+    """Insist that the W of the last row is known, where the way from it is to be recorded."""
+    of_change = [name for name in ("W_step_norm", "W_ulp_l1") if name in held]
+    if of_change and "W" not in held and planned.loop.first_step != last_step:
+        raise NothingToResume(
+            f"{', '.join(of_change)}: the next row's is the way from W at step {last_step}, which "
+            f"{planned.path} does not hold; go on from a checkpoint of that step, or record anew"
         )
 
 

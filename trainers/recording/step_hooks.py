@@ -298,6 +298,7 @@ class Recorder:
         for rows in self._parameters:
             parameter = rows.parameter.tensor
             rows.set("W", parameter)
+            rows.set_cells()
             state = self._optimizer.state.get(parameter, {})
             for name in MOMENTS:
                 if name in state:

@@ -157,12 +157,19 @@ class CheckpointFolder:
         for step in reversed(self.steps()):
             if until is not None and step > until:
                 continue
-            checkpoint = Checkpoint.load(self._file(step))
+            try:
+                checkpoint = Checkpoint.load(self._file(step))
+            except FileNotFoundError:
+                continue  # a recording has removed it, because it has a newer one
             if self._is_others(checkpoint.name):
                 continue
             if checkpoint.run == run and checkpoint.rows <= committed_rows:
                 return checkpoint
         return None
+
+    def waits(self, committed_rows: int) -> bool:
+        """Whether one is there that is of no use yet, because its rows are not all committed."""
+        return any(rows > committed_rows for rows in self._rows.values())
 
     def begin(self, taken: Checkpoint | None) -> None:
         """Remove what is of no use to a run that goes on from a checkpoint, or from the start.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,20 +20,28 @@ from trajstore.store.open_group import open_group
 
 __all__ = ["Checkpointing", "TrainerCheckpoints"]
 
+_APART = 10.0
+"""Seconds from one checkpoint to the next at least, and to the first."""
+
+_PAUSE = 100  # times what the last one took: so they take a hundredth of the time at most
+
 
 class Checkpointing:
     """Takes the checkpoints of one recorded training.
 
-    Those in between are taken where a block of rows ends, so that a checkpoint and a commit
-    coincide. When the training ends, or is asked to stop, its state is taken after that step,
-    before the last rows are committed: a complete run always has the checkpoint of its last step.
+    Where nothing else is asked for, they are taken as time goes by, so far apart that what they
+    cost is lost in the noise; and none while the rows of the last one are not committed, so that
+    there are never more than two. Those that are asked for every so many steps are taken where a
+    block of rows ends, so that a checkpoint and a commit coincide. When the training ends, or is
+    asked to stop, its state is taken after that step, before the last rows are committed: a
+    complete run always has the checkpoint of its last step.
 
     Parameters
     ----------
     training : Training
     run : Path
     every : int, optional
-        Steps between two checkpoints at least; without it, there is only the last one.
+        Steps between two checkpoints at least; without it, they are taken as time goes by.
     sources : mapping of str to str
         Paths of the text and the tokenizer, where they were given.
     taken_from : Checkpoint, optional
@@ -40,6 +49,8 @@ class Checkpointing:
     stop : callable
         Asked after every step whether to stop.
     fsync : bool
+    clock : callable
+        Seconds.
     """
 
     def __init__(
@@ -52,6 +63,7 @@ class Checkpointing:
         taken_from: Checkpoint | None,
         stop: Callable[[], bool],
         fsync: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._training = training
         self._run = run
@@ -62,6 +74,8 @@ class Checkpointing:
         self._last_step = 0 if taken_from is None else taken_from.step
         self._stop = stop
         self._created: str | None = None
+        self._clock = clock
+        self._last_time, self._took = clock(), 0.0
 
     def after_step(self, recorder: Recorder, scaler: Any) -> bool:
         """Take a checkpoint if one is due.
@@ -101,10 +115,18 @@ class Checkpointing:
         if self._created is None:
             self._created = str(open_group(self._run).attrs["created"])
             self._folder.begin(self._taken_from)
-        due = self._every is not None and recorder.step - self._last_step >= self._every
-        if last or (due and recorder.at_block_end):
-            self._folder.add(self._take(recorder, scaler), writer.committed_rows)
-            self._last_step = recorder.step
+        if not last and not self._is_due(recorder, writer.committed_rows):
+            return
+        begun = self._clock()
+        self._folder.add(self._take(recorder, scaler), writer.committed_rows)
+        self._last_step, self._last_time = recorder.step, self._clock()
+        self._took = self._last_time - begun
+
+    def _is_due(self, recorder: Recorder, committed_rows: int) -> bool:
+        if self._every is not None:
+            return recorder.at_block_end and recorder.step - self._last_step >= self._every
+        passed = self._clock() - self._last_time
+        return passed >= max(_APART, _PAUSE * self._took) and not self._folder.waits(committed_rows)
 
     def _take(self, recorder: Recorder, scaler: Any) -> Checkpoint:
         state, tensors = take_state(self._training, scaler)

@@ -80,8 +80,9 @@ def fork(
     settings : sequence of str
         What changes, ``section.field=value``: any field of ``optimizer`` and ``schedule``,
         ``training.steps``, ``.max_grad_norm``, ``.autocast`` and ``.device``, ``model.dtype`` from
-        bfloat16 to float32, ``recording.memory`` and ``.checkpoint_every``. State of the optimizer
-        is cast, and kept between adam and adamw; to and from sgd it starts anew.
+        bfloat16 to float32, ``recording.memory``, ``.commit_every`` and ``.checkpoint_every``.
+        State of the optimizer is cast, and kept between adam and adamw; to and from sgd it starts
+        anew.
     corpus, tokenizer, overwrite, fsync, strict_numerics
         As for `trainers.record`.
     stop, on_corpus, on_step, on_note, on_proof
@@ -259,6 +260,11 @@ class _Source:
         attributes = group.attrs.asdict()
         config = recorded_config(path)
         check_recorded(path, attributes)
+        if "W" not in group:
+            raise InvalidArgument(
+                f"cannot fork {path}: it holds no W, against which its beginning is proven; fork "
+                "a run that was recorded with W"
+            )
         known = {STEP.name, *COORDINATES}
         return cls(
             path=path,
@@ -348,7 +354,7 @@ class _Source:
         def go_on(rows: int) -> RunWriter:
             memory = self.config.recording.memory
             branch_run(self.path, retrained, rows, types=self.types, attributes={}, memory=memory)
-            return RunWriter.resume(retrained, memory=memory)
+            return RunWriter.resume(retrained, memory=memory, commit_every=None)
 
         reached = train_again(
             self.path, text, taken, at, sources=sources, go_on=go_on, on_proof=on_proof

@@ -23,6 +23,7 @@ _FIELDS = (
     "training.device",
     "model.dtype",
     "recording.memory",
+    "recording.commit_every",
     "recording.checkpoint_every",
 )
 

@@ -45,7 +45,8 @@ def record(
     ----------
     config : RunConfig
         To go on with a run it must be the run's (`trainers.recorded_config`), but for
-        ``training.steps``, ``recording.memory`` and ``recording.checkpoint_every``.
+        ``training.steps``, ``recording.memory``, ``recording.commit_every`` and
+        ``recording.checkpoint_every``.
     path : path-like
         Where the run will be, by custom ``NAME.zarr``.
     corpus, tokenizer : path-like, optional
@@ -142,8 +143,7 @@ def record(
         if on_note is not None:
             on_note(
                 f"{target} has no checkpoint, so its {before.last_step} steps are trained again "
-                "and compared with what was recorded, before it goes on (--checkpoint-every K "
-                "saves that)"
+                "and compared with what was recorded, before it goes on"
             )
         taken = prove_last_row(target, text, sources=sources, fsync=fsync, on_proof=on_proof)
     if on_corpus is not None:

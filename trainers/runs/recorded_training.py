@@ -57,6 +57,7 @@ def recording_options(config: RunConfig, text: Corpus, **choices: Any) -> Record
         memory=recording.memory,
         block_rows=recording.block_rows,
         encoding=recording.encoding,
+        commit_every=recording.commit_every or None,
         schedule={
             "name": config.schedule.name,
             "warmup_steps": config.schedule.warmup_steps,

@@ -34,7 +34,12 @@ __all__ = [
     "standing",
 ]
 
-_MAY_CHANGE = {"training.steps", "recording.memory", "recording.checkpoint_every"}
+_MAY_CHANGE = {
+    "training.steps",
+    "recording.memory",
+    "recording.commit_every",
+    "recording.checkpoint_every",
+}
 
 
 def recorded_config(path: str | os.PathLike[str]) -> RunConfig:
@@ -177,7 +182,7 @@ def complete(path: Path, *, fsync: bool = False) -> None:
     RunLocked
         If another process writes to the run.
     """
-    RunWriter.resume(path, fsync=fsync).close("complete")
+    RunWriter.resume(path, commit_every=None, fsync=fsync).close("complete")
 
 
 def check_text(path: Path, text: Corpus) -> None:

@@ -17,7 +17,7 @@ from trainers.config import RunConfig
 from trainers.recording.token_selection import read_tokens, select_tokens
 from trainers.texts.cache import cached
 from trainers.texts.corpus import load_corpus
-from trajstore.byte_sizes import parse_bytes
+from trajstore.byte_sizes import format_bytes, parse_bytes
 from trajstore.optimizer_advice import Advice, advise
 from trajstore.schema import COORDINATES, TIERS, VARIABLES, resolve_record
 from trajstore.store.block_plan import Layout
@@ -27,11 +27,17 @@ __all__ = ["RunPlan", "native_types", "numeric_advice", "plan"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
-# Bytes of the native type for each byte on disk, measured on the first 32 rows of Wordybird 1b on
-# real text (bfloat16, blocks of 16 rows, encoding delta). Later steps move less and compress
-# better, and so does Gatsby (5 to 6 times in 300 steps); other types are not measured, and are
+# Bytes of the native type for each byte on disk, with the encoding delta. bfloat16: measured on the
+# first 32 rows of Wordybird 1b on real text (blocks of 16 rows); later steps move less and compress
+# better, and so does Gatsby (5 to 6 times in 300 steps). float32, and the cells of float32 weights:
+# measured on 200 steps of Duckling (blocks of 16 rows). Other types are not measured, and are
 # expected not to compress. Over 200 steps `portable` made files 1/0.8 as large as `delta` did.
-_RATIOS = {"W": 1.6, "grad": 2.55, "exp_avg": 2.55, "exp_avg_sq": 2.8, "logits": 1.95}
+_RATIOS = {
+    "bfloat16": {
+        "W": 1.6, "grad": 2.55, "exp_avg": 2.55, "exp_avg_sq": 2.8, "logits": 1.95, "cells": 2.8,
+    },
+    "float32": {"W": 1.4, "grad": 2.2, "exp_avg": 1.35, "exp_avg_sq": 1.8},
+}  # fmt: skip
 _OF_DELTA = {"delta": 1.0, "portable": 0.8}
 
 _ITEMSIZE = {name: np.dtype(entry.dtype).itemsize if entry.dtype != "string" else 16
@@ -70,6 +76,21 @@ class RunPlan:
     bytes_on_disk: dict[str, int]
     advice: tuple[Advice, ...]
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What should be known of its size."""
+        W = self.layout.arrays.get("W")
+        if W is None or W.native.name != "float32":
+            return ()
+        step = self.bytes_on_disk["W"] / self.rows
+        cells = W.row_bytes / 2 / _RATIOS["bfloat16"]["cells"]
+        return (
+            f"W is float32, of which the upper half compresses and the lower 16 bits of the "
+            f"mantissa do not (1.00 to 1.03 times in 200 steps of Duckling, with delta): expect "
+            f"{format_bytes(round(step))} a step; its bfloat16 cells (--record cells) take about "
+            f"{format_bytes(round(cells))}",
+        )
+
     def totals(self) -> dict[str, int]:
         """Bytes, memory and rows of a block, of the whole run."""
         return {
@@ -98,6 +119,7 @@ class RunPlan:
                 }
                 for name, array in self.layout.arrays.items()
             },
+            "notes": list(self.notes),
             "advice": [one.facts() for one in self.advice],
         }
 
@@ -119,7 +141,7 @@ def native_types(config: RunConfig) -> dict[str, str]:
     types = dict.fromkeys(VARIABLES, "float32")
     types |= dict.fromkeys(("W", "grad", "grad_norm", "clip_coef"), weights)
     types |= dict.fromkeys(_MOMENTS, config.optimizer.state_dtype or weights)
-    types |= {"logits": forward, "lr": "float64"}
+    types |= {"logits": forward, "lr": "float64", "cells": "bfloat16"}
     absent: set[str] = set()
     if config.optimizer.name == "sgd":
         absent |= set(_MOMENTS)
@@ -192,7 +214,8 @@ def plan(
         assert ids is not None
         tokens = len(ids)
     if config.data.tokenizer != "ascii" and recording.tokens not in ("dead", "live"):
-        has_texts = tokenizer is not None or cached(config.data.tokenizer) is not None
+        name = config.data.tokenizer
+        has_texts = tokenizer is not None or (name != "none" and cached(name) is not None)
     steps, every = config.training.steps, recording.every
     rows = steps // every + 1 + (steps % every > 0)
     layout = plan_layout(
@@ -226,5 +249,5 @@ def plan(
 
 
 def _ratio(name: str, layout: Layout, encoding: str) -> float:
-    measured = name in layout.arrays and layout.arrays[name].native.name == "bfloat16"
-    return max(_RATIOS.get(name, 1.0) * _OF_DELTA[encoding], 1.0) if measured else 1.0
+    native = layout.arrays[name].native.name if name in layout.arrays else ""
+    return max(_RATIOS.get(native, {}).get(name, 1.0) * _OF_DELTA[encoding], 1.0)

@@ -135,8 +135,10 @@ def load_corpus(
     if path is not None:
         if maker is None:
             raise ConfigError(
-                f"data.tokenizer = {data.tokenizer!r}: a text needs its tokenizer, and it is not "
-                "in the cache; give --tokenizer PATH, or run: trajstore fetch gpt2"
+                "data.tokenizer = 'none': a text needs a tokenizer; give --tokenizer PATH"
+                if data.tokenizer == "none"
+                else f"data.tokenizer = {data.tokenizer!r}: a text needs its tokenizer, and it is "
+                "not in the cache; give --tokenizer PATH, or run: trajstore fetch gpt2"
             )
         try:
             content = path.read_bytes()
@@ -166,5 +168,5 @@ def _tokenizer(name: str, path: str | os.PathLike[str] | None) -> Tokenizer | No
         return FileTokenizer(path)
     if name == "ascii":
         return AsciiTokenizer()
-    fetched = cached(name)
+    fetched = None if name == "none" else cached(name)
     return FileTokenizer(fetched) if fetched else None

@@ -9,9 +9,11 @@ from typing import Any
 import click
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY, format_bytes
+from trajstore.cli.exchange_tables import print_taken, print_understood
 from trajstore.cli.options import JSON, RUN, sentences
 from trajstore.cli.progress import BytesProgress, stopped_by_signals
 from trajstore.cli.tables import out, print_json, print_notes
+from trajstore.errors import InvalidArgument
 
 __all__ = ["export", "import_", "upgrade"]
 
@@ -21,13 +23,15 @@ __all__ = ["export", "import_", "upgrade"]
 @click.option(
     "--format",
     "format_name",
-    help="safetensors, hdf5 or zarr; default: as the ending of the output says, or safetensors.",
+    help="safetensors, hdf5 or zarr; default: that of the layout, or as the ending of the output "
+    "says, or safetensors.",
 )
 @click.option(
     "--layout",
     default="native",
     show_default=True,
-    help="native, or the notebook whose scripts are to read it: 14.1a, 15.1a, 1.12a, 1.12f.",
+    help="native, or the notebook whose scripts are to read it: 14.1a, 15.1a, 1.12a, 1.12f, "
+    "thimble-6, thimble-7, …; `trajstore import` lists all.",
 )
 @click.option("-o", "--output", type=click.Path(), required=True, help="The file to write.")
 @click.option(
@@ -54,18 +58,22 @@ def export(run: str, format_name: str | None, output: str, as_json: bool, **opti
     Example:
       trajstore export gatsby.zarr --format safetensors --layout 15.1a -o gatsby.safetensors
       trajstore export gatsby.zarr --format hdf5 --steps 0:1000:10 --tokens dead -o dead.h5
+      trajstore export gatsby.zarr --layout thimble-7 -o thimble.h5
       trajstore export gatsby.zarr --format zarr --block-rows 64 -o portable.zarr
     """
     from trajstore.exchange.export_run import export as write
 
     endings = {".h5": "hdf5", ".hdf5": "hdf5", ".zarr": "zarr"}
-    format_name = format_name or endings.get(Path(output).suffix, "safetensors")
+    if options["layout"] == "native":
+        format_name = format_name or endings.get(Path(output).suffix, "safetensors")
     with stopped_by_signals(), BytesProgress("exporting") as progress:
         done = write(run, output, format=format_name, on_progress=progress.show, **options)
     if as_json:
         print_json(dataclasses.asdict(done) | {"path": str(done.path)})
         return
-    what = f"layout {done.layout}" if format_name == "safetensors" else format_name
+    what = f"layout {done.layout}"
+    if done.layout == "native" and done.format != "safetensors":
+        what = done.format
     out.print(
         f"Wrote {done.path}: {format_bytes(done.bytes)}, {what}, {done.rows} rows, "
         f"{done.tokens} tokens."
@@ -74,14 +82,39 @@ def export(run: str, format_name: str | None, output: str, as_json: bool, **opti
 
 
 @click.command(name="import")
-@click.argument("file", type=click.Path())
-@click.option("-o", "--output", type=click.Path(), required=True, help="The run to make.")
-@click.option("--layout", help="native, 14.1a, 15.1a, 1.12a, 1.12f, hdf5; default: recognised.")
+@click.argument("file", type=click.Path(), required=False)
+@click.option("-o", "--output", type=click.Path(), help="The run to make.")
+@click.option("--dry-run", is_flag=True, help="Only say what is taken for what; write nothing.")
+@click.option(
+    "--map",
+    "mapped",
+    metavar="ROLE=NAME",
+    multiple=True,
+    help="The array that has a role, such as W=embedding_history; ignore=NAME leaves one out. "
+    "Repeatable.",
+)
+@click.option("--bits", metavar="TYPE", help="What 16 bits are: bfloat16 or float16.")
+@click.option(
+    "--labels",
+    metavar="steps=…",
+    help="Steps of the rows: the name of an array, 0:2001:50, or 0,10,50.",
+)
+@click.option(
+    "--first-row",
+    type=int,
+    metavar="0|1",
+    help="Step of the first row of a file that labels none; default: 0.",
+)
+@click.option(
+    "--schedule",
+    metavar="SCHEDULE",
+    help="constant or linear:N: makes lr of the file's learning rate.",
+)
+@click.option("--layout", help="Of an export, native or hdf5; default: recognised.")
 @click.option(
     "--masks",
     type=click.Path(),
-    help="A safetensors file with untrained_mask or untrained_indices, where FILE tells no dead "
-    "tokens.",
+    help="A file that tells the dead tokens: masks, lists of ids, or counts of occurrences.",
 )
 @click.option("--encoding", help="Of the run; default: as it is recorded.")
 @click.option("--block-rows", type=int, help="Rows of a block; default: planned from the memory.")
@@ -95,27 +128,85 @@ def export(run: str, format_name: str | None, output: str, as_json: bool, **opti
 @click.option("--overwrite", is_flag=True, help="Replace a run that is there.")
 @JSON
 @sentences
-def import_(file: str, output: str, as_json: bool, **options: Any) -> None:
-    """Make a run of a safetensors or HDF5 file.
+def import_(
+    file: str | None,
+    output: str | None,
+    dry_run: bool,
+    mapped: tuple[str, ...],
+    labels: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Make a run of a file, or the runs of one that holds several. Without FILE, list what is read.
+
+    FILE is safetensors, HDF5, .npz, .npy, .pt of torch, or a folder of one such file per step.
 
     \b
     Example:
+      trajstore import
       trajstore import comprehensive_training_data.safetensors -o gatsby.zarr
       trajstore import wordybird.safetensors --masks fineweb_token_masks.safetensors -o w.zarr
+      trajstore import mine.npz --dry-run --map W=weights_0 --labels steps=0:2001:50
     """
+    if file is None:
+        print_understood(as_json=as_json)
+        return
+    roles: dict[str, tuple[str, ...]] = {}
+    for role, name in map(_assignment, mapped):
+        roles[role] = (*roles.get(role, ()), name)
+    labelled = dict([_assignment(labels)]) if labels else None
+    said = options | {"map": roles, "labels": labelled}
+    if dry_run:
+        _preview(file, said, as_json=as_json)
+        return
+    if output is None:
+        raise InvalidArgument("say where the run is to be with -o NAME.zarr, or add --dry-run")
     from trajstore.exchange.import_file import import_file
 
     with stopped_by_signals(), BytesProgress("importing") as progress:
-        done = import_file(file, output, on_progress=progress.show, **options)
+        done = import_file(file, output, on_progress=progress.show, **said)
+    runs = (done, *done.others)
     if as_json:
-        print_json(dataclasses.asdict(done) | {"path": str(done.path)})
+        facts = [dataclasses.asdict(one) | {"path": str(one.path), "others": []} for one in runs]
+        print_json(facts[0] | {"others": facts[1:]})
         return
-    held = ", ".join(f"{name} ({dtype})" for name, dtype in done.variables.items())
-    out.print(
-        f"Imported {done.path}: {done.rows} rows, steps {done.first_step} to {done.last_step}, "
-        f"{done.tokens} tokens, {held}; read as layout {done.layout}."
+    print_taken(done.table)
+    for one in runs:
+        held = ", ".join(f"{name} ({dtype})" for name, dtype in one.variables.items())
+        out.print(
+            f"Imported {one.path}: {one.rows} rows, steps {one.first_step} to {one.last_step}, "
+            f"{one.tokens} tokens, {held}; read as layout {one.layout}."
+        )
+        print_notes(one.notes)
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise InvalidArgument(f"got {text!r}, expected ROLE=NAME, such as W=embedding_history")
+    return name, value
+
+
+def _preview(file: str, said: dict[str, Any], *, as_json: bool) -> None:
+    from trajstore.exchange.import_file import preview_import
+
+    unused = ("encoding", "block_rows", "overwrite")
+    seen = preview_import(
+        file, **{name: value for name, value in said.items() if name not in unused}
     )
-    print_notes(done.notes)
+    if as_json:
+        print_json(dataclasses.asdict(seen))
+        return
+    print_taken(seen.table)
+    for label, run in seen.runs.items():
+        held = ", ".join(f"{name} ({dtype})" for name, dtype in run["variables"].items())
+        dead = "" if run["dead"] is None else f", {run['dead']} of them dead"
+        out.print(
+            f"Run{f' {label}' if label else ''}: {run['rows']} rows, steps {run['first_step']} to "
+            f"{run['last_step']}, {run['tokens']} tokens{dead}, {run['hidden']} hidden, {held}; "
+            f"read as layout {seen.layout}."
+        )
+        print_notes(run["notes"])
 
 
 @click.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from rich.text import Text
 
-from trajstore.cli.options import JSON, RUN, sentences
+from trajstore.cli.options import JSON, LATTICE, RUN, sentences
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import (
     out,
@@ -41,20 +41,21 @@ def info(run: str, as_json: bool) -> None:
 
 @click.command()
 @RUN
+@LATTICE
 @JSON
 @sentences
-def summary(run: str, as_json: bool) -> None:
+def summary(run: str, lattice: str, as_json: bool) -> None:
     """Print the tables of the notebooks: gradients, displacement, centroid, logits, loss.
 
     \b
     Example:
       trajstore summary gatsby.zarr
+      trajstore summary duckling.zarr --lattice bfloat16
     """
     import analysis
     from trajstore.store.open_run import open_run
 
-    ds = open_run(run)
-    facts = analysis.summary(ds).compute()
+    facts = analysis.summary(open_run(run), lattice).compute()
     if as_json:
         print_json(
             {
@@ -63,7 +64,9 @@ def summary(run: str, as_json: bool) -> None:
             }
         )
         return
-    print_summary(facts, ds)
+    if lattice != "native":
+        out.print(f"W is rounded to {lattice}.")
+    print_summary(facts)
 
 
 @click.command()
@@ -83,6 +86,7 @@ def summary(run: str, as_json: bool) -> None:
     help="An option of a single quantity, such as since=previous. Repeatable.",
 )
 @click.option("--by-population", is_flag=True, help="Statistics over dead, live and all tokens.")
+@LATTICE
 @click.option("--scheduler", metavar="ADDRESS", help="A dask cluster to compute on.")
 @click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
 @JSON
@@ -93,6 +97,7 @@ def analyze(
     output: str | None,
     assignments: tuple[str, ...],
     by_population: bool,
+    lattice: str,
     scheduler: str | None,
     overwrite: bool,
     as_json: bool,
@@ -105,12 +110,15 @@ def analyze(
       trajstore analyze gatsby.zarr grad_norms --by-population -o grad_norms.csv
       trajstore analyze gatsby.zarr displacement --set since=previous -o steps.nc
       trajstore analyze gatsby.zarr grad_norms freeze regimes -o motion.zarr
+      trajstore analyze duckling.zarr regimes freeze --lattice bfloat16
     """
     import analysis
     from analysis.write_results import describe, write_result
     from trajstore.store.open_run import open_run
 
-    result = analysis.answer(open_run(run), quantities, assignments, by_population=by_population)
+    result = analysis.answer(
+        open_run(run), quantities, assignments, by_population=by_population, lattice=lattice
+    )
     with AnalysisProgress(scheduler) as progress:
         if output is not None:
             files = write_result(result, output, overwrite=overwrite, report=progress.show)

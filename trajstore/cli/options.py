@@ -12,13 +12,20 @@ from rich.text import Text
 
 from trajstore.cli.tables import err
 from trajstore.errors import TrajstoreError
+from trajstore.schema import LATTICES
 
-__all__ = ["JSON", "RUN", "sentences"]
+__all__ = ["JSON", "LATTICE", "RUN", "sentences"]
 
 P = ParamSpec("P")
 
 RUN = click.argument("run", type=click.Path())
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
+LATTICE = click.option(
+    "--lattice",
+    type=click.Choice(LATTICES),
+    default="native",
+    help="Type that W is rounded to before it is looked at; default: none but its own.",
+)
 
 
 def sentences(command: Callable[P, None]) -> Callable[P, None]:

@@ -56,7 +56,7 @@ def _configuration(command: Callable[..., Any]) -> Callable[..., Any]:
             "--record",
             "variables",
             metavar="W,grad,…",
-            help="Variables, or a tier: weights, weights+grads, all.",
+            help="Variables, or a tier: weights, weights+grads, all; cells in place of W.",
         ),
         click.option("--every", type=int, metavar="K", help="Steps from one row to the next."),
         click.option("--tokens", metavar="all|dead|live|FILE", help="Which tokens to record."),
@@ -86,6 +86,7 @@ _PLACES = {
     "memory": "recording.memory",
     "block_rows": "recording.block_rows",
     "encoding": "recording.encoding",
+    "commit_every": "recording.commit_every",
     "checkpoint_every": "recording.checkpoint_every",
 }
 
@@ -141,10 +142,17 @@ def _assignments(
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), help="Where to train.")
 @click.option("--seed", type=int, help="Of everything random.")
 @click.option(
+    "--commit-every",
+    type=float,
+    metavar="SECONDS",
+    help="How late a row is safe, and seen, at most; default: 10; 0: whole blocks only.",
+)
+@click.option(
     "--checkpoint-every",
     type=int,
     metavar="K",
-    help="Steps between checkpoints, rounded up to whole blocks; default: only the last step.",
+    help="Steps between checkpoints, rounded up to whole blocks; default: by time, so that they "
+    "cost at most a hundredth of it.",
 )
 @click.option(
     "--resume",
@@ -187,9 +195,10 @@ def record(
 ) -> None:
     """Train a model and record every optimizer step.
 
-    Ctrl-C and SIGTERM stop it after the step in progress, so that --resume can go on. Without a
-    checkpoint, --resume trains the recorded steps again, and compares them. With --resume one and
-    the same command line begins a run and goes on with it, whenever it was killed.
+    Ctrl-C and SIGTERM stop it after the step in progress, so that --resume can go on; killed, it
+    loses the last seconds. Without a checkpoint, --resume trains the recorded steps again, and
+    compares them. With --resume one and the same command line begins a run and goes on with it,
+    whenever it was killed.
 
     --fork goes on from a step of another run, recorded or reached by training again, with other
     settings: any of optimizer and schedule, training.steps, training.max_grad_norm,
@@ -200,9 +209,9 @@ def record(
       trajstore record --preset gatsby --steps 300 -o gatsby.zarr
       trajstore record --preset gatsby --corpus book.txt --set optimizer.lr=3e-4
       trajstore record --preset wordybird-1b --every 10 --tokens dead
-      trajstore record --preset gatsby --checkpoint-every 500 -o long.zarr
+      trajstore record --preset gatsby -o long.zarr
       trajstore record --resume --steps 20000 -o long.zarr
-      trajstore record --preset gatsby --steps 9000 --checkpoint-every 500 --resume -o queued.zarr
+      trajstore record --preset gatsby --steps 9000 --resume -o queued.zarr
       trajstore record --fork long.zarr --at 800 --set optimizer.lr=3e-4 -o slower.zarr
     """
     import trainers

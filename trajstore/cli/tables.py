@@ -182,7 +182,7 @@ def print_plan(facts: dict[str, Any]) -> None:
             str(totals["block_rows"]),
         )
     out.print(printed)
-    print_notes(advice["sentence"] for advice in facts["advice"])
+    print_notes([*facts["notes"], *(advice["sentence"] for advice in facts["advice"])])
 
 
 def print_replay(result: Replay) -> None:
@@ -225,22 +225,25 @@ def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return rows
 
 
-def print_summary(summary: xr.Dataset, ds: xr.Dataset) -> None:
+def print_summary(summary: xr.Dataset) -> None:
     """Print what `analysis.summary` computed.
 
     Parameters
     ----------
     summary : Dataset
         Computed.
-    ds : Dataset
-        The run, for the number of tokens in each population.
     """
     steps = dict(zip(("first", "last"), summary["when_step"].values.tolist(), strict=True))
-    dead = int(ds["is_dead"].sum())
-    tokens = {"dead": dead, "live": ds.sizes["token"] - dead, "all": ds.sizes["token"]}
+    tokens = dict(
+        zip(
+            summary["population"].values.tolist(),
+            summary["population_tokens"].values.tolist(),
+            strict=True,
+        )
+    )
     if "grad_norms" in summary:
         printed = table("Gradient norms (L2)", "tokens", "step", "mean", "min", "max")
-        for population in ("dead", "live"):
+        for population in (name for name in tokens if name != "all"):
             for when, step in steps.items():
                 norms = summary["grad_norms"].sel(population=population, when=when)
                 values = (norms.sel(statistic=name).item() for name in ("mean", "min", "max"))
@@ -249,7 +252,7 @@ def print_summary(summary: xr.Dataset, ds: xr.Dataset) -> None:
                 )
         out.print(printed)
         largest = summary["max_dead_grad_norm"].item()
-        if not dead:
+        if not tokens["dead"]:
             out.print("There are no dead tokens: every id occurs in the text.")
         elif largest == 0:
             out.print("Dead token gradients are EXACTLY ZERO: only weight decay can move them.")

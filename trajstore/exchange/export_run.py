@@ -11,17 +11,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import xarray as xr
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
 from trajstore.exchange.export_hdf5 import hdf5_file
+from trajstore.exchange.export_layout import layout_file
 from trajstore.exchange.export_native import native_file
-from trajstore.exchange.export_notebook import notebook_file
 from trajstore.exchange.export_zarr import write_zarr
 from trajstore.exchange.exported_file import ExportedFile
 from trajstore.exchange.key_names import KEPT_ATTRIBUTES
-from trajstore.exchange.notebook_layouts import LAYOUTS, NOTEBOOKS
+from trajstore.exchange.layouts import EXPORT_LAYOUTS, LAYOUTS
 from trajstore.exchange.selection import Selection, Steps, Tokens, select
 from trajstore.formats.hdf5 import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
@@ -68,7 +69,7 @@ def export(
     run: str | os.PathLike[str] | xr.Dataset,
     file: str | os.PathLike[str],
     *,
-    format: str = "safetensors",
+    format: str | None = None,
     layout: str = "native",
     steps: Steps = None,
     tokens: Tokens = None,
@@ -87,12 +88,14 @@ def export(
         A run, or a Dataset with its variables (a subset, say).
     file : path-like
         Made beside its place, then moved there.
-    format : {'safetensors', 'hdf5', 'zarr'}
-        ``hdf5`` keeps 16-bit types as uint16 bits and needs the extra ``hdf5``; ``zarr`` is a run
-        again, with other chunks and another encoding.
-    layout : {'native', '14.1a', '15.1a', '1.12a', '1.12f'}
-        Of a safetensors file. ``native`` keeps names and native types and all that an import
-        needs; the others are those of the notebooks' files.
+    format : {'safetensors', 'hdf5', 'zarr'}, optional
+        That of the layout without it, safetensors for ``native``. ``hdf5`` keeps 16-bit types as
+        uint16 bits and needs the extra ``hdf5``; ``zarr`` is a run again, with other chunks and
+        another encoding.
+    layout : str, default 'native'
+        ``native`` keeps names and native types and all that an import needs; the others, of
+        `trajstore.exchange.layouts.LAYOUTS`, are those of the notebooks' files. What of a layout
+        the run does not hold is left out and said.
     steps, tokens, variables : optional
         What to export; see `trajstore.exchange.selection.select`. All without them.
     block_rows : int, optional
@@ -130,7 +133,7 @@ def export(
     >>> export("gatsby.zarr", "few.zarr", format="zarr", steps="::10", variables="W").rows
     3
     """
-    _check_request(format, layout, block_rows)
+    format = _checked_format(format, layout, block_rows)
     recorded = open_tiled(run)
     selection = select(recorded, steps=steps, tokens=tokens, variables=variables)
     notes: tuple[str, ...] = ()
@@ -152,39 +155,62 @@ def export(
             )
     else:
         content = _content(format, layout, recorded, selection)
-        write = write_hdf5 if format == "hdf5" else write_safetensors
         with staged_file(file, overwrite=overwrite) as path:
-            rounded = write(path, content.tensors, content.texts, on_progress)
+            rounded = _write(format, path, content, on_progress)
         notes = (*content.notes, *_on_rounding(rounded, layout))
+    tokens_written = len(selection.along_token(recorded.coordinates["token"]))
+    if layout != "native" and LAYOUTS[layout].only_dead:
+        is_dead = selection.along_token(recorded.coordinates["is_dead"]).astype(bool)
+        tokens_written = int(np.count_nonzero(is_dead))
     return Exported(
         path=Path(file),
         format=format,
         layout=layout,
         rows=len(selection.rows),
-        tokens=len(selection.along_token(recorded.coordinates["token"])),
+        tokens=tokens_written,
         variables=selection.variables,
         bytes=_size(Path(file)),
         notes=notes,
     )
 
 
-def _check_request(format: str, layout: str, block_rows: int | None) -> None:
-    if format not in FORMATS:
+def _checked_format(format: str | None, layout: str, block_rows: int | None) -> str:
+    """The format of an export that is possible."""
+    if format is not None and format not in FORMATS:
         raise InvalidArgument(f"cannot export to {format!r}; choose from {', '.join(FORMATS)}")
-    if layout not in LAYOUTS:
-        raise InvalidArgument(f"there is no layout {layout!r}; choose from {', '.join(LAYOUTS)}")
-    if layout != "native" and format != "safetensors":
-        raise InvalidArgument(f"layout {layout} is one of safetensors files, got format {format}")
-    if format != "zarr" and block_rows is not None:
-        raise InvalidArgument(f"only zarr has blocks; leave block_rows out for {format}")
+    if layout not in EXPORT_LAYOUTS:
+        raise InvalidArgument(
+            f"there is no layout {layout!r}; choose from {', '.join(EXPORT_LAYOUTS)}"
+        )
+    own = LAYOUTS[layout].format if layout != "native" else format or "safetensors"
+    if format is not None and format != own:
+        raise InvalidArgument(f"layout {layout} is one of {own} files, got format {format}")
+    if own != "zarr" and block_rows is not None:
+        raise InvalidArgument(f"only zarr has blocks; leave block_rows out for {own}")
+    return own
 
 
 def _content(format: str, layout: str, run: TiledRun, selection: Selection) -> ExportedFile:
-    if format == "hdf5":
-        return hdf5_file(run, selection)
-    if layout == "native":
-        return native_file(run, selection)
-    return notebook_file(NOTEBOOKS[layout], run, selection)
+    if layout != "native":
+        return layout_file(LAYOUTS[layout], run, selection)
+    return hdf5_file(run, selection) if format == "hdf5" else native_file(run, selection)
+
+
+def _write(
+    format: str, path: Path, content: ExportedFile, on_progress: Progress | None
+) -> dict[str, int]:
+    if format == "safetensors":
+        return write_safetensors(path, content.tensors, content.texts, on_progress)
+    return write_hdf5(
+        path,
+        content.tensors,
+        content.texts,
+        on_progress,
+        attributes=content.attributes,
+        chunk_rows=content.chunk_rows,
+        gzip=content.gzip,
+        float16_as_bits=content.float16_as_bits,
+    )
 
 
 def _on_rounding(rounded: Mapping[str, int], layout: str) -> Iterator[str]:

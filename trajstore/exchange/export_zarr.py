@@ -72,6 +72,7 @@ def write_zarr(
         block_rows=block_rows,
         encoding=encoding,
         buffers=1,
+        commit_every=None,
         attributes=attributes,
         **coordinates,
     ) as new:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from trajstore.exchange.selection import Selection
 from trajstore.formats.streamed_tensor import Tensor
@@ -22,12 +23,24 @@ class ExportedFile:
     tensors : tuple of Tensor
     texts : dict of str to str
         What it says besides: the metadata of a safetensors file, datasets of bytes in HDF5.
+    attributes : dict of str to str, int or float
+        Of the root, in HDF5.
+    chunk_rows : int
+        Rows of a chunk, in HDF5.
+    gzip : int
+        Level of compression in HDF5; 0 for none.
+    float16_as_bits : bool
+        Whether float16 too is written to HDF5 as its bits; bfloat16 always is.
     notes : tuple of str
         What whoever reads the file should know.
     """
 
     tensors: tuple[Tensor, ...]
     texts: dict[str, str]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    chunk_rows: int = 1
+    gzip: int = 0
+    float16_as_bits: bool = True
     notes: tuple[str, ...] = ()
 
 

@@ -1,4 +1,4 @@
-"""Files that people already have, as runs: safetensors in the notebooks' layouts, and HDF5.
+"""Files that people already have, as runs.
 
 A few rows at a time go from the file into the buffer of a writer; no tensor is ever in memory as
 a whole. Nothing is invented: what a file does not tell is absent, and what was understood
@@ -8,7 +8,8 @@ differently from what is written there is said.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,16 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY
-from trajstore.errors import InvalidArgument
-from trajstore.exchange.dead_tokens import with_masks
-from trajstore.exchange.file_recognition import IMPORT_LAYOUTS, open_file, understood
-from trajstore.exchange.imported_file import ImportedFile, ImportedVariable
-from trajstore.schema import STEP, VARIABLES
+from trajstore.exchange.imported_file import ImportedRun, ImportedVariable, Understood
+from trajstore.exchange.recognition import Taken
+from trajstore.exchange.understanding import opened_file, overrules
+from trajstore.schema import STEP
 from trajstore.store.create import staged_run
 from trajstore.store.writer import RunWriter
 from trajstore.threads import Progress
-from trajstore.values.native_types import NATIVE_TYPES
-from trajstore.values.rounding import as_bfloat16, is_bfloat16
 from trajstore.version import __version__
 
-__all__ = ["Imported", "import_file"]
+__all__ = ["Imported", "Preview", "import_file", "preview_import"]
 
 Array = npt.NDArray[Any]
 
@@ -44,13 +42,17 @@ class Imported:
     ----------
     path : Path
     layout : str
-        As which the file was read.
+        As which the file was read, or its format where it is of no layout.
     rows, tokens : int
     first_step, last_step : int
     variables : dict of str to str
         Native type of each.
     notes : tuple of str
         What was corrected, left out or is not known.
+    table : tuple of Taken
+        What each array and number of the file was taken for.
+    others : tuple of Imported
+        The further runs of a file that holds several.
     """
 
     path: Path
@@ -61,6 +63,71 @@ class Imported:
     last_step: int
     variables: dict[str, str]
     notes: tuple[str, ...]
+    table: tuple[Taken, ...] = ()
+    others: tuple[Imported, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preview:
+    """What an import of a file would make.
+
+    Attributes
+    ----------
+    layout : str
+    runs : dict of str to dict
+        ``rows``, ``tokens``, ``hidden``, ``first_step``, ``last_step``, ``dead`` (a number, or None
+        where it is not known), ``variables`` and ``notes`` of each run, by its label, which is
+        empty for a single one.
+    table : tuple of Taken
+    """
+
+    layout: str
+    runs: dict[str, dict[str, Any]]
+    table: tuple[Taken, ...]
+
+
+def preview_import(
+    file: str | os.PathLike[str], *, memory: int | str = EXCHANGE_MEMORY, **said: Any
+) -> Preview:
+    """What `import_file` would make of a file; nothing is written.
+
+    Parameters
+    ----------
+    file : path-like
+    memory : int or str
+    **said
+        As `import_file` takes it: layout, map, bits, labels, first_row, masks, schedule.
+
+    Raises
+    ------
+    RunNotFound, FormatError, InvalidArgument, MissingExtra
+        As `import_file`.
+
+    Examples
+    --------
+    >>> from trajstore import export
+    >>> file = export("gatsby.zarr", "gatsby.safetensors", layout="15.1a")
+    >>> [(line.name, line.role) for line in preview_import(file).table if line.name == "momentum"]
+    [('momentum', 'exp_avg')]
+    """
+    with opened_file(file, overrules(**said), memory) as held:
+        return Preview(
+            layout=held.layout,
+            runs={
+                run.label: {
+                    "rows": len(run.steps),
+                    "tokens": len(run.token),
+                    "hidden": run.hidden,
+                    "first_step": int(run.steps[0]),
+                    "last_step": int(run.steps[-1]),
+                    "dead": _dead(run),
+                    "variables": _types(run),
+                    "notes": list(_notes(run)),
+                }
+                for run in held.runs
+            },
+            table=held.table,
+        )
 
 
 def import_file(
@@ -68,33 +135,53 @@ def import_file(
     path: str | os.PathLike[str],
     *,
     layout: str | None = None,
+    map: Mapping[str, str | Iterable[str]] | None = None,
+    bits: str | None = None,
+    labels: Mapping[str, str] | None = None,
+    first_row: int | None = None,
     masks: str | os.PathLike[str] | None = None,
+    schedule: str | None = None,
     encoding: str | None = None,
     block_rows: int | None = None,
     memory: int | str = EXCHANGE_MEMORY,
     overwrite: bool = False,
     on_progress: Progress | None = None,
 ) -> Imported:
-    """Make a run of a file.
+    """Make a run of a file, or several of one that holds several.
 
     Parameters
     ----------
     file : path-like
-        safetensors as `trajstore.export` or the notebooks 14.1a, 15.1a, 1.12a, 1.12f write it, or
-        HDF5 with ``W``, ``grad_W``, ``momentum_W``, ``variance_W``, ``losses``.
+        safetensors, HDF5, ``.npz``, ``.npy``, ``.pt`` of torch, or a folder of one such file per
+        step. Its arrays are recognised by names in use, types and shapes; an array of (step, token,
+        hidden) alone is enough.
     path : path-like
-        Where the run will be; it appears there whole.
+        Where the run will be; it appears there whole. Several are ``NAME.0.zarr``, ``NAME.1.zarr``
+        or ``NAME.E.zarr``, ``NAME.W.zarr`` beside it.
     layout : str, optional
-        native, 14.1a, 15.1a, 1.12a, 1.12f or hdf5; recognised by keys and types without it.
+        native, hdf5 or one of `trajstore.exchange.layouts.LAYOUTS`, whose keys and alignment it
+        then has; recognised without it.
+    map : mapping of str to str or iterable of str, optional
+        Arrays by their roles, such as ``{"W": "weights_0", "loss": "nll"}``; those of ``ignore``
+        are left out.
+    bits : {'bfloat16', 'float16'}, optional
+        What uint16 are bits of (bfloat16 without it), and what float16 was before.
+    labels : mapping of str to str, optional
+        ``{"steps": "cs"}`` or ``{"steps": "0:2001:50"}``: labels of the rows.
+    first_row : {0, 1}, optional
+        Step of the first row of a file that labels none; each row is the state after its step.
     masks : path-like, optional
-        A safetensors file that tells the dead tokens, for a file that does not: ``untrained_mask``
-        or ``trained_mask``, ``untrained_indices`` or ``trained_indices``.
+        A file that tells the dead tokens, or counts.
+    schedule : str, optional
+        ``constant`` or ``linear:N``: makes ``lr`` of the file's learning rate, and fills in what it
+        leaves out of the optimizer's rule; the attribute ``imported`` says that they are given.
     encoding : str, optional
         Of the run; the writer's default without it.
     block_rows : int, optional
         Rows of a block; planned from `memory` without it.
     memory : int or str, default 320 MiB
-        For the buffer of the writer.
+        For the buffer of the writer, and as much again for compressed chunks of HDF5 that can only
+        be read whole.
     overwrite : bool
         Replace a run that is there.
     on_progress : callable, optional
@@ -109,11 +196,13 @@ def import_file(
     RunNotFound
         If there is no file.
     FormatError
-        If it is neither format, not sound, of no known layout, or lacks what its layout requires.
+        If it is of no known format, not sound, holds no W, or contradicts itself.
+    MissingExtra
+        If its format needs a library that is not installed.
     RunExists
         If something is at `path` and `overwrite` is not set.
     InvalidArgument
-        If `layout` does not exist or fit the format, or `memory` does not hold a block.
+        If an argument does not exist or fit the file, or `memory` does not hold a block.
 
     Notes
     -----
@@ -128,99 +217,143 @@ def import_file(
     >>> imported.layout, imported.rows, imported.variables["W"]
     ('native', 21, 'bfloat16')
     """
-    if layout is not None and layout not in IMPORT_LAYOUTS:
-        raise InvalidArgument(
-            f"there is no layout {layout!r}; choose from {', '.join(IMPORT_LAYOUTS)}"
-        )
-    with staged_run(path, overwrite=overwrite) as new, open_file(file, layout) as opened:
-        imported = understood(opened, layout)
-        if masks is not None:
-            imported = with_masks(imported, masks)
-        imported = _narrowed(imported)
-        notes = tuple(_notes(imported, masks))
-        origin = {
-            "file": Path(file).name,
-            "bytes": Path(file).stat().st_size,
-            "layout": imported.layout,
-            "notes": list(notes),
-            "trajstore_version": __version__,
-        }
-        earlier = imported.attributes.get("imported")
-        if earlier is not None:
-            origin["earlier"] = earlier
-        types = {held.variable: held.wanted.name for held in imported.variables}
-        chosen = {} if encoding is None else {"encoding": encoding}
-        with RunWriter.create(
-            new,
-            token=imported.token,
-            hidden=imported.hidden,
-            variables=types,
-            attributes=imported.attributes | {"imported": origin},
-            memory=memory,
-            buffers=1,
-            block_rows=block_rows,
-            **imported.coordinates,
-            **chosen,  # type: ignore[arg-type]
-        ) as run:
-            _fill(run, imported, on_progress)
+    said = overrules(
+        layout=layout,
+        map=map,
+        bits=bits,
+        labels=labels,
+        first_row=first_row,
+        masks=masks,
+        schedule=schedule,
+    )
+    options: dict[str, Any] = {"memory": memory, "block_rows": block_rows}
+    if encoding is not None:
+        options["encoding"] = encoding
+    with ExitStack() as stack:
+        held = stack.enter_context(opened_file(file, said, memory))
+        targets = [_target(Path(path), run.label) for run in held.runs]
+        places = [
+            stack.enter_context(staged_run(target, overwrite=overwrite)) for target in targets
+        ]
+        progress = _Parts(held.runs, on_progress)
+        for run, place in zip(held.runs, places, strict=True):
+            origin = _origin(file, masks, held, run)
+            _write(place, run, origin, progress.of_next(), options)
+    done = [_imported(target, held, run) for target, run in zip(targets, held.runs, strict=True)]
+    return replace(done[0], others=tuple(done[1:]))
+
+
+def _target(path: Path, label: str) -> Path:
+    """Path of one run: NAME.0.zarr beside NAME.zarr."""
+    if not label:
+        return path
+    return path.with_name(f"{path.name.removesuffix('.zarr')}.{label}.zarr")
+
+
+def _imported(target: Path, held: Understood, run: ImportedRun) -> Imported:
     return Imported(
-        path=Path(path),
-        layout=imported.layout,
-        rows=len(imported.steps),
-        tokens=len(imported.token),
-        first_step=int(imported.steps[0]),
-        last_step=int(imported.steps[-1]),
-        variables=types,
-        notes=notes,
+        path=target,
+        layout=held.layout,
+        rows=len(run.steps),
+        tokens=len(run.token),
+        first_step=int(run.steps[0]),
+        last_step=int(run.steps[-1]),
+        variables=_types(run),
+        notes=tuple(_notes(run)),
+        table=held.table,
     )
 
 
-def _narrowed(imported: ImportedFile) -> ImportedFile:
-    """The file with bfloat16 wanted where every float32 value is one."""
-    if imported.exact:
-        return imported
-    return replace(
-        imported,
-        variables=tuple(
-            replace(held, wanted=NATIVE_TYPES["bfloat16"])
-            if held.native.name == "float32" and _all_bfloat16(held)
-            else held
-            for held in imported.variables
-        ),
-    )
+def _types(run: ImportedRun) -> dict[str, str]:
+    return {held.variable: held.wanted.name for held in run.variables}
 
 
-def _all_bfloat16(held: ImportedVariable) -> bool:
-    rows = max(1, _BATCH // max(held.row_bytes, 1))
-    return all(
-        is_bfloat16(held.read(start, min(start + rows, held.rows)))
-        for start in range(0, held.rows, rows)
-    )
+def _dead(run: ImportedRun) -> int | None:
+    is_dead = run.coordinates.get("is_dead")
+    return None if is_dead is None else int(np.count_nonzero(is_dead))
 
 
-def _notes(imported: ImportedFile, masks: str | os.PathLike[str] | None) -> Iterator[str]:
+def _origin(
+    file: str | os.PathLike[str],
+    masks: str | os.PathLike[str] | None,
+    held: Understood,
+    run: ImportedRun,
+) -> dict[str, Any]:
+    """What the attribute `imported` of a run says."""
+    source = Path(file)
+    sizes = [each.stat().st_size for each in source.rglob("*")] if source.is_dir() else []
+    origin: dict[str, Any] = {
+        "file": source.name,
+        "bytes": sum(sizes) if source.is_dir() else source.stat().st_size,
+        "layout": held.layout,
+        "notes": list(_notes(run)),
+        "trajstore_version": __version__,
+    }
+    if run.label:
+        origin["run"] = run.label
+    if masks is not None:
+        origin["masks"] = Path(masks).name
+    earlier = dict(run.attributes.get("imported", {}))
+    if "given" in earlier and "file" not in earlier:
+        origin["given"] = earlier.pop("given")
+    if earlier:
+        origin["earlier"] = earlier
+    return origin
+
+
+def _notes(run: ImportedRun) -> Iterator[str]:
     """What was understood differently from what is written in the file, and what is not known."""
-    yield from imported.notes
-    # What a run does not tell is not missed in its own layout.
-    if "is_dead" not in imported.coordinates and imported.layout != "native":
-        yield "the file does not tell which tokens are dead"
-    shifted = [held.variable for held in imported.variables if held.time == "before"]
+    yield from run.notes
+    shifted = [held.variable for held in run.variables if held.time == "before"]
     if shifted:
         yield (
             f"{', '.join(shifted)} are those before the step of their row and were shifted by one; "
-            f"after step {imported.steps[-1]} they are not in the file, and NaN in the run"
-        )
-    if masks is not None:
-        yield f"which tokens are dead is from {os.path.basename(masks)}"
-    narrowed = [held.variable for held in imported.variables if held.wanted != held.native]
-    if narrowed:
-        yield (
-            f"{', '.join(narrowed)}: float32 in the file, bfloat16 in the run, as every value is "
-            "one"
+            f"after step {run.steps[-1]} they are not in the file, and NaN in the run"
         )
 
 
-def _fill(run: RunWriter, imported: ImportedFile, on_progress: Progress | None) -> None:
+class _Parts:
+    """Progress over several runs as that over one."""
+
+    def __init__(self, runs: tuple[ImportedRun, ...], on_progress: Progress | None) -> None:
+        self._sizes = [
+            len(run.steps) * (sum(held.row_bytes for held in run.variables) or 1) for run in runs
+        ]
+        self._at = -1
+        self._on_progress = on_progress
+
+    def of_next(self) -> Progress | None:
+        """Callback of the next run."""
+        self._at += 1
+        told = self._on_progress
+        if told is None:
+            return None
+        before, size, total = sum(self._sizes[: self._at]), self._sizes[self._at], sum(self._sizes)
+        return lambda done, whole: told(before + size * done // max(whole, 1), total)
+
+
+def _write(
+    place: Path,
+    run: ImportedRun,
+    origin: dict[str, Any],
+    on_progress: Progress | None,
+    options: dict[str, Any],
+) -> None:
+    with RunWriter.create(
+        place,
+        token=run.token,
+        hidden=run.hidden,
+        variables=_types(run),
+        attributes=run.attributes | {"imported": origin},
+        buffers=1,
+        commit_every=None,
+        **run.coordinates,
+        **options,
+    ) as writer:
+        _fill(writer, run, on_progress)
+
+
+def _fill(run: RunWriter, imported: ImportedRun, on_progress: Progress | None) -> None:
     arrays = run.layout.arrays
     row = sum(array.row_bytes for name, array in arrays.items() if name != STEP.name)
     total = row * len(imported.steps)
@@ -228,25 +361,26 @@ def _fill(run: RunWriter, imported: ImportedFile, on_progress: Progress | None) 
     batch = max(1, _BATCH // max(sum(held.row_bytes for held in imported.variables), 1))
     for at, places in run.stretches(imported.steps, batch):
         for name, place in places.items():
-            place[...] = _rows(variables[name], imported, at.start, at.stop)
+            place[...] = _rows(variables[name], at.start, at.stop)
         if on_progress is not None:
             on_progress(row * at.stop, total)
 
 
-def _rows(held: ImportedVariable, imported: ImportedFile, start: int, stop: int) -> Array:
+def _rows(held: ImportedVariable, start: int, stop: int) -> Array:
     """Bits of the wanted type for rows of the run."""
-    shift = 1 if held.time == "before" else 0
-    last = min(stop + shift, held.rows)
+    shift = 1 if held.time == "before" else -1 if held.missing else 0
+    first, last = max(start + shift, 0), min(stop + shift, held.rows)
     bits = np.empty((0, *held.row_shape), held.native.bits)
-    if last > start + shift:
-        bits = held.read(start + shift, last)
-    if held.wanted != held.native:
-        bits = as_bfloat16(bits)
+    if last > first:
+        bits = held.read(first, last)
+    bits = held.wanted_bits(bits)
+    nan = np.full((1, *held.row_shape), held.wanted.nan_bits, held.wanted.bits)
+    if held.missing and start == 0:
+        bits = np.concatenate([nan, bits])
     if len(bits) < stop - start:
         # What was before the next step is known; what came after the last one is not.
-        end = np.full((1, *held.row_shape), held.wanted.nan_bits, held.wanted.bits)
-        bits = np.concatenate([bits, end])
-    has_blank = not imported.exact and VARIABLES[held.variable].row0 == "nan"
-    if has_blank and held.time == "after" and start == 0 and imported.steps[0] == 0:
+        bits = np.concatenate([bits, nan])
+    if held.blank and start == 0:
+        bits = bits if bits.flags.writeable else bits.copy()
         bits[0] = held.wanted.nan_bits
     return bits

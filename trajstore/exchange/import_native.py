@@ -8,23 +8,26 @@ import numpy.typing as npt
 
 from trajstore.errors import FormatError
 from trajstore.exchange.imported_file import (
-    ImportedFile,
-    abridged,
+    ImportedRun,
+    ImportedVariable,
+    Source,
+    Understood,
     checked_texts,
     checked_tokens,
-    imported_variables,
     kept_attributes,
 )
+from trajstore.exchange.recognition import Taken, abridged
 from trajstore.exchange.step_labels import true_steps
 from trajstore.formats.safetensors import SafetensorsFile
 from trajstore.schema import COORDINATES, STEP, VARIABLES
+from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["read_native"]
 
 Array = npt.NDArray[Any]
 
 
-def read_native(file: SafetensorsFile) -> ImportedFile:
+def read_native(file: SafetensorsFile) -> Understood:
     """Understand a file of the native layout.
 
     Raises
@@ -40,29 +43,63 @@ def read_native(file: SafetensorsFile) -> ImportedFile:
         )
     steps, _ = true_steps(_filled(file, STEP.name, ("int64",)), trusted=True)
     token = _filled(file, "token", ("int32", "int64"))
-    variables = imported_variables(
-        file,
-        {name: (name, "after") for name in VARIABLES if name in file.keys},
-        rows=len(steps),
-        tokens=len(token),
-    )
     coordinates: dict[str, Any] = {}
     for name, entry in COORDINATES.items():
         if entry.dtype == "string":
-            if name in file.metadata:
-                coordinates[name] = checked_texts(file, name, file.metadata[name], len(token))
+            if name in file.attributes:
+                coordinates[name] = checked_texts(file, name, file.attributes[name], len(token))
         elif name != "token" and name in file.keys:
             coordinates[name] = file.vector(name, (entry.dtype,), len(token))
-    attributes = kept_attributes(file, file.metadata.get("attributes", "{}"))
-    return ImportedFile(
-        layout="native",
+    run = ImportedRun(
         steps=steps,
         token=checked_tokens(file, token),
         coordinates=coordinates,
-        variables=variables,
-        attributes=attributes,
-        exact=True,
+        variables=_variables(file, len(steps), len(token)),
+        attributes=kept_attributes(file, file.attributes.get("attributes", "{}")),
     )
+    known = (STEP.name, *COORDINATES, *VARIABLES)
+    table = tuple(
+        Taken(name=key, dtype=file.dtype(key), shape=file.shape(key),
+              role=key if key in known else "", why="" if key in known else "not known")
+        for key in file.keys
+    )  # fmt: skip
+    return Understood(layout="native", runs=(run,), table=table)
+
+
+def _variables(file: SafetensorsFile, rows: int, tokens: int) -> tuple[ImportedVariable, ...]:
+    """Variables of the file, their shapes and types checked."""
+    hidden = next((file.shape(key)[-1] for key in ("W", "delta") if key in file.keys
+                   and len(file.shape(key)) == 3), None)  # fmt: skip
+    if hidden is None:
+        raise FormatError(f"{file.path}: it holds no W, without which there is no run")
+    found = []
+    for name, entry in VARIABLES.items():
+        if name not in file.keys:
+            continue
+        shape, dtype = file.shape(name), file.dtype(name)
+        lengths = {"step": rows, "token": tokens, "hidden": hidden}
+        expected = tuple(lengths[dim] for dim in entry.dims)
+        if shape != expected:
+            raise FormatError(f"{file.path}: {name} has shape {shape}, expected {expected}")
+        if not all(shape):
+            raise FormatError(f"{file.path}: {name} has shape {shape}, which holds nothing")
+        if dtype not in NATIVE_TYPES:
+            raise FormatError(
+                f"{file.path}: {name} is of type {dtype}, expected {', '.join(NATIVE_TYPES)}"
+            )
+        native = NATIVE_TYPES[dtype]
+        found.append(
+            ImportedVariable(
+                file=file,
+                variable=name,
+                sources=(Source(key=name),),
+                native=native,
+                wanted=native,
+                rows=rows,
+                row_shape=shape[1:],
+            )
+        )
+    return tuple(found)
 
 
 def _filled(file: SafetensorsFile, key: str, dtypes: tuple[str, ...]) -> Array:

@@ -1,32 +1,32 @@
-"""What a file holds, once its layout is recognised and every shape and type is checked."""
+"""What a file holds, once it is recognised and every shape and type is checked."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
 from trajstore.exchange.key_names import KEPT_ATTRIBUTES
-from trajstore.schema import VARIABLES
+from trajstore.exchange.recognition import Taken
+from trajstore.formats.array_file import ArrayFile
 from trajstore.strict_json import parse
-from trajstore.values.native_types import NativeType, is_zero_or_nan
+from trajstore.values.native_types import NativeType, is_zero_or_nan, narrow, widen
+from trajstore.values.rounding import as_bfloat16, is_bfloat16
 
 __all__ = [
-    "ArrayFile",
-    "ImportedFile",
+    "ImportedRun",
     "ImportedVariable",
+    "Source",
     "Time",
-    "abridged",
+    "Understood",
     "checked_texts",
     "checked_tokens",
     "first_row_is_blank",
-    "imported_variables",
     "kept_attributes",
 ]
 
@@ -36,28 +36,28 @@ Time = Literal["after", "before"]
 """Whether a row holds the state after its step, or before it."""
 
 _DEEPEST_JSON = 32
+_BATCH = 4 << 20
 
 
-class ArrayFile(Protocol):
-    """A file of named arrays, open for reading, as `trajstore.formats` has one for each format.
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """An array of a file that holds a variable, or the part of it of some tokens.
 
     Attributes
     ----------
-    path : Path
-    keys : tuple of str
+    key : str
+    outer : int, optional
+        Place along a first axis of runs.
+    places : ndarray of int, optional
+        Places along ``token`` where its tokens go; all without it.
+    pick : ndarray of int, optional
+        What to take along its token axis; all without it.
     """
 
-    path: Path
-    keys: tuple[str, ...]
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of an array."""
-
-    def native_type(self, key: str) -> NativeType:
-        """Type of an array of floating-point numbers; FormatError if it is of another type."""
-
-    def read(self, key: str, start: int | None = None, stop: int | None = None) -> Array:
-        """Values of an array or their bits, or those of its rows from `start` up to `stop`."""
+    key: str
+    outer: int | None = None
+    places: Array | None = None
+    pick: Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,27 +66,45 @@ class ImportedVariable:
 
     Attributes
     ----------
-    file : ArrayFile
-    variable, key : str
-        Its names in a run and in the file.
+    variable : str
     native : NativeType
-        In the file.
+        In the file, or as which its bits are read.
     wanted : NativeType
         In the run.
     rows : int
+        In the file.
     row_shape : tuple of int
+        In the run.
+    file : ArrayFile, optional
+    sources : tuple of Source
+    given : ndarray, optional
+        Its bits, where no file holds them.
+    single : bool
+        Whether the file holds one state, without an axis of steps.
     time : {'after', 'before'}
-        Whether a row holds the state after its step, or before it.
+    missing : bool
+        Whether its first row in the file is the run's second.
+    blank : bool
+        Whether its first row, 0 or whatever it is, is NaN in the run: no step made it.
     """
 
-    file: ArrayFile
     variable: str
-    key: str
     native: NativeType
     wanted: NativeType
     rows: int
     row_shape: tuple[int, ...]
-    time: Time
+    file: ArrayFile | None = None
+    sources: tuple[Source, ...] = ()
+    given: Array | None = None
+    single: bool = False
+    time: Time = "after"
+    missing: bool = False
+    blank: bool = False
+
+    @property
+    def key(self) -> str:
+        """Name in the file."""
+        return " and ".join(source.key for source in self.sources) or self.variable
 
     @property
     def row_bytes(self) -> int:
@@ -94,37 +112,68 @@ class ImportedVariable:
         return math.prod(self.row_shape) * self.native.itemsize
 
     def read(self, start: int, stop: int) -> Array:
-        """Bits of the rows from `start` up to `stop`, in the type that the file has."""
-        values = self.file.read(self.key, start, stop)
-        return np.ascontiguousarray(values).view(self.native.bits)
+        """Bits of the rows of the file from `start` up to `stop`, in the type that it has."""
+        if self.given is not None:
+            return self.given[start:stop]
+        assert self.file is not None
+        whole = np.empty((stop - start, *self.row_shape), self.native.bits)
+        for source in self.sources:
+            if self.single:
+                bits = self.file.read(source.key)[None]
+            else:
+                bits = self.file.read(source.key, start, stop, source.outer)
+            bits = np.ascontiguousarray(bits).view(self.native.bits)
+            if source.pick is not None:
+                bits = bits[:, source.pick]
+            if source.places is None:
+                return bits
+            whole[:, source.places] = bits
+        return whole
+
+    def wanted_bits(self, bits: Array) -> Array:
+        """Bits of the wanted type, which holds every value, as `holds_bfloat16` has checked."""
+        if self.wanted == self.native:
+            return bits
+        if self.native.name == "float32":
+            return as_bfloat16(bits)
+        return narrow(widen(bits, self.native), self.wanted)
+
+    def holds_bfloat16(self) -> bool:
+        """Whether every value is one of bfloat16."""
+        rows = max(1, _BATCH // max(self.row_bytes, 1))
+        for start in range(0, self.rows, rows):
+            bits = self.read(start, min(start + rows, self.rows))
+            if self.native.name == "float16":
+                bits = widen(bits, self.native).view(np.uint32)
+            if not is_bfloat16(bits):
+                return False
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportedFile:
-    """A file that is understood: what a run is made of.
+class ImportedRun:
+    """A run that a file holds.
 
     Attributes
     ----------
-    layout : str
+    label : str
+        That tells it from the others of the file; empty for the only one.
     steps : ndarray of int64, (step,)
     token : ndarray of int, (token,)
     coordinates : dict of str to array_like, (token,)
     variables : tuple of ImportedVariable
     attributes : dict
         For the root of the run.
-    exact : bool
-        Whether the file says what the native types were.
     notes : tuple of str
         What was corrected, left out or is not known.
     """
 
-    layout: str
     steps: Array
     token: Array
     coordinates: dict[str, Any]
     variables: tuple[ImportedVariable, ...]
     attributes: dict[str, Any]
-    exact: bool
+    label: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -133,51 +182,22 @@ class ImportedFile:
         return next(v.row_shape[1] for v in self.variables if v.variable in ("W", "delta"))
 
 
-def imported_variables(
-    file: ArrayFile, names: Mapping[str, tuple[str, Time]], *, rows: int, tokens: int
-) -> tuple[ImportedVariable, ...]:
-    """Variables of a file, their shapes and types checked.
+@dataclass(frozen=True, kw_only=True)
+class Understood:
+    """A file that is understood.
 
-    Parameters
+    Attributes
     ----------
-    file : ArrayFile
-    names : mapping of str to (str, {'after', 'before'})
-        Variable that a key holds, and at which time.
-    rows, tokens : int
-
-    Raises
-    ------
-    FormatError
-        If shapes disagree, a type is none of a run, or there is no W.
+    layout : str
+        Of the table of layouts, or the format where it is of none.
+    runs : tuple of ImportedRun
+    table : tuple of Taken
+        What each array was taken for.
     """
-    hidden: int | None = None
-    found = []
-    for key, (variable, time) in names.items():
-        shape, dims = file.shape(key), VARIABLES[variable].dims
-        if len(shape) == len(dims) and "hidden" in dims and hidden is None:
-            hidden = shape[dims.index("hidden")]
-        lengths = {"step": rows, "token": tokens, "hidden": hidden}
-        expected = tuple(lengths[dim] for dim in dims)
-        if shape != expected:
-            raise FormatError(f"{file.path}: {key} has shape {shape}, expected {expected}")
-        if not all(shape):
-            raise FormatError(f"{file.path}: {key} has shape {shape}, which holds nothing")
-        native = file.native_type(key)
-        found.append(
-            ImportedVariable(
-                file=file,
-                variable=variable,
-                key=key,
-                native=native,
-                wanted=native,
-                rows=rows,
-                row_shape=shape[1:],
-                time=time,
-            )
-        )
-    if not any(held.variable in ("W", "delta") for held in found):
-        raise FormatError(f"{file.path}: it holds no W, without which there is no run")
-    return tuple(found)
+
+    layout: str
+    runs: tuple[ImportedRun, ...]
+    table: tuple[Taken, ...] = field(default=())
 
 
 def first_row_is_blank(held: ImportedVariable) -> bool:
@@ -251,11 +271,5 @@ def _is_shallow(value: Any, depth: int) -> bool:
     if not isinstance(value, dict | list):
         # A number beyond float64 reads as infinity, which JSON cannot say.
         return not isinstance(value, float) or math.isfinite(value)
-    inner = value.values() if isinstance(value, dict) else value
+    inner: Any = value.values() if isinstance(value, Mapping) else value
     return depth > 0 and all(_is_shallow(item, depth - 1) for item in inner)
-
-
-def abridged(keys: Iterable[str]) -> str:
-    """Keys for a message, a dozen at most."""
-    names = sorted(keys)
-    return ", ".join(names[:12]) + (" …" if len(names) > 12 else "") if names else "nothing"

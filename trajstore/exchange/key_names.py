@@ -1,11 +1,8 @@
-"""Names in files, which exports write and imports read; those of notebooks have their own table."""
+"""Names in files of trajstore itself, which exports write and imports read."""
 
 from __future__ import annotations
 
-__all__ = ["DEAD_IDS", "HDF5_KEYS", "HDF5_TEXTS", "KEPT_ATTRIBUTES", "MASKS", "STEPS_KEY"]
-
-STEPS_KEY = "recorded_steps"
-"""The steps of the rows."""
+__all__ = ["HDF5_KEYS", "HDF5_TEXTS", "KEPT_ATTRIBUTES"]
 
 HDF5_KEYS = {
     "W": "W",
@@ -23,17 +20,6 @@ HDF5_TEXTS = {
     "token_text": "token_text_json",
 }
 """Names of texts in HDF5 files: attributes of the run and of its variables, and its tokens."""
-
-MASKS = {"untrained_mask": True, "trained_mask": False}
-"""Masks along ``token``, and whether they mark the dead tokens."""
-
-DEAD_IDS = {
-    "dead_token_ids": True,
-    "live_token_ids": False,
-    "untrained_indices": True,
-    "trained_indices": False,
-}
-"""Lists of token ids, and whether they are those of the dead tokens."""
 
 KEPT_ATTRIBUTES = ("config", "optimizer", "provenance", "imported", "created")
 """Attributes of the root that say where the values come from, and stay true of a copy."""

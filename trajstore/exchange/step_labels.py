@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import FormatError
+from trajstore.errors import FormatError, InvalidArgument
 
-__all__ = ["true_steps", "unlabelled_steps"]
+__all__ = ["named_steps", "true_steps", "unlabelled_steps"]
 
 Array = npt.NDArray[Any]
 
@@ -58,7 +59,40 @@ def true_steps(labels: Array, *, trusted: bool = False) -> tuple[Array, str | No
     )
 
 
-def unlabelled_steps(rows: int) -> tuple[Array, str]:
+def unlabelled_steps(rows: int, *, first: int = 0) -> tuple[Array, str]:
     """Steps of the rows of a file that does not say them, and a note on how they were taken."""
-    note = f"the file labels no steps; its rows were taken as steps 0 to {rows - 1}"
-    return np.arange(rows, dtype=np.int64), note
+    last = first + rows - 1
+    note = f"the file labels no steps; its rows were taken as steps {first} to {last}"
+    return np.arange(first, first + rows, dtype=np.int64), note
+
+
+def named_steps(text: str, rows: int) -> Array:
+    """Steps that the user names: ``0:2001:50`` as in Python, or numbers between commas.
+
+    Raises
+    ------
+    InvalidArgument
+        If it cannot be read, or names other than as many increasing steps as there are rows.
+
+    Examples
+    --------
+    >>> named_steps("0:200:50", 4)
+    array([  0,  50, 100, 150])
+    """
+    span = re.fullmatch(r"(\d{1,15}):(\d{1,15})(?::([1-9]\d{0,14}))?", text)
+    if span is not None:
+        start, stop, stride = int(span[1]), int(span[2]), int(span[3] or 1)
+        count = len(range(start, stop, stride))
+        steps = np.arange(min(count, rows + 1), dtype=np.int64) * stride + start
+    elif re.fullmatch(r"\d{1,15}(,\d{1,15})*", text):
+        steps = np.array([int(word) for word in text.split(",")], np.int64)
+        count = len(steps)
+    else:
+        raise InvalidArgument(
+            f"cannot read {text!r} as steps; write the name of an array, 0:2001:50, or 0,10,50"
+        )
+    if count != rows or (np.diff(steps) <= 0).any():
+        raise InvalidArgument(
+            f"steps {text} are {count}, expected {rows} that increase, one for each row"
+        )
+    return steps

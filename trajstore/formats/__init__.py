@@ -1,6 +1,9 @@
 """File formats of others, which know nothing of runs.
 
-``safetensors`` and ``hdf5`` each have a class that reads a file, which is checked as a whole before
-a value of it is read, and a function that writes one, of what ``streamed_tensor`` describes. A new
-format is one such module; what its arrays mean for a run is said in `trajstore.exchange`.
+``array_file`` says what every format offers to a reader: named arrays, by rows. ``safetensors``,
+``hdf5`` (with ``hdf5_chunks`` for its large compressed chunks), ``numpy_files``, ``torch_file`` and
+``step_folder`` each have a class that reads such a file, which is checked as a whole before a value
+of it is read; ``open_file`` finds out which it is. ``safetensors`` and ``hdf5`` also write, what
+``streamed_tensor`` describes. A new format is one such module; what its arrays mean for a run is
+said in `trajstore.exchange`.
 """

@@ -7,25 +7,33 @@ from __future__ import annotations
 
 import math
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import FormatError, MissingExtra, RunNotFound
+from trajstore.byte_sizes import DEFAULT_MEMORY, format_bytes
+from trajstore.errors import FormatError, InvalidArgument, MissingExtra, RunNotFound
+from trajstore.formats.hdf5_chunks import LARGE_CHUNK, ChunkStream, filters, is_streamed
 from trajstore.formats.streamed_tensor import Part, Tensor
 from trajstore.threads import Progress, in_parallel
-from trajstore.values.native_types import NATIVE_TYPES, NativeType
+from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["Hdf5File", "write_hdf5"]
 
 Array = npt.NDArray[Any]
 
-_LARGEST_CHUNK = 1 << 30
+_UNSOUND = (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError)
+"""What the library raises when it reads a damaged file."""
+
 _MOST_CHUNKS = 1 << 22
+_COMPRESSED_AT_ONCE = 64 << 20
+_MOST_ITEMS = 1 << 14
+_DEEPEST_GROUP = 4
 
 
 class Hdf5File:
@@ -34,23 +42,31 @@ class Hdf5File:
     Parameters
     ----------
     path : path-like
+    memory : int
+        Bytes of large compressed chunks that may be held at once. Uncompressed ones are read where
+        they lie and gzip is decompressed as a stream, whatever their size.
 
     Attributes
     ----------
+    format : str
     keys : tuple of str
-        Of the datasets at its root.
+        Of the datasets; those in groups have the names of these before theirs, and slashes.
+    attributes : dict of str to str, int, float or bool
+        Of the root; texts of any length are left out.
 
     Raises
     ------
     RunNotFound
         If there is no file.
     FormatError
-        If it is not an HDF5 file, or a dataset at its root is not stored in it as announced.
+        If it is not an HDF5 file, or a dataset is not stored in it as announced.
     MissingExtra
         If h5py is not installed.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    format = "hdf5"
+
+    def __init__(self, path: str | os.PathLike[str], memory: int = DEFAULT_MEMORY) -> None:
         h5py = _load_h5py()
         self.path = Path(path)
         if not self.path.is_file():
@@ -59,45 +75,43 @@ class Hdf5File:
             self._file = h5py.File(self.path, "r")
         except (OSError, ValueError, RuntimeError) as error:
             raise FormatError(f"{path} is not a sound HDF5 file: {error}") from None
+        self._raw = self.path.open("rb", buffering=0)
+        self._memory = memory
+        self._streams: dict[str, ChunkStream] = {}
+        self._held: dict[str, tuple[tuple[int, ...], Array]] = {}
         try:
             self._datasets = dict(self._sound(h5py))
+            self.attributes = self._numbers()
         except BaseException:
-            self._file.close()
+            self._close()
             raise
         self.keys = tuple(self._datasets)
 
-    def __enter__(self) -> Hdf5File:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._raw.close()
         self._file.close()
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of a dataset."""
         return tuple(self._datasets[key].shape)
 
-    def dtype(self, key: str) -> np.dtype[Any]:
-        """Type of a dataset as it is stored."""
+    def dtype(self, key: str) -> str:
+        """Type of a dataset; of bits, what an attribute says that they mean."""
         dtype: np.dtype[Any] = self._datasets[key].dtype
-        return dtype
-
-    def native_type(self, key: str) -> NativeType:
-        """Type of a dataset of floating-point numbers, or of their bits.
-
-        Raises
-        ------
-        FormatError
-            If it is of another type.
-        """
-        dtype, said = self.dtype(key), self._native_dtype(key)
-        if dtype == np.uint16 and said in (None, "bfloat16", "float16"):
-            return NATIVE_TYPES[said or "bfloat16"]
-        if dtype.kind == "f" and dtype.name in NATIVE_TYPES:
-            return NATIVE_TYPES[dtype.name]
+        said = self._native_dtype(key)
+        if said is None or dtype.name == said:
+            return dtype.name
+        if dtype == np.uint16 and said in ("bfloat16", "float16"):
+            return said
         raise FormatError(
-            f"{self.path}: {key} is of type {dtype}"
-            f"{f' (native_dtype: {said})' if said else ''}, expected uint16 bits of bfloat16, or "
-            f"{', '.join(name for name in NATIVE_TYPES if name != 'bfloat16')}"
+            f"{self.path}: {key} is of type {dtype} (native_dtype: {said}), expected uint16 bits "
+            f"of bfloat16 or float16, or {', '.join(NATIVE_TYPES)}"
         )
 
     def _native_dtype(self, key: str) -> str | None:
@@ -109,7 +123,7 @@ class Hdf5File:
             # A text of any length would be read from the heap; see `write_hdf5`.
             fixed = attributes.get_id("native_dtype").dtype.kind == "S"
             return attributes["native_dtype"].decode() if fixed else "of any length"
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except _UNSOUND as error:
             raise self._wrong(key, error) from None
 
     def text(self, key: str) -> str:
@@ -121,42 +135,121 @@ class Hdf5File:
             If it holds anything else.
         """
         dtype, shape = self.dtype(key), self.shape(key)
-        if dtype != np.uint8 or len(shape) != 1:
+        if dtype != "uint8" or len(shape) != 1:
             raise FormatError(f"{self.path}: {key} is {dtype} of shape {shape}, expected bytes")
         try:
             return self.read(key).tobytes().decode()
         except UnicodeDecodeError as error:
             raise self._wrong(key, error) from None
 
-    def read(self, key: str, start: int | None = None, stop: int | None = None) -> Array:
-        """Values of a dataset, or of its rows from `start` up to `stop`.
+    def read(
+        self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
+    ) -> Array:
+        """Values of a dataset, or of its rows from `start` up to `stop`; of floats, their bits.
+
+        Parameters
+        ----------
+        key : str
+        start, stop : int, optional
+        outer : int, optional
+            Place along a first axis that lies before the rows.
 
         Raises
         ------
         FormatError
             If the library cannot read them.
+        InvalidArgument
+            If `memory` does not hold a compressed chunk that must be held as a whole.
         """
-        where = ... if start is None else slice(start, stop)
+        dataset = self._datasets[key]
         try:
-            values: Array = np.asarray(self._datasets[key][where])
-        except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
+            if not dataset.shape:
+                values = np.asarray(dataset[()])
+            elif is_streamed(dataset):
+                values = self._streamed(key, start, stop, outer)
+            elif _must_be_held(dataset):
+                values = self._from_held(key, start, stop, outer)
+            else:
+                where = slice(start, stop)
+                values = np.asarray(dataset[where] if outer is None else dataset[outer, where])
+        except InvalidArgument:
+            raise
+        except (*_UNSOUND, zlib.error) as error:
             raise self._wrong(key, error) from None
-        return values.astype(values.dtype.newbyteorder("="), copy=False)
+        values = values.astype(values.dtype.newbyteorder("="), copy=False)
+        dtype = self.dtype(key)
+        if dtype in NATIVE_TYPES and values.dtype.kind == "f":
+            return np.ascontiguousarray(values).view(NATIVE_TYPES[dtype].bits).reshape(values.shape)
+        return values
+
+    def _streamed(self, key: str, start: int | None, stop: int | None, outer: int | None) -> Array:
+        dataset = self._datasets[key]
+        if key not in self._streams:
+            self._streams[key] = ChunkStream(self._raw, dataset)
+        rows = dataset.shape[0 if outer is None else 1]
+        return self._streams[key].read(start or 0, rows if stop is None else stop, outer)
+
+    def _from_held(self, key: str, start: int | None, stop: int | None, outer: int | None) -> Array:
+        """Rows of chunks that HDF5 can only decompress whole, each of them once."""
+        dataset = self._datasets[key]
+        axis = 0 if outer is None else 1
+        length, depth = dataset.shape[axis], dataset.chunks[axis]
+        start, stop = start or 0, length if stop is None else stop
+        need = depth * math.prod(dataset.shape[axis + 1 :]) * dataset.dtype.itemsize
+        used = need + sum(held.nbytes for other, (_, held) in self._held.items() if other != key)
+        if used > self._memory:
+            raise InvalidArgument(
+                f"{self.path}: {key} is compressed with other filters than gzip alone, in chunks "
+                f"of {depth} rows that must be held as a whole; that takes {format_bytes(used)}, "
+                f"and {format_bytes(self._memory)} may be taken: give more memory, or rewrite the "
+                "file with smaller chunks (h5repack)"
+            )
+        parts = []
+        for at in range(start // depth * depth, stop, depth):
+            place = (at,) if outer is None else (outer, at)
+            if key not in self._held or self._held[key][0] != place:
+                where = slice(at, min(at + depth, length))
+                slab = dataset[where] if outer is None else dataset[outer, where]
+                self._held[key] = (place, np.asarray(slab))
+            parts.append(self._held[key][1][max(start - at, 0) : stop - at])
+        return np.concatenate(parts)
 
     def _sound(self, h5py: Any) -> Iterator[tuple[str, Any]]:
         try:
-            names = list(self._file)
-            for name in names:
-                link = self._file.get(name, getlink=True)
-                if not isinstance(link, h5py.HardLink):
-                    continue  # an external one would read another file
-                item = self._file[name]
-                # No variable is a text, and texts of any length are not read; see `write_hdf5`.
-                if isinstance(item, h5py.Dataset) and item.dtype.kind != "O":
-                    _check_stored(name, item)
-                    yield name, item
-        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+            yield from self._items(h5py, self._file, "", 0, [_MOST_ITEMS])
+        except _UNSOUND as error:
             raise FormatError(f"{self.path} is not a sound HDF5 file: {error}") from None
+
+    def _items(
+        self, h5py: Any, group: Any, prefix: str, depth: int, left: list[int]
+    ) -> Iterator[tuple[str, Any]]:
+        for name in list(group):
+            left[0] -= 1
+            if left[0] < 0:
+                raise ValueError(f"it holds more than {_MOST_ITEMS} objects")
+            link = group.get(name, getlink=True)
+            if not isinstance(link, h5py.HardLink):
+                continue  # an external one would read another file
+            item = group[name]
+            if isinstance(item, h5py.Group) and depth < _DEEPEST_GROUP:
+                yield from self._items(h5py, item, f"{prefix}{name}/", depth + 1, left)
+            # No variable is a text, and texts of any length are not read; see `write_hdf5`.
+            elif isinstance(item, h5py.Dataset) and item.dtype.kind in "biufS":
+                _check_stored(f"{prefix}{name}", item)
+                yield f"{prefix}{name}", item
+
+    def _numbers(self) -> dict[str, Any]:
+        """Attributes of the root that are one number or a text of fixed length."""
+        found: dict[str, Any] = {}
+        try:
+            for name in self._file.attrs:
+                opened = self._file.attrs.get_id(name)
+                if opened.shape == () and opened.dtype.kind in "biufS":
+                    value = self._file.attrs[name]
+                    found[name] = value.decode() if isinstance(value, bytes) else value.item()
+        except _UNSOUND as error:
+            raise FormatError(f"{self.path} is not a sound HDF5 file: {error}") from None
+        return found
 
     def _wrong(self, key: str, error: Exception) -> FormatError:
         return FormatError(f"{self.path} is not a sound HDF5 file: {key} cannot be read ({error})")
@@ -176,8 +269,6 @@ def _check_stored(name: str, dataset: Any) -> None:
         if stored != need:
             raise ValueError(f"{name} needs {need} bytes, and {stored} are stored")
         return
-    if math.prod(dataset.chunks) * itemsize > _LARGEST_CHUNK:
-        raise ValueError(f"{name} has chunks of more than {_LARGEST_CHUNK} bytes")
     chunks = math.prod(
         -(-length // part) for length, part in zip(dataset.shape, dataset.chunks, strict=True)
     )
@@ -186,6 +277,20 @@ def _check_stored(name: str, dataset: Any) -> None:
         raise ValueError(
             f"{name} needs {chunks} chunks, and {dataset.id.get_num_chunks()} are stored"
         )
+    chunk = math.prod(dataset.chunks) * itemsize
+    if chunk > LARGE_CHUNK and not filters(dataset):
+        for at in range(chunks):
+            stored = dataset.id.get_chunk_info(at).size
+            if stored != chunk:
+                raise ValueError(f"{name} has a chunk of {stored} bytes, {chunk} are announced")
+
+
+def _must_be_held(dataset: Any) -> bool:
+    """Whether HDF5 would decompress a large chunk again for every few rows of it."""
+    if dataset.chunks is None:
+        return False
+    large = math.prod(dataset.chunks) * dataset.dtype.itemsize > LARGE_CHUNK
+    return large and bool(filters(dataset))
 
 
 def write_hdf5(
@@ -193,8 +298,13 @@ def write_hdf5(
     tensors: Sequence[Tensor],
     texts: Mapping[str, str],
     on_progress: Progress | None = None,
+    *,
+    attributes: Mapping[str, Any] | None = None,
+    chunk_rows: int = 1,
+    gzip: int = 0,
+    float16_as_bits: bool = True,
 ) -> dict[str, int]:
-    """Write a file, part by part; a tensor with a row per step in chunks of one row.
+    """Write a file, part by part; a tensor with a row per step in chunks of some rows.
 
     Parameters
     ----------
@@ -204,6 +314,13 @@ def write_hdf5(
     texts : mapping of str to str
         Each becomes a dataset of bytes.
     on_progress : callable, optional
+    attributes : mapping of str to str, int or float, optional
+        Of the root; texts are of fixed length.
+    chunk_rows : int, default 1
+    gzip : int
+        Level of compression; 0 for none.
+    float16_as_bits : bool
+        Whether float16 is written as uint16 bits, as bfloat16 must be.
 
     Returns
     -------
@@ -219,12 +336,19 @@ def write_hdf5(
     total = sum(tensor.nbytes for tensor in tensors)
     rounded = {tensor.key: 0 for tensor in tensors}
     done = 0
-    with h5py.File(path, "w", libver=("earliest", "v110")) as file:
+    # Parts of several compressed chunks are written in turn; each should be compressed once.
+    cache = {"rdcc_nbytes": _COMPRESSED_AT_ONCE} if gzip else {}
+    with h5py.File(path, "w", libver=("earliest", "v110"), **cache) as file:
         # HDF5 keeps texts of any length in a heap, whose damage makes its library loop for ever,
         # and pads those of one length with the NUL that a token may end with.
         for key, text in texts.items():
             file.create_dataset(key, data=np.frombuffer(text.encode(), np.uint8))
-        datasets = {tensor.key: _create(file, tensor) for tensor in tensors}
+        for name, value in (attributes or {}).items():
+            file.attrs[name] = np.bytes_(value) if isinstance(value, str) else value
+        as_bits = ("bfloat16", "float16") if float16_as_bits else ("bfloat16",)
+        datasets = {
+            tensor.key: _create(file, tensor, as_bits, chunk_rows, gzip) for tensor in tensors
+        }
         jobs = (partial(_read, tensor.key, part) for tensor in tensors for part in tensor.parts())
         for key, where, bits, changed in in_parallel(jobs):
             datasets[key][where] = bits.view(datasets[key].dtype)
@@ -235,15 +359,17 @@ def write_hdf5(
     return rounded
 
 
-def _create(file: Any, tensor: Tensor) -> Any:
+def _create(file: Any, tensor: Tensor, as_bits: Sequence[str], rows: int, gzip: int) -> Any:
     series = len(tensor.shape) > 1
-    sixteen = tensor.dtype in ("bfloat16", "float16")
+    sixteen = tensor.dtype in as_bits
     dataset = file.create_dataset(
         tensor.key,
         shape=tensor.shape,
         dtype="uint16" if sixteen else tensor.dtype,
-        # One step a chunk, as loops that append a step write it.
-        chunks=(1, *tensor.shape[1:]) if series else None,
+        # One step a chunk, as loops that append a step write it, or as many as a layout has.
+        chunks=(min(rows, tensor.shape[0]), *tensor.shape[1:]) if series else None,
+        compression="gzip" if series and gzip else None,
+        compression_opts=gzip if series and gzip else None,
         # Every value is written; filling the chunks first would write them twice.
         fill_time="never" if series else None,
     )

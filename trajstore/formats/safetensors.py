@@ -14,17 +14,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError, RunNotFound
+from trajstore.formats.array_file import row_range
 from trajstore.formats.streamed_tensor import Part, Tensor, item_type
 from trajstore.strict_json import parse
 from trajstore.threads import Progress, in_parallel
-from trajstore.values.native_types import NATIVE_TYPES, NativeType
 
 __all__ = ["Entry", "SafetensorsFile", "write_safetensors"]
 
@@ -37,20 +36,17 @@ _NAMES = {
     "float64": "F64",
     "int64": "I64",
     "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint64": "U64",
+    "uint32": "U32",
+    "uint16": "U16",
+    "uint8": "U8",
     "bool": "BOOL",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-# Types of the format that a run has no use for. A file may hold them beside what is imported.
-_OTHER_SIZES = {
-    "U8": 1,
-    "I8": 1,
-    "F8_E5M2": 1,
-    "F8_E4M3": 1,
-    "I16": 2,
-    "U16": 2,
-    "U32": 4,
-    "U64": 8,
-}
+# Types of the format that NumPy has not. A file may hold them beside what is imported.
+_OTHER_SIZES = {"F8_E5M2": 1, "F8_E4M3": 1}
 
 _LONGEST_HEADER = 16 << 20
 _PIECE = 4 << 20
@@ -85,8 +81,10 @@ class SafetensorsFile:
 
     Attributes
     ----------
+    format : str
     entries : dict of str to Entry
-    metadata : dict of str to str
+    attributes : dict of str to str
+        Its metadata.
     keys : tuple of str
         Of the tensors.
 
@@ -98,13 +96,15 @@ class SafetensorsFile:
         If it is not such a file, or its header does not agree with its size.
     """
 
+    format = "safetensors"
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.is_file():
             raise RunNotFound(f"there is no file at {path}")
         self._file = self.path.open("rb", buffering=0)
         try:
-            self.entries, self.metadata = self._header()
+            self.entries, self.attributes = self._header()
         except BaseException:
             self._file.close()
             raise
@@ -113,52 +113,42 @@ class SafetensorsFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of a tensor."""
         return self.entries[key].shape
 
-    def native_type(self, key: str) -> NativeType:
-        """Type of a tensor of floating-point numbers.
+    def dtype(self, key: str) -> str:
+        """Type of a tensor, as torch calls it."""
+        return self.entries[key].dtype
 
-        Raises
-        ------
-        FormatError
-            If it is of another type.
-        """
-        dtype = self.entries[key].dtype
-        if dtype not in NATIVE_TYPES:
-            raise FormatError(
-                f"{self.path}: {key} is of type {dtype}, expected {', '.join(NATIVE_TYPES)}"
-            )
-        return NATIVE_TYPES[dtype]
-
-    def read(self, key: str, start: int | None = None, stop: int | None = None) -> Array:
+    def read(
+        self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
+    ) -> Array:
         """Bits of a tensor, or of its rows from `start` up to `stop`.
 
+        Parameters
+        ----------
+        key : str
+        start, stop : int, optional
+        outer : int, optional
+            Place along a first axis that lies before the rows.
+
         Raises
         ------
         FormatError
-            If the type has no use in a run, or the file has become shorter.
+            If NumPy has not its type, or the file has become shorter.
         """
         entry = self.entries[key]
         if entry.dtype not in _NAMES:
             raise FormatError(f"{self.path}: {key} is of type {entry.dtype}, which a run never has")
         item = item_type(entry.dtype)
-        shape, offset = entry.shape, entry.begin
-        if start is not None and stop is not None:
-            shape = (stop - start, *shape[1:])
-            offset += start * math.prod(shape[1:]) * item.itemsize
+        shape, offset = row_range(entry.shape, start, stop, outer)
         bits = np.empty(shape, item.newbyteorder("<"))
         view = bits.reshape(-1).view(np.uint8).data
-        self._file.seek(offset)
+        self._file.seek(entry.begin + offset * item.itemsize)
         while view:
             count = self._file.readinto(view)
             if not count:

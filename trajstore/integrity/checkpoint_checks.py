@@ -23,17 +23,6 @@ from trajstore.store.object_keys import CHECKPOINT, checkpoint_folder
 __all__ = ["check_checkpoints"]
 
 
-# What the format calls types of torch that a run has no use for, and a random generator has.
-_NAMES = {
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "uint16": "U16",
-    "uint32": "U32",
-    "uint64": "U64",
-}
-
-
 def check_checkpoints(run: Path) -> Iterator[Problem]:
     """Check every checkpoint of a run.
 
@@ -69,8 +58,8 @@ def check_checkpoints(run: Path) -> Iterator[Problem]:
 
 
 def _check(file: SafetensorsFile) -> Iterator[Problem]:
-    text = file.metadata.get("trajstore")
-    if text is None or file.metadata.get("crc32c") != str(google_crc32c.value(text.encode())):
+    text = file.attributes.get("trajstore")
+    if text is None or file.attributes.get("crc32c") != str(google_crc32c.value(text.encode())):
         yield _broken(file.path, "its description does not fit its checksum")
         return
     tensors = json.loads(text)["tensors"]
@@ -79,8 +68,7 @@ def _check(file: SafetensorsFile) -> Iterator[Problem]:
         yield _broken(file.path, f"the tensor {name} is {where}")
     for name in sorted(tensors.keys() & file.entries.keys()):
         entry, told = file.entries[name], tensors[name]
-        dtype = _NAMES.get(told["dtype"], told["dtype"])
-        if entry.dtype != dtype or list(entry.shape) != told["shape"]:
+        if entry.dtype != told["dtype"] or list(entry.shape) != told["shape"]:
             yield _broken(file.path, f"the tensor {name} is not of its type and shape", entry)
         elif _checksum(file, name) != told["crc32c"]:
             yield _broken(file.path, f"the tensor {name} does not fit its checksum", entry)

@@ -300,7 +300,8 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
             short = f"it holds {tail.label.rows} rows of the block, {needed} are committed"
             problems.append(shard.problem(short, end, size))
             return chunks
-        if tail.label.rows > needed and shard.finished and tail.label.block != ANYWHERE:
+        written_by_us = tail.label.block != ANYWHERE
+        if tail.label.rows > needed and shard.finished and written_by_us:
             longer = (
                 f"it holds {tail.label.rows} rows of the block, {needed} are committed, in a run "
                 "that is complete: documents of an older state have come back"

@@ -95,7 +95,7 @@ def made_again(
         digest = _digest_of_block(chunks, stored, block, held)
         if digest is None:
             return None
-        found.add(held, digest)
+        found = found.added(held, digest)
     return found
 
 

@@ -71,9 +71,15 @@ class BlockBuffers:
 
     def hand_over(self, rows: int, status: Status = "recording") -> None:
         """Have the block that ends with the last of so many rows written and committed."""
-        number, last = divmod(rows - 1, self._layout.block_rows)
-        block = {name: array[: last + 1] for name, array in self.block(rows - 1).items()}
-        self._pending.append(self._block_writer.submit(number, block, (rows, status)))
+        self._pending.append(self._submit(rows, status))
+
+    def commit_unfinished(self, rows: int) -> None:
+        """Have so many rows written and committed, though more of their block will follow.
+
+        `make_room` need not know of it: blocks are written in order, so this is done before the
+        whole block is, and its buffer is another block's only after that.
+        """
+        self._submit(rows, "recording")
 
     def finish(self, rows: int, status: Status) -> None:
         """Have the last of so many rows written and all committed, and wait for that."""
@@ -87,6 +93,11 @@ class BlockBuffers:
         """Wait for everything handed over, and let go of the memory."""
         self._block_writer.close()
         self._blocks.clear()
+
+    def _submit(self, rows: int, status: Status) -> Future[None]:
+        number, last = divmod(rows - 1, self._layout.block_rows)
+        block = {name: array[: last + 1] for name, array in self.block(rows - 1).items()}
+        return self._block_writer.submit(number, block, (rows, status))
 
     def _settle(self, most: int) -> None:
         """Wait until at most so many blocks are on their way; raise what went wrong."""

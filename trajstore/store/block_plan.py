@@ -23,6 +23,7 @@ from trajstore.values.native_types import STEP_TYPE, NativeType, native_type
 __all__ = [
     "BLOCKS",
     "CHUNKS_AHEAD",
+    "LARGEST_TASK",
     "ArrayLayout",
     "Layout",
     "plan",
@@ -41,6 +42,9 @@ _SMALL_ROW = 1 << 20
 _LARGEST_CHUNK = 8 << 20
 _LARGEST_SNAPSHOT = 256 << 20
 _LARGEST_OBJECT = 30 << 20  # the C library gives back to the system at once what is larger
+LARGEST_TASK = 16 << 20
+"""Decoded bytes for who goes over all of a run: more at a time takes memory, and is no faster."""
+
 _CHUNK = 2 << 20
 _CHUNK_OF_HISTORIES = 3 << 19  # it is read and checked whole for each token
 _FEWEST_TOKENS = 128
@@ -127,7 +131,8 @@ class Layout:
     Attributes
     ----------
     block_rows : int
-        Rows of a block: what is lost at worst, and how late a reader sees a row.
+        Rows of a block: where nothing is committed by time, what is lost at worst, and how late a
+        reader sees a row.
     threads : int
         That encode.
     arrays : dict of str to ArrayLayout
@@ -312,7 +317,10 @@ def _chunks_of(tokens: int, rows: int, rest: tuple[int, ...], coding: Chain) -> 
         chunk_bytes = _CHUNK_OF_HISTORIES
         part = next((part for part in _ROWS_OF_A_SNAPSHOT if rows % part == 0), rows)
     token_bytes = part * math.prod(rest) * coding.native.stored.itemsize
-    return math.ceil(tokens / min(tokens, max(chunk_bytes // token_bytes, _FEWEST_TOKENS))), part
+    count = math.ceil(tokens / min(tokens, max(chunk_bytes // token_bytes, _FEWEST_TOKENS)))
+    if tokens * rows * math.prod(rest) * 4 > LARGEST_TASK:
+        count += count % 2  # so that half a shard is a task of its own
+    return count, part
 
 
 def _array(

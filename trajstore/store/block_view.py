@@ -64,15 +64,16 @@ def as_blocks(group: zarr.Group) -> zarr.Group:
     if not changes:
         return group
     return zarr.open_group(
-        _ChangedStore(group.store, changes), path=group.path, mode="r", zarr_format=3
+        _ChangedStore(group.store, group.path, changes), path=group.path, mode="r", zarr_format=3
     )
 
 
 class _ChangedStore(WrapperStore[Store]):
-    """A store whose documents of some arrays are changed when they are read."""
+    """A store whose documents of some arrays of a group are changed when they are read."""
 
-    def __init__(self, store: Store, changes: Changes) -> None:
+    def __init__(self, store: Store, group: str, changes: Changes) -> None:
         super().__init__(store)
+        self._group = group
         self._changes = changes
 
     @property
@@ -81,19 +82,22 @@ class _ChangedStore(WrapperStore[Store]):
         return self._store.root if isinstance(self._store, LocalStore) else None
 
     def _with_store(self, store: Store) -> Self:
-        return type(self)(store, self._changes)
+        return type(self)(store, self._group, self._changes)
 
     async def get(self, key: str, prototype: Any, byte_range: ByteRequest | None = None) -> Any:
         """As the store's, but for the documents."""
         found = await self._store.get(key, prototype, byte_range)
         if found is None or not key.endswith(DOCUMENT):
             return found
+        array = key.removeprefix(self._group).removesuffix(DOCUMENT).strip("/")
+        if array and array not in self._changes:
+            return found
         document = json.loads(found.to_bytes())
-        folder = key.removesuffix(DOCUMENT).strip("/").rpartition("/")[2]
-        if document.get("node_type") == "array":
-            document |= self._changes.get(folder, {})
+        if array:
+            document |= self._changes[array]
         else:
-            listed = document["consolidated_metadata"]["metadata"]
+            # Of a root that another program has changed there may be none.
+            listed = (document.get("consolidated_metadata") or {}).get("metadata", {})
             for name, change in self._changes.items():
                 if name in listed:
                     listed[name] |= change

@@ -1,4 +1,4 @@
-"""From full blocks to files, behind the training.
+"""From blocks to files, behind the training.
 
 A block is encoded chunk by chunk in a pool of threads; one more thread writes the shards in order
 and commits them, while the pool goes on with the next block, if it is full. numpy's loops, Blosc
@@ -49,7 +49,7 @@ class BlockWriter:
     Attributes
     ----------
     bytes_written : int
-        Of all shards so far.
+        Of all shards so far, of a block that was written more than once those that are there.
     failure : BaseException or None
         What stopped it. Nothing is written or committed afterwards.
     """
@@ -65,8 +65,14 @@ class BlockWriter:
         self._blocks: deque[Iterator[Task]] = deque()  # what is left to encode, in order
         self._ahead: deque[Future[Chunk]] = deque()
         self._last: Future[None] | None = None
+        self._number, self._block_bytes = -1, 0  # of the block that was written last
         self._encoders = ThreadPoolExecutor(layout.threads, "trajstore-encoder")
         self._writer = ThreadPoolExecutor(1, "trajstore-writer")
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was submitted is done."""
+        return self._last is None or self._last.done()
 
     def submit(self, number: int, block: Block | None, change: Any) -> Future[None]:
         """Write a block, and commit.
@@ -74,10 +80,10 @@ class BlockWriter:
         Parameters
         ----------
         number : int
-            Of the block.
+            Of the block. One that has grown since it was written takes its own place.
         block : mapping of str to ndarray or None
-            Native bits of every array, which must stay as they are until the future is done;
-            without it there is only a commit.
+            Native bits of every array, of all its rows or the first ones, which must stay as they
+            are until the future is done; without it there is only a commit.
         change : Any
             Argument of `commit`.
 
@@ -121,15 +127,17 @@ class BlockWriter:
 
     def _write(self, number: int, rows: int) -> bytes:
         """Write the shards of a block; its digest."""
-        digests = []
+        digests, size = [], 0
         for name, array in self._layout.arrays.items():
             form = self._forms[name]
             for part in range(array.parts):
                 chunks = (self._encoded() for _ in range(math.prod(form.grid)))
                 shard = Shard(form, chunks, block=number, part=part, rows=rows)
                 key = chunk_key(name, number, len(array.shard), part)
-                self.bytes_written += put(self._path / key, shard, fsync=self._fsync)
+                size += put(self._path / key, shard, fsync=self._fsync)
                 digests.append((name, part, rows, shard.digest))
+        self.bytes_written += size - (self._block_bytes if number == self._number else 0)
+        self._number, self._block_bytes = number, size
         return block_digest(digests)
 
     def _encoded(self) -> Chunk:

@@ -239,7 +239,7 @@ class _Branch:
             return
         rows = slice(first, self.stored.rows)
         steps = self.stored.arrays[STEP.name].values((rows,))
-        writer = RunWriter.resume(self.path, memory=memory, fsync=self.fsync)
+        writer = RunWriter.resume(self.path, memory=memory, commit_every=None, fsync=self.fsync)
         try:
             for at, places in writer.stretches(steps):
                 for name, place in places.items():

@@ -59,11 +59,9 @@ class Committer:
             Rows and digest of the block that they end with, if it is new.
         """
         rows, status = change
-        if block is not None and self._fingerprint is not None:
-            self._fingerprint.add(*block)
         if rows > self.rows:
             self._put_arrays(rows)
-        self._put_root(rows, status)
+        self._put_root(rows, status, block)
 
     def cut(self, rows: int, block: tuple[int, bytes] | None = None) -> None:
         """Take back all rows but the first so many, of a run that is recorded again.
@@ -74,9 +72,7 @@ class Committer:
         block : (int, bytes), optional
             Rows and digest of the block that they end with, if that is not whole.
         """
-        if block is not None and self._fingerprint is not None:
-            self._fingerprint.add(*block)
-        self._put_root(rows, "recording")
+        self._put_root(rows, "recording", block)
         self._put_arrays(rows)
 
     def _put_arrays(self, rows: int) -> None:
@@ -84,8 +80,12 @@ class Committer:
             document = self._metadata.array(name, rows)
             put(self._path / name / DOCUMENT, [document], fsync=self._fsync)
 
-    def _put_root(self, rows: int, status: Status) -> None:
-        digests = {} if self._fingerprint is None else self._fingerprint.attributes()
+    def _put_root(self, rows: int, status: Status, block: tuple[int, bytes] | None) -> None:
+        fingerprint = self._fingerprint
+        if fingerprint is not None and block is not None:
+            fingerprint = fingerprint.added(*block)
+        digests = {} if fingerprint is None else fingerprint.attributes()
         document = self._metadata.root(rows, status, digests)
         put(self._path / DOCUMENT, [document], fsync=self._fsync)
-        self.rows = rows
+        # Only now: a commit that failed may be followed by one of the rows before.
+        self.rows, self._fingerprint = rows, fingerprint

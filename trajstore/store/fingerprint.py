@@ -15,6 +15,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable, Mapping
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ _BY_RESUMING = "resumed"
 
 
 class Fingerprint:
-    """Digests of a run, as it grows.
+    """Digests of the rows that a run has.
 
     Parameters
     ----------
@@ -66,8 +67,8 @@ class Fingerprint:
         self._whole = _sha256_of({"arrays": documents, "coordinates": stored})
         self._tip = self._whole
 
-    def add(self, rows: int, digest: bytes) -> None:
-        """Add the next block, of so many rows; one that was not whole is taken back before.
+    def added(self, rows: int, digest: bytes) -> Fingerprint:
+        """With the next block, of so many rows; without the last one, if that was not whole.
 
         Parameters
         ----------
@@ -75,9 +76,11 @@ class Fingerprint:
         digest : bytes
             As `block_digest` returns it.
         """
-        self._tip = hashlib.sha256(self._whole + digest).digest()
+        longer = copy(self)
+        longer._tip = hashlib.sha256(self._whole + digest).digest()
         if rows == self._block_rows:
-            self._whole = self._tip
+            longer._whole = longer._tip
+        return longer
 
     def attributes(self) -> dict[str, str]:
         """Attributes of the root: both digests, of what has been added."""

@@ -18,7 +18,7 @@ from zarr.storage import MemoryStore
 from trajstore.codec.block_codec import BlockCodec
 from trajstore.codec.block_form import Runs
 from trajstore.errors import InvalidArgument
-from trajstore.schema import COORDINATES, FORMAT, STEP, Coordinate
+from trajstore.schema import COORDINATES, FORMAT, STEP, TRAJECTORIES, Coordinate
 from trajstore.store.block_plan import ArrayLayout, Layout
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.zarr_json import RunMetadata, utc_now
@@ -69,11 +69,12 @@ def check_variables(names: Collection[str]) -> None:
     Raises
     ------
     InvalidArgument
-        If there is neither ``W`` nor ``delta``.
+        If there is none of ``W``, ``delta`` and ``cells``.
     """
-    if "W" not in names and "delta" not in names:
+    if not any(name in names for name in TRAJECTORIES):
         raise InvalidArgument(
-            f"a run always holds W, or its changes as delta, got only {', '.join(names) or '—'}"
+            "a run always holds W, or its changes as delta, or its cells, got only "
+            f"{', '.join(names) or '—'}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import zarr
 
 from trajstore.errors import InvalidArgument
 from trajstore.store.array_reader import StoredArray, stored_array
+from trajstore.store.block_plan import LARGEST_TASK
 from trajstore.store.block_view import as_blocks
 from trajstore.store.open_group import open_group, run_identity
 from trajstore.store.xarray_engine import run_store
@@ -35,10 +37,10 @@ def open_run(
         A local folder, or an address that fsspec knows (``s3://…``, with the extra ``s3``).
     chunks : 'blocks' or None
         With ``'blocks'``, the default, variables are dask arrays, for whatever goes over many
-        steps and tokens. A dask chunk is what is stored as one object: a block along ``step``, and
-        along ``token`` as much of it as decodes to 30 MiB. With None there is no dask: each
-        selection is read when its values are asked for. A single token's history comes several
-        times faster so.
+        steps and tokens. A dask chunk is a block along ``step``, and along ``token`` what is
+        stored as one object, which decodes to 30 MiB at most, or half of that. With None there is
+        no dask: each selection is read when its values are asked for. A single token's history
+        comes several times faster so.
 
     Returns
     -------
@@ -70,15 +72,24 @@ def open_run(
     if not os.path.isdir(path):
         return ds
     runs = run_identity(group.attrs)
+    arrays = dict(group.arrays())
     for name, variable in ds.data_vars.items():
         if variable.ndim < _MATRIX:
             continue
-        array = group[str(name)]
+        array = arrays[str(name)]
         stored = stored_array(path, str(name), array, runs)
         if stored is not None and stored.shape == variable.shape:  # it may just have grown
-            data = da.from_array(_Blocks(stored, array), variable.chunks)
+            data = da.from_array(_Blocks(stored, array), _dask_chunks(stored))
             ds[name] = variable.copy(data=data)
     return ds
+
+
+def _dask_chunks(stored: StoredArray) -> tuple[int, ...]:
+    rows, tokens, *rest = stored.shard
+    size = rows * tokens * math.prod(rest) * stored.chain.native.stored.itemsize
+    if size > LARGEST_TASK and stored.form.grid[1] % 2 == 0:  # whole inner chunks
+        tokens //= 2
+    return rows, tokens, *rest
 
 
 class _Blocks:

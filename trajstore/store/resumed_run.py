@@ -269,7 +269,7 @@ def stored_fingerprint(
     digests = coordinate_digests(path, metadata.names())
     found = metadata.fingerprint(digests, layout.block_rows)
     for number in range(blocks):
-        found.add(layout.block_rows, _stored_digest(arrays.values(), number))
+        found = found.added(layout.block_rows, _stored_digest(arrays.values(), number))
     return found
 
 

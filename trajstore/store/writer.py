@@ -1,10 +1,12 @@
-"""`RunWriter`: rows in, whole blocks out, one atomic commit a block.
+"""`RunWriter`: rows in, blocks out, each with an atomic commit.
 
 The flow of one row: its arrays are copied once, into their place in the block buffer (by `append`,
 or by a caller that fills the places itself). A full block goes to the `BlockWriter`, which encodes
 and writes every array's shard behind the caller's back, while the next block is filled, if there is
 a buffer for it; then each array's metadata grows; then the root is replaced, which is the commit.
-Whatever happens in between, a reader sees the rows of the last commit and nothing else.
+When a block takes long to fill, the rows that it has are written and committed from time to time
+in the same way (`CommitTimer`), and what was written of it is replaced when it has grown. Whatever
+happens in between, a reader sees the rows of the last commit and nothing else.
 
 A run that is there is opened for more rows with `resume`. What it holds past its last commit, or
 past the row it is cut to, is not read by anyone; it is written over, and removed at the end.
@@ -15,6 +17,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +37,7 @@ from trajstore.store.block_buffers import BlockBuffers
 from trajstore.store.block_plan import BLOCKS, Layout, plan
 from trajstore.store.block_writer import BlockWriter
 from trajstore.store.commit import Committer
+from trajstore.store.commit_timer import COMMIT_EVERY, CommitTimer, check_commit_every
 from trajstore.store.create import check_target, create_folder
 from trajstore.store.fingerprint import Fingerprint
 from trajstore.store.lock import RunLock
@@ -87,6 +92,7 @@ class RunWriter:
         fingerprint: Fingerprint | None,
         lock: RunLock,
         *,
+        commit_every: float | None,
         fsync: bool,
     ) -> None:
         self.path = path
@@ -94,11 +100,13 @@ class RunWriter:
         self.rows = 0
         self.bytes_recorded = 0
         self._lock = lock
+        self._rows_lock = threading.Lock()  # the timer's thread asks how many there are
         self._last_step = -1
         self._given = 0  # rows whose places are with the caller
         self._status: Status = "recording"
         self._committer = Committer(path, metadata, fingerprint, fsync=fsync)
-        self._block_writer = BlockWriter(path, layout, self._committer.commit, fsync=fsync)
+        self._timer = self._made_timer(commit_every)
+        self._block_writer = BlockWriter(path, layout, self._commit, fsync=fsync)
         self._buffers = BlockBuffers(layout, self._block_writer)
         self._row_bytes = sum(
             array.row_bytes for name, array in layout.arrays.items() if name != STEP.name
@@ -138,6 +146,7 @@ class RunWriter:
         threads: int | None = None,
         buffers: int = BLOCKS,
         overwrite: bool = False,
+        commit_every: float | None = COMMIT_EVERY,
         fsync: bool = False,
     ) -> Self:
         """Make an empty run.
@@ -174,6 +183,10 @@ class RunWriter:
             the next one is begun.
         overwrite : bool
             Replace a run that is there.
+        commit_every : float, optional
+            Seconds after a commit at which rows are committed that are no whole block yet; None
+            for whole blocks only. `append` does not wait for that. Where it takes more than
+            a fifth of that time, it is done less often.
         fsync : bool
             Have every commit survive a loss of power, not only the death of the process.
 
@@ -186,6 +199,7 @@ class RunWriter:
         InvalidArgument
             If an argument is impossible.
         """
+        check_commit_every(commit_every)
         path = check_target(path, overwrite=overwrite)
         coordinates = token_coordinates(
             token, is_dead=is_dead, token_count=token_count, token_text=token_text
@@ -214,10 +228,14 @@ class RunWriter:
             create_folder(
                 path, metadata, chunks, fingerprint.attributes(), overwrite=overwrite, fsync=fsync
             )
-            return cls(path, layout, metadata, fingerprint, lock, fsync=fsync)
+            run = cls(
+                path, layout, metadata, fingerprint, lock, commit_every=commit_every, fsync=fsync
+            )
+            run._begin()
         except BaseException:
             lock.release()
             raise
+        return run
 
     @classmethod
     def resume(
@@ -228,6 +246,7 @@ class RunWriter:
         attributes: Mapping[str, Any] | None = None,
         memory: int | str = DEFAULT_MEMORY,
         threads: int | None = None,
+        commit_every: float | None = COMMIT_EVERY,
         fsync: bool = False,
     ) -> Self:
         """Open a run for more rows, as they were of the same kind: after its last commit, or cut.
@@ -242,7 +261,7 @@ class RunWriter:
             Keep so many; all that are committed without it.
         attributes : mapping, optional
             Attributes of the root that take the place of those it has, such as ``config``.
-        memory, threads, fsync
+        memory, threads, commit_every, fsync
             As for `create`. The blocks stay as large as they are, and `memory` holds two of them.
 
         Raises
@@ -254,13 +273,23 @@ class RunWriter:
         InvalidArgument
             If `rows` are not there, or `memory` does not hold its blocks.
         """
+        check_commit_every(commit_every)
         path = check_run(path)
         lock = RunLock.acquire(path)
         try:
             sweep(path)
             kept = resumed_run(path, rows, attributes=attributes, memory=memory, threads=threads)
-            run = cls(path, kept.layout, kept.metadata, kept.fingerprint(), lock, fsync=fsync)
+            run = cls(
+                path,
+                kept.layout,
+                kept.metadata,
+                kept.fingerprint(),
+                lock,
+                commit_every=commit_every,
+                fsync=fsync,
+            )
             run._go_on(kept)
+            run._begin()
         except BaseException:
             lock.release()
             raise
@@ -328,10 +357,11 @@ class RunWriter:
         self._buffers.block(self.rows)[STEP.name][at : at + len(steps)] = steps
         self._last_step = last
         self._given = 0
-        self.rows += len(steps)
         self.bytes_recorded += self._row_bytes * len(steps)
-        if len(steps) and self.rows % self.layout.block_rows == 0:
-            self._buffers.hand_over(self.rows)
+        with self._rows_lock:
+            self.rows += len(steps)
+            if len(steps) and self.rows % self.layout.block_rows == 0:
+                self._buffers.hand_over(self.rows)
 
     def stretches(
         self, steps: npt.NDArray[np.integer[Any]], most: int | None = None
@@ -402,6 +432,8 @@ class RunWriter:
         """
         if self._status != "recording":
             return
+        if self._timer is not None:
+            self._timer.stop()
         self._status = status
         try:
             self._buffers.finish(self.rows, status)
@@ -449,3 +481,42 @@ class RunWriter:
         unfinished = kept.rows % self.layout.block_rows
         digest = kept.digest_of_unfinished(block) if unfinished else b""
         self._committer.cut(kept.rows, (unfinished, digest) if unfinished else None)
+
+    def _begin(self) -> None:
+        if self._timer is not None:
+            self._timer.start()
+
+    def _made_timer(self, every: float | None) -> CommitTimer | None:
+        if every is None:
+            return None
+        method = weakref.WeakMethod(self._commit_unfinished)
+
+        def commit() -> bool | None:
+            bound = method()  # weak: a writer that was dropped without being closed may go
+            return None if bound is None else bound()
+
+        return CommitTimer(every, commit)
+
+    def _commit_unfinished(self) -> bool:
+        """Begin to commit the rows of the unfinished block; False if something is being written.
+
+        Called by the timer, in its thread. What goes wrong is raised by the next `append`.
+        """
+        try:
+            with self._rows_lock:
+                # First of all: of what is being written, nobody knows yet whether it is committed.
+                if not self._block_writer.idle:
+                    return False
+                if self._block_writer.failure is None and self.rows > self.committed_rows:
+                    self._buffers.commit_unfinished(self.rows)
+        except BaseException as error:
+            self._block_writer.failure = error
+        return True
+
+    def _commit(self, change: tuple[int, Status], block: tuple[int, bytes] | None) -> None:
+        """Have readers see so many rows, which are written; in the writing thread."""
+        self._committer.commit(change, block)
+        if self._timer is not None:
+            rows, status = change
+            unfinished = rows % self.layout.block_rows != 0 and status == "recording"
+            self._timer.committed(by_time=unfinished)

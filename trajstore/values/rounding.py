@@ -11,7 +11,7 @@ import numpy.typing as npt
 from trajstore.values.native_types import NATIVE_TYPES, NativeType, is_nan, narrow, widen
 from trajstore.values.ulp_lattice import unsigned_view
 
-__all__ = ["as_bfloat16", "convert", "is_bfloat16", "round_to"]
+__all__ = ["as_bfloat16", "cast", "convert", "is_bfloat16", "is_of_type", "round_to"]
 
 Array = npt.NDArray[Any]
 
@@ -103,6 +103,55 @@ def round_to(values: Array, native: str) -> Array:
         with np.errstate(over="ignore"):
             return values.astype(np.float16).astype(values.dtype)
     return values
+
+
+def cast(stored: Array, native: str) -> Array:
+    """What a cast to a native type makes of values, in the stored form of that type.
+
+    Parameters
+    ----------
+    stored : ndarray of float32 or float64
+    native : str
+
+    Returns
+    -------
+    ndarray, same shape
+        Nearest values, ties to even; beyond the largest one infinity, below the least one 0 with
+        its sign. NaN stays NaN, with what of its payload the type holds. A float64 is rounded to
+        float32 first, as torch does.
+    """
+    wanted = NATIVE_TYPES[native]
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        values: Array = np.ascontiguousarray(stored).astype(wanted.stored, copy=False)
+        values = values.reshape(np.shape(stored))
+        if native == "float16":
+            return values.astype(np.float16).astype(wanted.stored)
+    if native != "bfloat16":
+        return values
+    wide = unsigned_view(values)
+    rounded = _to_even(wide)
+    nan = is_nan(wide, NATIVE_TYPES["float32"])
+    if nan.any():
+        rounded = np.where(nan, wide | np.uint32(_BFLOAT16.nan_bits << int(_SPARE)), rounded)
+    rounded &= ~np.uint32(_SPARE_MASK)
+    return rounded.view(np.float32)
+
+
+def is_of_type(stored: Array, native: str) -> bool:
+    """Whether every value is one of a native type; a NaN of any payload is of every type.
+
+    Parameters
+    ----------
+    stored : ndarray of float32 or float64
+    native : str
+    """
+    if stored.dtype.itemsize <= NATIVE_TYPES[native].itemsize:
+        return True
+    # One pass over the bits says yes to what is bfloat16; what is not, or NaN, takes longer.
+    if native == "bfloat16" and stored.dtype == np.float32 and is_bfloat16(unsigned_view(stored)):
+        return True
+    with np.errstate(invalid="ignore"):
+        return bool(((cast(stored, native) == stored) | np.isnan(stored)).all())
 
 
 def _halves(values: Array) -> Array:

@@ -57,6 +57,32 @@ def test_causes(story, chunks):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.parametrize("chunks", [None, (3, 2, -1), (1, 1, 1)], ids=str)
+def test_what_moves_within_its_cell_is_below_cell(story, chunks):
+    W = story.W.values.copy()
+    W[1:, 0] = 1 + np.arange(1, 8)[:, None] * np.float32(2.0**-10)  # two cells of 2^-7 in the end
+    W[1:, 2, 1] += np.arange(1, 8) * np.float32(2.0**-20)  # never another cell
+    W[1:, 1, 0] = -0.0  # a token at zero: its sign is no motion
+    W[:, 1, 1:] = W[0, 1, 1:]
+    W[0, 1, 0] = 0
+    ds = story.assign(W=(story.W.dims, W, story.W.attrs | {"native_dtype": "float32"}))
+    if chunks:
+        ds = ds.chunk(dict(zip(("step", "token", "hidden"), chunks, strict=True)))
+    names = np.array(analysis.CAUSES)
+    own = names[analysis.freeze_cause(ds).values]
+    got = analysis.freeze_cause(ds, lattice="bfloat16")
+    assert got.attrs["lattice"] == "bfloat16"
+    found = names[got.values]
+    cell = (W.view(np.uint32) + 0x7FFF + ((W.view(np.uint32) >> 16) & 1)) >> 16 & 0x7FFF
+    cell_moved = (cell[1:] != cell[:-1]).any(-1)
+    expected = np.where(cell_moved, "moved", np.where(own == "moved", "below_cell", own))
+    np.testing.assert_array_equal(found, expected)
+    assert {"moved", "below_cell"} <= set(found[:, 0])
+    assert (found[:, 2] == "below_cell").all()
+    assert (found[:, 1] == "no_gradient").all()
+    assert "below_cell" not in own
+
+
 def test_a_row_after_a_gap_cannot_be_explained(story):
     names = np.array(analysis.CAUSES)
     found = names[analysis.freeze_cause(story.isel(step=[0, 2, 3])).sel(token=6).values]

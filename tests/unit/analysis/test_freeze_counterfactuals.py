@@ -42,7 +42,7 @@ def resting(case: str, rows: int = 24) -> xr.Dataset:
     for token, row in ((0, 9), (1, 17), (2, 17)):
         W[row:, token] = W[row, token]
     W[:, 3] = W[0, 3]  # never moves
-    W[-1, 4] = -W[-2, 4] - 1  # moves at the last row
+    W[-1, 4] = -2 * W[-2, 4]  # moves at the last row
     return ds.assign(W=ds.W.copy(data=W))
 
 

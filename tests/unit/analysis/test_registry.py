@@ -80,6 +80,35 @@ def test_together_they_are_what_they_are_alone(run):
             xr.testing.assert_identical(got, alone.compute())
 
 
+ON_LATTICES = ("regimes", "freeze", "lifecycle", "lattice_displacement", "ulp", "distinct")
+
+
+def test_a_lattice_is_of_those_that_know_of_it(run):
+    names = [*ON_LATTICES, "freeze_cause", "speed"]
+    together = analysis.compute(run.chunk(step=5, token=4), names, lattice="float16").compute()
+    assert together.speed[1:].equals(analysis.speed(run))
+    for name in (*ON_LATTICES, "freeze_cause"):
+        alone = getattr(analysis, name)(run, lattice="float16")
+        found = {name: alone} if isinstance(alone, xr.DataArray) else alone.data_vars
+        for key, array in found.items():
+            got = together[key]
+            got = got.sel(step=array.step) if "step" in array.dims else got
+            xr.testing.assert_identical(got, array)
+        assert analysis.answer(run, [name], lattice="float16").identical(
+            analysis.answer(run, [name], ["lattice=float16"])
+        )
+
+
+def test_a_lattice_that_nobody_knows_of_is_refused(run):
+    for names in (["speed"], ["speed", "grad_norms"]):
+        with pytest.raises(InvalidArgument, match=r"lattice='float16' with speed.*freeze_cause"):
+            analysis.answer(run, names, lattice="float16")
+    with pytest.raises(InvalidArgument, match="two lattices, 'float16' and 'float32'"):
+        analysis.answer(run, ["freeze"], ["lattice=float32"], lattice="float16")
+    with pytest.raises(InvalidArgument, match="lattice='int8'"):
+        analysis.answer(run, ["freeze"], ["lattice=int8"])
+
+
 def test_where_there_is_no_row_before_nothing_is_claimed(run):
     first = analysis.compute(run, ["regimes", "freeze", "seams", "speed"]).isel(step=0).compute()
     assert (first.regime == -1).all()
@@ -129,6 +158,12 @@ def test_each_chunk_is_read_once(run):
     reads.clear()
     analysis.compute(ds, ["centroid", "coherence", "freeze"]).compute()
     assert {name for name, _ in reads} == {"W"}
+    assert set(reads.values()) == {1}
+
+
+def test_each_chunk_is_read_once_on_two_lattices(run):
+    ds, reads = counting(run, {"step": 5, "token": 4})
+    analysis.compute(ds, ["freeze", "regimes", "speed", "seams"], lattice="float16").compute()
     assert set(reads.values()) == {1}
 
 

@@ -25,7 +25,7 @@ from trajstore.errors import InvalidArgument, RunExists, StepNotFound  # noqa: E
 
 pytestmark = pytest.mark.torch
 
-SUMMARIES = ("grad_token_norm", "W_step_norm", "W_ulp_l1")
+SUMMARIES = ("grad_token_norm", "W_step_norm", "W_ulp_l1", "cells")
 DTYPES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
 )
@@ -151,6 +151,15 @@ def test_changed_hyperparameters(setting: str, make: Callable[[Any], Any], tmp_p
     assert not np.array_equal(expected, open_run(run).W.values)
     assert replay(out).clean
     assert ("exp_avg" in open_run(out)) == ("sgd" not in setting)
+
+
+def test_cells_are_those_of_the_new_weights(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path / "run.zarr", OPTIMIZERS["adamw"], record=("all", "cells"))
+    what_if(run, tmp_path / "other.zarr", settings=["optimizer.lr=0.1"])
+    ds = open_run(tmp_path / "other.zarr").load()
+    expected = torch.from_numpy(ds.W.values).bfloat16().float().numpy()
+    np.testing.assert_array_equal(ds.cells, expected)
+    assert not ds.cells.equals(open_run(run).cells)
 
 
 def test_sgd_becomes_adam(tmp_path: Path) -> None:

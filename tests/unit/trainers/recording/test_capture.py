@@ -12,9 +12,10 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, VOCAB, Lists, TinyModel, batches  # noqa: E402
+from still_timer import StillTimer, commit_now  # noqa: E402
 
 from trainers import capture  # noqa: E402
-from trajstore import InvalidArgument, RecordingError, RunExists  # noqa: E402
+from trajstore import InvalidArgument, RecordingError, RunExists, verify  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -379,6 +380,32 @@ def test_summaries_are_what_the_big_arrays_say(dtype: Any, every: int, tmp_path:
         assert (values > 0).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", ["all", [3, 5, 16]], ids=str)
+def test_cells_are_what_autocast_makes_of_the_weights(
+    dtype: Any, tokens: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    model = TinyModel(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    path = tmp_path / "both.zarr"
+    train(model, optimizer, path, record=("W", "cells"), tokens=tokens)
+    ds = xr.open_zarr(path).load()
+    expected = torch.from_numpy(ds.W.values).to(torch.bfloat16)
+    assert ds.cells.attrs["native_dtype"] == "bfloat16"
+    np.testing.assert_array_equal(ds.cells, expected.float().numpy())
+    assert (np.diff(ds.cells.values, axis=0) != 0).any()
+
+    torch.manual_seed(1)
+    model = TinyModel(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    train(model, optimizer, tmp_path / "alone.zarr", record="cells,grad_norm", tokens=tokens)
+    alone = xr.open_zarr(tmp_path / "alone.zarr").load()
+    assert set(alone) == {"cells", "grad_norm"}
+    assert alone.cells.equals(ds.cells)
+    assert not verify(tmp_path / "alone.zarr").problems
+
+
 def test_several_parameters_have_a_run_each(tiny: Any, tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
     names = ["head.weight", "mix.weight", "embedding.weight"]  # two names of one
@@ -517,3 +544,41 @@ def test_every_row_on_cuda(tokens: Any, tiny: Any, tmp_path: Path) -> None:
         lists.rows[name] = [row.cpu()[ids] for row in rows]
     ds = lists.agree_with(path)
     assert np.isfinite(ds.clip_coef.values[1:]).all()
+
+
+def test_its_rows_are_committed_by_time_also_when_it_goes_on(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row of the step in progress, which is in the block already, is no part of that."""
+    StillTimer.install(monkeypatch)
+    optimizer = torch.optim.SGD(tiny.parameters(), lr=0.1)
+    path = tmp_path / "run.zarr"
+    lists = Lists(tiny.embedding.weight)
+
+    def train(first: int, last: int, **options: Any) -> None:
+        with capture(
+            tiny, optimizer, path, record="W,grad,loss", commit_every=3.0, **options
+        ) as run:
+            for number, batch in enumerate(batches(last)[first:], first):
+                optimizer.zero_grad()
+                output = tiny(**batch)
+                output["loss"].backward()
+                if number > first:
+                    commit_now(run.writer)
+                    assert xr.open_zarr(path).step.values.tolist() == list(range(number + 1))
+                lists.add(grad=lists.parameter.grad, loss=output["loss"])
+                optimizer.step()
+                lists.after_step(optimizer)
+            assert StillTimer.of(run.writer)._every == 3.0
+
+    train(0, 3)
+    train(3, 6, resume=True, first_step=3)
+    lists.agree_with(path)
+
+
+def test_none_commits_whole_blocks_only(tiny: Any, tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(tiny.parameters(), lr=0.1)
+    with capture(tiny, optimizer, tmp_path / "run.zarr", commit_every=None) as run:
+        tiny(**batches(1)[0])["loss"].backward()
+        optimizer.step()
+        assert run.writer._timer is None

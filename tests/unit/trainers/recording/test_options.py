@@ -18,7 +18,7 @@ OPTIONS = {
     "record": "all", "parameter": None, "every": 1, "tokens": "all", "logits_mode": "last",
     "is_dead": None, "token_count": None, "token_text": None, "config": None, "origin": None,
     "memory": 1 << 30, "block_rows": None, "encoding": None, "overwrite": False, "resume": False,
-    "fsync": False, "schedule": None, "strict_numerics": False,
+    "commit_every": 10.0, "fsync": False, "schedule": None, "strict_numerics": False,
 }  # fmt: skip
 OF_A_LOOP = {
     "scaler": None,
@@ -74,8 +74,9 @@ def test_wrong_names_are_refused_with_the_right_one(tiny: Any, tmp_path: Path) -
         ({"block_rows": 0}, "block_rows: got 0, expected at least 1"),
         ({"logits_mode": "first"}, "logits_mode: got 'first', expected 'last' or 'mean'"),
         ({"encoding": "zip"}, "encoding: got 'zip', expected 'delta' or 'portable'"),
+        ({"commit_every": 0}, "commit_every: got 0, expected seconds above 0, or None"),
         ({"memory": "much"}, "cannot read 'much' as a size"),
-        ({"record": "grad"}, "a run always holds W, and 'grad' leaves it out"),
+        ({"record": "grad"}, "a run always holds W, and 'grad' leaves it out; .*or cells in its"),
         ({"record": ["W", "wait"]}, "cannot record 'wait'"),
         ({"resume": True, "overwrite": True}, "resume and overwrite: got both"),
     ],

@@ -89,6 +89,33 @@ def test_a_loop_goes_on_from_its_own_checkpoint(taken: int, every: int, tmp_path
     assert [entry["step"] for entry in ds.attrs["provenance"]["resumed"]] == [taken, taken]
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_cells_without_the_weights(every: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"record": "cells,grad", "every": every}
+    Loop().run(tmp_path / "straight.zarr", 0, STEPS, **options)
+    path, loop = tmp_path / "run.zarr", Loop()
+    loop.run(path, 0, 5, **options)
+    loop.run(path, 5, STEPS, resume=True, first_step=5, **options)
+    same(tmp_path / "straight.zarr", path)
+    if every == 1:
+        with pytest.raises(NothingToResume, match=r"weights .* are not those of"):
+            Loop().run(path, STEPS, STEPS, resume=True, first_step=STEPS, **options)
+
+
+def test_the_way_from_weights_that_are_not_held_is_known_at_a_row_only(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"record": "cells,W_step_norm", "every": 3}
+    Loop().run(tmp_path / "straight.zarr", 0, STEPS, **options)
+    path, loop = tmp_path / "run.zarr", Loop()
+    loop.run(path, 0, 6, **options)
+    loop.run(path, 6, 8, resume=True, first_step=6, **options)
+    with pytest.raises(NothingToResume, match=r"W_step_norm: .* way from W at step 6"):
+        loop.run(path, 8, STEPS, resume=True, first_step=8, **options)
+    again = Loop()
+    again.run(tmp_path / "other.zarr", 0, 6)
+    again.run(path, 6, STEPS, resume=True, first_step=6, **options)
+    same(tmp_path / "straight.zarr", path)
+
+
 def test_some_tokens_of_two_parameters(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "parameter": ["embedding.weight", "mix.weight"],

@@ -232,3 +232,25 @@ def test_a_checkpoint_gone_on_from_goes_when_a_newer_one_is_usable(tmp_path: Pat
     assert again.steps() == [3, 7]
     again.add(checkpoint(9, 10), 10)
     assert again.steps() == [9]
+
+
+def test_one_that_a_recording_removes_meanwhile_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = CheckpointFolder(tmp_path / "run.zarr")
+    for step in (3, 7):
+        folder.add(checkpoint(step, step + 1), 0)
+    monkeypatch.setattr(folder, "steps", lambda: [3, 7, 11])
+    found = folder.newest(checkpoint().run, 99)
+    assert found is not None
+    assert found.step == 7
+
+
+def test_one_waits_until_its_rows_are_committed(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path / "run.zarr")
+    assert not folder.waits(0)
+    folder.add(checkpoint(3, 4), 4)
+    assert not folder.waits(4)
+    folder.add(checkpoint(7, 8), 4)
+    assert folder.waits(7)
+    assert not folder.waits(8)

@@ -363,7 +363,7 @@ def test_a_changed_configuration_is_refused(interrupted: Path, assignment: str, 
 
 
 def test_what_may_change_may(interrupted: Path, straight: Callable[[str], Path]) -> None:
-    changes = ["recording.memory=64MiB", "recording.checkpoint_every=3"]
+    changes = ["recording.memory=64MiB", "recording.checkpoint_every=3", "recording.commit_every=3"]
     if not (torch.cuda.is_available() or torch.backends.mps.is_available()):
         changes.append("training.device=auto")  # which is the CPU here, as before
     config = recorded_config(interrupted).with_values(changes)

@@ -35,9 +35,16 @@ CASES: dict[str, list[str]] = {
     "summaries": [
         'recording.record=["all", "hidden_mean", "grad_token_norm", "W_step_norm", "W_ulp_l1"]'
     ],
+    "cells beside float32 weights": [
+        "model.dtype=float32", 'recording.record=["weights", "cells"]',
+    ],
+    "cells alone": ['recording.record=["cells", "grad"]'],
     "other starts": [
         "initialisation.kind=normal", "initialisation.dtype=bfloat16", "schedule.name=cosine",
         "training.accumulation=2",
+    ],
+    "ids without a tokenizer": [
+        "data.tokenizer=none", "data.live_tokens=100", "data.mostly_dead=50",
     ],
     "stream of ids": ["data.tokenizer=gpt2", "data.corpus=fineweb", "data.live_tokens=100"],
 }  # fmt: skip

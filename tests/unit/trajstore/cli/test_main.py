@@ -74,7 +74,7 @@ def test_the_promised_names_are_there() -> None:
     promised = {
         "record": "--preset --config --set --steps --corpus --tokenizer --device --seed --record "
         "--every --tokens --memory --encoding --block-rows --checkpoint-every --resume --overwrite "
-        "--fsync --output --json",
+        "--commit-every --fsync --output --json",
         "presets": "--json",
         "plan": "--preset --json",
         "info": "--json",

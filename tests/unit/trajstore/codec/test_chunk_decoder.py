@@ -34,11 +34,3 @@ def test_a_chunk_of_another_shape_is_an_error(encoding: str) -> None:
     assert Decoder(coding, (4, 6, 5)).unpack(data).shape == (4, 6, 5)
     with pytest.raises(ValueError, match="another size"):
         Decoder(coding, (4, 6, 6)).unpack(data)
-
-
-@pytest.mark.parametrize(("history", "stretch"), [(False, 3 * 6), (True, 4 * 2)])
-def test_work_is_what_must_be_decompressed(history: bool, stretch: int) -> None:
-    """Of differences row by row all rows so far, token by token the tokens alone."""
-    coding = chain("delta", native_type("bfloat16"), 3, small=False, history=history)
-    windows = [[slice(2, 3)], [slice(1, 3)], [slice(0, 5)]]
-    assert Decoder(coding, (4, 6, 5)).work(windows) == stretch * 5 * 2

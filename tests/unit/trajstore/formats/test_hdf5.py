@@ -76,7 +76,6 @@ def test_a_file_of_other_users(tmp_path: Path) -> None:
     assert (ds.exp_avg.values[0] == 0).all()
     assert ds.step.values.tolist() == list(range(ROWS))
     assert any("labels no steps" in note for note in done.notes)
-    assert any("does not hold logits" in note for note in done.notes)
 
 
 def test_float_data_and_labels_with_a_hole(tmp_path: Path) -> None:
@@ -93,8 +92,8 @@ def test_float_data_and_labels_with_a_hole(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no W": ({"W": None}, "the dataset W is missing"),
-    "flat W": ({"W": np.zeros((3, 4), "u2")}, "expected .step, token, hidden."),
+    "no W": ({"W": None}, "holds no W"),
+    "flat W": ({"W": np.zeros(4, "u2")}, "expected .* of .step, token, hidden."),
     "empty W": ({"W": np.zeros((0, 4, 3), "u2")}, "none of them 0"),
     "integers": ({"W": np.zeros((ROWS, TOKENS, HIDDEN), "i4")}, "W is of type int32"),
     "rows": ({"losses": np.zeros(3, "f4")}, "losses has shape"),
@@ -135,7 +134,7 @@ def test_values_in_other_files_are_not_followed(tmp_path: Path) -> None:
     with h5py.File(file_path, "a") as file:
         del file["W"]
         file["W"] = h5py.ExternalLink(str(other), "/W")
-    with pytest.raises(FormatError, match="W is missing"):
+    with pytest.raises(FormatError, match="holds no W"):
         trajstore.import_file(file_path, tmp_path / "run.zarr")
 
 

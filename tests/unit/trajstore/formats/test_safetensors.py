@@ -110,7 +110,7 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
     }
     save_file(arrays, tmp_path / "a", metadata={"é": "ü"})
     with SafetensorsFile(tmp_path / "a") as file:
-        assert file.metadata == {"é": "ü"}
+        assert file.attributes == {"é": "ü"}
         for key, array in arrays.items():
             read = file.read(key)
             assert read.shape == array.shape

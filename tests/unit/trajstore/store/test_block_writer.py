@@ -121,6 +121,7 @@ def train():
     with RunWriter.create(
         sys.argv[1], token=np.arange(4096), hidden=64,
         variables={"W": "float32", "grad": "float32"}, block_rows=16,
+        commit_every=float(sys.argv[2]),
     ) as run:
         for step in range(16 * 10):
             values = np.full((4096, 64), step, "float32")
@@ -134,9 +135,11 @@ started.wait()
 """
 
 
-def test_a_recording_outlives_the_main_thread(tmp_path: Path) -> None:
+@pytest.mark.parametrize("commit_every", ["1e6", "1e-3"])
+def test_a_recording_outlives_the_main_thread(tmp_path: Path, commit_every: str) -> None:
     """Pools take no more work then, and the caller's thread writes behind the writing thread."""
-    subprocess.run([sys.executable, "-c", OUTLIVING, tmp_path / "run.zarr"], check=True)
+    command = [sys.executable, "-c", OUTLIVING, tmp_path / "run.zarr", commit_every]
+    subprocess.run(command, check=True)
     ds = xr.open_zarr(tmp_path / "run.zarr")
     assert ds.attrs["status"] == "complete"
     assert ds.step.values.tolist() == list(range(160))

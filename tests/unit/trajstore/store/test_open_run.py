@@ -77,7 +77,7 @@ def test_dask_chunks_are_whole_inner_chunks(tmp_path: Path) -> None:
     ds = open_run(run.path)
     tokens = ds.W.chunksizes["token"]
     assert all(length % inner[1] == 0 for length in tokens[:-1])
-    assert tokens[0] * ds.W.chunksizes["step"][0] * 64 * 4 <= 32 << 20
+    assert tokens[0] * ds.W.chunksizes["step"][0] * 64 * 4 <= 16 << 20
 
 
 @pytest.mark.parametrize("small_run", ["portable"], indirect=True)

@@ -24,6 +24,7 @@ def create(path: Path, **options: Any) -> RunWriter:
         "hidden": 3,
         "variables": {"W": "bfloat16", "loss": "float32"},
         "block_rows": 4,
+        "commit_every": None,
     }
     return RunWriter.create(path, **(arguments | options))
 
@@ -60,7 +61,7 @@ def test_an_empty_run_is_there_from_the_start(tmp_path: Path) -> None:
     run.close()
 
 
-def test_readers_see_whole_blocks_only(tmp_path: Path) -> None:
+def test_without_commits_by_time_readers_see_whole_blocks_only(tmp_path: Path) -> None:
     with create(tmp_path / "run.zarr") as run:
         for step in range(10):
             run.append(**row(step))

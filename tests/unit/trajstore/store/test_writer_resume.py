@@ -30,6 +30,7 @@ def create(path: Path, encoding: str = "delta", **options: Any) -> RunWriter:
         block_rows=BLOCK,
         encoding=encoding,
         is_dead=np.arange(5) > 2,
+        commit_every=None,
         **options,
     )
 

@@ -6,7 +6,7 @@ import pytest
 
 from trajstore.errors import InvalidArgument
 from trajstore.values.native_types import NATIVE_TYPES, widen
-from trajstore.values.rounding import as_bfloat16, convert, is_bfloat16
+from trajstore.values.rounding import as_bfloat16, cast, convert, is_bfloat16, is_of_type
 
 EVERY_16_BITS = np.arange(1 << 16, dtype=np.uint16)
 
@@ -43,6 +43,26 @@ def test_rounding_is_to_nearest_even_and_counted(name: str, dtype: type) -> None
     assert np.isnan(bits.view(dtype)[nan].astype(np.float32)).all()
     back = widen(bits, NATIVE_TYPES[name])
     assert changed == np.count_nonzero((back != wide) & ~nan)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16)]
+)
+def test_a_cast_gives_what_another_library_gives(name: str, dtype: type) -> None:
+    random = np.random.default_rng(0).integers(0, 1 << 32, 200_000, dtype=np.uint32)
+    ties = ((np.arange(1 << 16, dtype=np.uint32)) << 16) | 0x8000
+    wide = np.concatenate([random, ties, ties + 1, ties - 1]).view(np.float32)
+    got = cast(wide.reshape(2, -1), name).ravel()
+    with np.errstate(all="ignore"):
+        expected = wide.astype(dtype).astype(np.float32)
+    nan = np.isnan(wide)
+    assert (got.view(np.uint32)[~nan] == expected.view(np.uint32)[~nan]).all()
+    assert np.isnan(got[nan]).all()
+    assert is_of_type(got, name)
+    assert not is_of_type(wide, name)
+    assert is_of_type(wide, "float32")
+    assert is_of_type(got[~nan].astype(np.float64), name)
+    assert not is_of_type(wide[~nan].astype(np.float64), name)
 
 
 def test_float64_is_rounded_to_float32_and_counted() -> None:

@@ -1,0 +1,170 @@
+"""When checkpoints are taken, with a clock that the tests move on; what is in them is not asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+from small_trainings import small_config, stop_after
+from still_timer import StillTimer, commit_now
+
+from trainers import record, recorded_config
+from trainers.runs import checkpoint_schedule
+from trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trainers.runs.checkpoint_schedule import Checkpointing
+from trajstore import RunWriter, open_run
+
+pytestmark = pytest.mark.torch
+
+STEPS = 1000
+
+
+def checkpoints(run: Path) -> list[int]:
+    return CheckpointFolder(run).steps()
+
+
+class Schedule:
+    """A checkpointing of a training of nothing, a step a second; a checkpoint takes `cost`."""
+
+    def __init__(self, folder: Path, *, every: int | None = None, cost: float = 0.0) -> None:
+        self.path = folder / "run.zarr"
+        RunWriter.create(
+            self.path, token=np.arange(2), hidden=1, variables={"W": "float32"}
+        ).close()
+        self.now = 0.0
+        self.cost = cost
+        self.committed_rows = 0
+        self.stops = False
+        training: Any = SimpleNamespace(
+            config=SimpleNamespace(training=SimpleNamespace(steps=STEPS))
+        )
+        self.checkpointing = Checkpointing(
+            training,
+            self.path,
+            every=every,
+            sources={},
+            taken_from=None,
+            stop=lambda: self.stops,
+            fsync=False,
+            clock=lambda: self.now,
+        )
+        self.checkpointing._take = self._take  # type: ignore[method-assign]
+
+    def _take(self, recorder: Any, scaler: Any) -> Checkpoint:
+        self.now += self.cost
+        return Checkpoint(
+            run="", name="run.zarr", step=recorder.step, rows=recorder.rows, config={}, sources={},
+            state={}, tensors={},
+        )  # fmt: skip
+
+    def step(self, number: int, *, at_block_end: bool = False) -> list[int]:
+        """Take a step, and tell which checkpoints are there."""
+        self.now += 1.0
+        recorder: Any = SimpleNamespace(
+            step=number, rows=number + 1, at_block_end=at_block_end, writer=self, close=self.close
+        )
+        self.checkpointing.after_step(recorder, None)
+        return checkpoints(self.path)
+
+    def close(self, *, complete: bool) -> None:
+        assert not complete
+
+
+def test_without_an_option_one_is_taken_every_ten_seconds(tmp_path: Path) -> None:
+    schedule = Schedule(tmp_path)
+    seen = []
+    for step in range(1, 41):
+        schedule.committed_rows = step
+        seen.append(schedule.step(step))
+    assert seen[8] == []
+    assert seen[9] == seen[18] == [10]
+    assert seen[19] == [10, 20]
+    assert seen[29] == [20, 30]
+    assert seen[39] == [30, 40]
+    assert all(len(steps) <= 2 for steps in seen)
+
+
+def test_they_take_a_hundredth_of_the_time_at_most(tmp_path: Path) -> None:
+    schedule = Schedule(tmp_path, cost=0.5)
+    taken = []
+    for step in range(1, 200):
+        schedule.committed_rows = step
+        taken += [last for last in schedule.step(step)[-1:] if last not in taken]
+    assert taken == [10, 60, 110, 160]
+
+
+def test_none_is_taken_while_the_last_one_is_of_no_use(tmp_path: Path) -> None:
+    """Rows that are committed late, or in large blocks, do not fill the disk with checkpoints."""
+    schedule = Schedule(tmp_path)
+    seen = [schedule.step(step) for step in range(1, 101)]
+    assert seen[-1] == [10]
+    schedule.committed_rows = 11
+    assert schedule.step(101) == [10, 101]
+    schedule.committed_rows = 101  # of the 102 rows until step 101
+    assert schedule.step(120) == [10, 101]
+    for step in range(121, 140):
+        assert schedule.step(step) == [10, 101]
+    schedule.committed_rows = 102
+    assert schedule.step(140) == [101, 140]
+
+
+def test_so_many_steps_are_so_many_whatever_the_time(tmp_path: Path) -> None:
+    schedule = Schedule(tmp_path, every=5)
+    schedule.now = 1e6
+    seen = []
+    for step in range(1, 20):
+        schedule.committed_rows = step
+        seen.append(schedule.step(step, at_block_end=step % 4 == 3))
+    assert [step for step, there in enumerate(seen, 1) if there[-1:] == [step]] == [7, 15]
+
+
+def test_the_last_step_has_one_whatever_the_time(tmp_path: Path) -> None:
+    schedule = Schedule(tmp_path)
+    assert schedule.step(1) == []
+    schedule.stops = True
+    assert schedule.step(2) == [2]
+    schedule.stops = False
+    assert schedule.step(STEPS) == [2, STEPS]
+
+
+def test_a_training_goes_on_from_one_that_time_had_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no option at all: within a block of rows, and it ends as if nothing had been."""
+    text = tmp_path / "text.txt"
+    text.write_bytes(b"It was a bright cold day in April. " * 2)
+    config = small_config(["gatsby"], "recording.block_rows=64", steps=16)
+    whole, path = tmp_path / "whole.zarr", tmp_path / "run.zarr"
+    record(config, whole, corpus=text)
+    assert checkpoints(whole) == [16]
+    StillTimer.install(monkeypatch)
+    monkeypatch.setattr(checkpoint_schedule, "_APART", 0.0)
+    monkeypatch.setattr(checkpoint_schedule, "_PAUSE", 0)
+    seen: list[list[int]] = []
+
+    def fail(recorder: Any) -> None:
+        seen.append(checkpoints(path))
+        if recorder.step in (3, 6):
+            commit_now(recorder.writer)
+        if recorder.step == 11:
+            raise RuntimeError("the power went")
+
+    monkeypatch.setattr(RunWriter, "close", lambda self, *status: self._lock.release())
+    with pytest.raises(RuntimeError, match="the power went"):
+        record(config, path, corpus=text, on_step=fail)
+    monkeypatch.undo()
+    assert open_run(path).sizes["step"] == 7
+    assert checkpoints(path) == [6, 7]  # of row 7, which was not committed, nobody goes on
+    assert max(map(len, seen)) == 2
+    record(recorded_config(path), path, resume=True, stop=stop_after(1))
+    assert checkpoints(path) == [7]
+    record(recorded_config(path), path, resume=True)
+    ds, expected = open_run(path, chunks=None), open_run(whole, chunks=None)
+    for name in expected.variables:
+        assert ds[name].values.tobytes() == expected[name].values.tobytes(), name
+    assert [entry["step"] for entry in ds.attrs["provenance"]["resumed"]] == [6, 7]

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+from small_trainings import small_config
+
+from trainers.runs.recorded_training import recording_options
+from trainers.texts.corpus import load_corpus
+from trajstore.errors import ConfigError
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([], 10.0),
+        (["recording.commit_every=2.5"], 2.5),
+        (["recording.commit_every=0"], None),
+    ],
+)
+def test_how_often_rows_are_committed_is_what_the_configuration_says(
+    text: Path, changes: list[str], expected: float | None
+) -> None:
+    config = small_config(["gatsby"], *changes, steps=3)
+    assert recording_options(config, load_corpus(config, corpus=text)).commit_every == expected
+
+
+@pytest.mark.parametrize("wrong", ["-1", "inf", "often"])
+def test_an_impossible_time_is_refused(wrong: str) -> None:
+    with pytest.raises(ConfigError, match=r"recording\.commit_every = "):
+        small_config(["gatsby"], f"recording.commit_every={wrong}", steps=3)

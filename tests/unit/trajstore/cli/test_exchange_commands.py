@@ -1,0 +1,76 @@
+"""What `trajstore import` prints, without a process for each call."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from grammar_files import stored, truth, write
+
+from trajstore.cli.main import main
+from trajstore.exchange.layouts import LAYOUTS
+
+
+def call(*arguments: object, rc: int = 0) -> Result:
+    done = CliRunner().invoke(main, ["import", *map(str, arguments)])
+    assert done.exit_code == rc, done.output
+    return done
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    known = truth()
+    arrays = {"x": stored(known.values["W"], "uint16"), "nll": stored(known.values["loss"], "f4"),
+              "centroid": np.zeros((6, 3)), "dead_ids": np.flatnonzero(known.dead)}  # fmt: skip
+    return write(tmp_path / "mine.npz", "npz", arrays)
+
+
+def test_without_a_file_it_lists_what_it_understands() -> None:
+    printed = call().stdout
+    for word in ("safetensors", "embedding_matrix", "untrained_mask", "adam_beta1", *LAYOUTS):
+        assert word in printed
+    facts = json.loads(call("--json").stdout)
+    assert "w" in facts["roles"]["W"]["names"]
+    assert facts["scalars"]["seed"]["goes_to"] == "config.training.seed"
+
+
+def test_a_dry_run_prints_the_table_and_writes_nothing(file: Path) -> None:
+    printed = call(file, "--dry-run", "--map", "loss=nll", "--labels", "steps=0:60:10").stdout
+    lines = {line.split()[0]: line for line in printed.splitlines() if line.split()}
+    assert "uint16" in lines["x"]
+    assert "bits of bfloat16" in lines["x"]
+    assert "left out" in lines["centroid"]
+    assert "steps 0 to 50, 7 tokens, 2 of them dead" in lines["Run:"]
+    assert [path.name for path in file.parent.iterdir()] == ["mine.npz"]
+    facts = json.loads(call(file, "--dry-run", "--json").stdout)
+    assert {line["name"]: line["role"] for line in facts["table"]}["x"] == "W"
+
+
+def test_an_import_prints_the_table_too(file: Path, tmp_path: Path) -> None:
+    printed = call(file, "-o", tmp_path / "run.zarr", "--map", "loss=nll").stdout
+    assert "Imported" in printed
+    assert "follows from the rest" in printed
+    facts = json.loads(
+        call(file, "-o", tmp_path / "b.zarr", "--json", "--map", "ignore=nll").stdout
+    )
+    assert facts["variables"] == {"W": "bfloat16"}
+    assert facts["others"] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "say where the run is to be"),
+        (["--dry-run", "--map", "W"], "expected ROLE=NAME"),
+        (["--dry-run", "--bits", "int8"], "16 bits are bfloat16 or float16"),
+        (["--dry-run", "--first-row", "2"], "that of step 0 or 1"),
+        (["--dry-run", "--schedule", "constant"], "tells no learning_rate"),
+    ],
+)
+def test_wrong_calls_are_one_sentence(file: Path, arguments: list[str], message: str) -> None:
+    done = call(file, *arguments, rc=2)
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

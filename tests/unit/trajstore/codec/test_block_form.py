@@ -1,0 +1,203 @@
+"""What a block is, and that another one in its place is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from bits_and_calls import random_bits
+
+from trajstore.codec.block_form import BlockForm, Tail
+from trajstore.codec.block_label import ANYWHERE, LABEL
+from trajstore.codec.codec_chain import chain
+from trajstore.codec.selected_parts import picks
+from trajstore.values.native_types import native_type
+
+OLD, OWN, OTHER = "1a" * 16, "2b" * 16, "3c" * 16
+
+FORM = BlockForm(
+    array="W",
+    chain=chain("delta", native_type("bfloat16"), 3, small=True),
+    shape=(8, 6, 2),
+    chunk=(4, 3, 2),
+    runs=((0, OWN),),
+)
+BITS = random_bits(FORM.shape, 3)
+
+
+def written(form: BlockForm = FORM, *, rows: int = 8, **place: int) -> bytes:
+    """An object that holds `BITS`."""
+    pieces, entries, offset = [], [], 0
+    for number in np.ndindex(form.grid):
+        window = tuple(
+            slice(at * part, (at + 1) * part) for at, part in zip(number, form.chunk, strict=True)
+        )
+        pieces.append(form.chain.encode(BITS[window], form.chunk))
+        entries.append((offset, len(pieces[-1])))
+        offset += len(pieces[-1])
+    label = form.label(**({"block": 5, "part": 1} | place), rows=rows, digest=b"d" * 32)
+    return b"".join(pieces) + form.tail(entries, label)
+
+
+def tail_of(data: bytes, form: BlockForm = FORM, place: Any = (5, 1)) -> Tail:
+    return form.read_tail(data[-form.tail_length :], place)
+
+
+def read(data: bytes, key: tuple[range, ...], form: BlockForm = FORM) -> np.ndarray:
+    axes = [picks(axis, part) for axis, part in zip(key, form.chunk, strict=True)]
+    out = np.empty([len(axis) for axis in key], form.chain.native.bits)
+    form.read(tail_of(data, form), axes, lambda at, length: data[at : at + length], out)
+    return out
+
+
+def test_sizes_follow_from_the_shapes() -> None:
+    assert FORM.grid == (2, 2, 1)
+    assert FORM.index_length == 4 * 16 + 4
+    assert FORM.tail_length == FORM.index_length + LABEL
+    assert replace(FORM, runs=None).tail_length == FORM.index_length
+
+
+@pytest.mark.parametrize("runs", [FORM.runs, None])
+def test_what_is_written_is_read(runs: Any) -> None:
+    form = replace(FORM, runs=runs)
+    data = written(form)
+    tail = tail_of(data, form)
+    assert (tail.label is None) == (runs is None)
+    assert tail.index[:, 1].sum() == len(data) - form.tail_length
+    for key in (
+        (range(8), range(6), range(2)),
+        (range(2, 7), range(2, 4), range(1)),
+        (range(0, 8, 3), range(5, -1, -2), range(2)),
+    ):
+        assert (read(data, key, form) == BITS[np.ix_(*key)]).all()
+
+
+def refused(data: bytes, message: str, form: BlockForm = FORM, place: Any = (5, 1)) -> None:
+    with pytest.raises(ValueError, match=message):
+        tail_of(data, form, place)
+
+
+@pytest.mark.parametrize(
+    ("make", "found"),
+    [
+        (lambda: written(replace(FORM, runs=((0, OTHER),))), "W, block 5, part 1 of run 3c3c3c3c"),
+        (lambda: written(replace(FORM, array="grad")), "grad, block 5, part 1 of run 2b2b2b2b"),
+        (lambda: written(block=4), "W, block 4, part 1 of run 2b2b2b2b"),
+        (lambda: written(part=0), "W, block 5, part 0 of run 2b2b2b2b"),
+    ],
+    ids=["run", "array", "block", "part"],
+)
+def test_a_block_of_another_place_is_refused(make: Callable[[], bytes], found: str) -> None:
+    """The message names both."""
+    refused(make(), f"^it is {found}, where W, block 5, part 1 of run 2b2b2b2b belongs$")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": (8, 12, 2)},
+        {"chunk": (4, 6, 2)},
+        {"chunk": (8, 3, 2)},
+        {"chain": replace(FORM.chain, level=4)},
+        {"chain": replace(FORM.chain, native=native_type("float16"))},
+        {"chain": replace(FORM.chain, kind="plain")},
+        {"chain": replace(FORM.chain, token_first=True)},
+    ],
+)
+def test_a_block_that_was_stored_otherwise_is_refused(change: dict[str, Any]) -> None:
+    other = replace(FORM, **change)
+    assert other.settings != FORM.settings
+    label = other.label(block=5, part=1, rows=8, digest=b"d" * 32)
+    index = [(0, 10)] * int(np.prod(FORM.grid))
+    refused(FORM.tail(index, label), "the metadata say something else than those")
+
+
+def test_the_identity_is_no_setting() -> None:
+    """A fork takes blocks over as they are."""
+    assert replace(FORM, runs=((0, OTHER),)).settings == FORM.settings
+
+
+def test_a_fork_has_the_blocks_of_the_run_it_was_made_of_up_to_its_own() -> None:
+    fork = replace(FORM, runs=((0, OTHER), (2, OLD), (5, OWN)))
+    of_other, of_old, own = (replace(FORM, runs=((0, run),)) for run in (OTHER, OLD, OWN))
+    for form, block, fits in (
+        (of_other, 1, True),
+        (of_old, 1, False),
+        (of_other, 2, False),
+        (of_old, 4, True),
+        (of_old, 5, False),
+        (own, 5, True),
+        (own, 9, True),
+        (own, 3, True),  # it was written again, since the fork was cut there
+    ):
+        data = written(form, block=block)
+        if fits:
+            assert tail_of(data, fork, (block, 1)).label is not None
+        else:
+            refused(
+                data, f"where W, block {block}, part 1 of run 2b2b2b2b belongs", fork, (block, 1)
+            )
+    assert fork.label(block=7, part=0, rows=8, digest=b"").run == OWN  # type: ignore[union-attr]
+
+
+def test_without_a_place_array_and_run_still_have_to_fit() -> None:
+    assert tail_of(written(block=3), place=None).label is not None
+    refused(written(replace(FORM, array="grad")), "it is grad", place=None)
+    refused(written(replace(FORM, runs=((0, OTHER),))), "of run 3c3c3c3c, where", place=None)
+
+
+def test_a_copy_of_another_program_fits_everywhere_in_its_array() -> None:
+    for place in ((0, 0), (5, 1), None):
+        assert tail_of(written(block=ANYWHERE, part=0), place=place).label is not None
+    refused(written(replace(FORM, array="grad"), block=ANYWHERE), "it is grad, some block")
+    other = written(replace(FORM, runs=((0, OTHER),)), block=ANYWHERE)
+    refused(other, "some block, part 1 of run 3c3c3c3c")
+
+
+def test_rows_that_it_does_not_hold_are_refused() -> None:
+    data = written(rows=5)
+    assert (read(data, (range(5), range(6), range(2))) == BITS[:5]).all()
+    for rows in (range(6), range(5, 6), range(7, 0, -3)):
+        with pytest.raises(ValueError, match=f"^it holds 5 rows, of which {max(rows) + 1} are wan"):
+            read(data, (rows, range(6), range(2)))
+
+
+def test_a_tail_that_is_cut_or_broken_is_refused() -> None:
+    tail = written()[-FORM.tail_length :]
+    for cut in (tail[1:], tail[-FORM.index_length :], tail[:-1], b""):
+        refused(cut, r"index, the last 68 bytes of it, is broken|label")
+    for position in range(0, len(tail), 5):
+        broken = bytearray(tail)
+        broken[position] ^= 4
+        refused(bytes(broken), "label" if position < LABEL else "index")
+
+
+def test_chunks_that_are_not_there_or_broken_are_named() -> None:
+    data = written()
+    offset, length = map(int, tail_of(data).index[3])
+    broken = bytearray(data)
+    broken[offset + length // 2] ^= 1
+    whole = (range(8), range(6), range(2))
+    expected = (
+        rf"^bytes {offset} to {offset + length}: a broken chunk \(the checksum does not fit\)$"
+    )
+    with pytest.raises(ValueError, match=expected):
+        read(bytes(broken), whole)
+    form = replace(FORM)
+    axes = [picks(axis, part) for axis, part in zip(whole, form.chunk, strict=True)]
+    out = np.empty(FORM.shape, np.uint16)
+    with pytest.raises(ValueError, match="the object ends before it"):
+        form.read(tail_of(data), axes, lambda at, length: data[at : at + length - 1], out)
+
+
+def test_an_index_that_lies_is_an_error_and_no_crash() -> None:
+    """Its checksums fit, as somebody has made them."""
+    label = FORM.label(block=5, part=1, rows=8, digest=b"d" * 32)
+    chunks = written()[: -FORM.tail_length]
+    for entry in ((0, 0), ((1 << 64) - 1, (1 << 64) - 1), (1 << 63, 10), (0, 3), (7, 20)):
+        data = chunks + FORM.tail([entry] * 4, label)
+        with pytest.raises(ValueError, match="a broken chunk"):
+            read(data, (range(8), range(6), range(2)))

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import trajstore
+from trajstore.errors import FormatError
+from trajstore.formats.open_file import open_file
+from trajstore.formats.step_folder import STEPS
+
+ROWS = {step: np.full((4, 3), step + 0.5, "f4") for step in (0, 100, 50)}
+
+
+def folder(path: Path) -> Path:
+    path.mkdir()
+    for step, W in ROWS.items():
+        arrays = {"W": W, "loss": np.array(step, "f4")}
+        if step:
+            arrays["grad"] = W
+        save_file(arrays, path / f"step_{step:05}.safetensors", metadata={"seed": "42"})
+    (path / "notes.txt").write_text("mine")
+    return path
+
+
+def test_one_file_per_step(tmp_path: Path) -> None:
+    with open_file(folder(tmp_path / "steps")) as file:
+        assert file.read(STEPS).tolist() == [0, 50, 100]
+        assert file.shape("W") == (3, 4, 3)
+        assert file.shape("grad") == (2, 4, 3)
+        assert (file.read("W", 1, 3).view("f4")[:, 0, 0] == [50.5, 100.5]).all()
+        assert file.attributes == {"seed": "42"}
+    done = trajstore.import_file(tmp_path / "steps", tmp_path / "run.zarr", map={"ignore": "loss"})
+    ds = trajstore.open_run(done.path).load()
+    assert ds.step.values.tolist() == [0, 50, 100]
+    assert (ds.W.values[:, 0, 0] == [0.5, 50.5, 100.5]).all()
+    assert np.isnan(ds.grad.values[0]).all()
+    assert (ds.grad.values[2] == 100.5).all()
+    assert ds.attrs["config"]["training"]["seed"] == 42
+    assert ds.attrs["imported"]["file"] == "steps"
+
+
+@pytest.mark.parametrize("form", ["npy", "npz"])
+def test_files_of_numpy(tmp_path: Path, form: str) -> None:
+    for step, W in ROWS.items():
+        name = tmp_path / f"weights_{step}.{form}"
+        np.save(name, W) if form == "npy" else np.savez(name, weights=W)
+    done = trajstore.import_file(tmp_path, tmp_path / "run.zarr")
+    ds = trajstore.open_run(done.path).load()
+    assert (ds.W.values[:, 0, 0] == [0.5, 50.5, 100.5]).all()
+
+
+def test_checkpoints_of_a_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    import torch
+
+    for step, W in ROWS.items():
+        path = tmp_path / "out" / f"checkpoint-{step}"
+        path.mkdir(parents=True)
+        other = np.ones((3, 3), "f4")
+        tensors = {"transformer.wte.weight": W, "transformer.h.0.attn.c_attn.weight": other}
+        save_file(tensors, path / "model.safetensors")
+        state = {
+            0: {"exp_avg": torch.full((4, 3), 0.25), "step": torch.tensor(float(step))},
+            1: {"exp_avg": torch.zeros(3, 3), "step": torch.tensor(float(step))},
+        }
+        torch.save({"state": state, "param_groups": [{"lr": 1e-3}]}, path / "optimizer.pt")
+    done = trajstore.import_file(tmp_path / "out", tmp_path / "run.zarr")
+    ds = trajstore.open_run(done.path).load()
+    assert ds.step.values.tolist() == [0, 50, 100]
+    assert (ds.W.values[:, 0, 0] == [0.5, 50.5, 100.5]).all()
+    assert (ds.exp_avg.values == 0.25).all()
+    taken = {line.name: line for line in done.table}
+    assert taken["transformer.h.0.attn.c_attn.weight"].role == ""
+    assert taken["optimizer.state.1.exp_avg"].why == "of another parameter"
+    # One checkpoint by itself is one state.
+    done = trajstore.import_file(tmp_path / "out" / "checkpoint-50", tmp_path / "one.zarr")
+    assert done.rows == 1
+
+
+def test_files_that_differ_are_both_named(tmp_path: Path) -> None:
+    for change, message in (
+        ({"W": np.ones((5, 3), "f4")}, r"shape \(4, 3\) in step_00000.*\(5, 3\) in step_00200"),
+        ({"W": np.ones((4, 3), "f2")}, "W is float32 .* float16"),
+        ({"V": np.ones((4, 3), "f4")}, "is in one of step_00000.safetensors and step_00200"),
+    ):
+        path = folder(tmp_path / re.sub(r"\W", "", message))
+        save_file({"grad": ROWS[0], "loss": np.array(1, "f4")} | change,
+                  path / "step_00200.safetensors")  # fmt: skip
+        with pytest.raises(FormatError, match=message):
+            open_file(path)
+    save_file({"W": ROWS[0]}, path / "again_100.safetensors")
+    with pytest.raises(FormatError, match="are both of step 100"):
+        open_file(path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FormatError, match="no files whose names say a step"):
+        open_file(tmp_path / "empty")

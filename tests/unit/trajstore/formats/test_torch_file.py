@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import trajstore  # noqa: E402
+from trajstore.errors import FormatError, MissingExtra  # noqa: E402
+from trajstore.formats.open_file import open_file  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize("in_zip", [True, False])
+def test_tensors_in_dictionaries(tmp_path: Path, in_zip: bool) -> None:
+    W = torch.arange(24).reshape(4, 3, 2).to(torch.bfloat16)
+    content = {"W": W.transpose(0, 1), "deep": [{"steps": torch.arange(3)}], "lr": 1e-3, "tag": "x"}
+    torch.save(content, tmp_path / "f.pt", _use_new_zipfile_serialization=in_zip)
+    with open_file(tmp_path / "f.pt") as file:
+        assert file.format == "torch"
+        assert file.keys == ("W", "deep.0.steps")
+        assert file.attributes == {"lr": 1e-3, "tag": "x"}
+        assert (file.shape("W"), file.dtype("W")) == ((3, 4, 2), "bfloat16")
+        expected = W.transpose(0, 1).contiguous().view(torch.int16).numpy().view("u2")
+        assert (file.read("W", 1, 3) == expected[1:3]).all()
+        assert (file.read("W", 0, 2, 1) == expected[1, 0:2]).all()
+
+
+def test_a_checkpoint_is_one_row(tmp_path: Path) -> None:
+    W = torch.randn(5, 4).to(torch.bfloat16)
+    content = {"step": 7, "model_state_dict": {"w": W}, "optimizer_state_dict": {}}
+    torch.save(content, tmp_path / "f.pt")
+    trajstore.import_file(tmp_path / "f.pt", tmp_path / "run.zarr")
+    ds = trajstore.open_run(tmp_path / "run.zarr").load()
+    assert ds.step.values.tolist() == [7]
+    assert (ds.W.values[0] == W.float().numpy()).all()
+
+
+def test_a_tied_unembedding_counts_once(tmp_path: Path) -> None:
+    W = torch.randn(5, 4)
+    for other, paths in ((W, ["run.zarr"]), (W + 1, ["run.E.zarr", "run.W.zarr"])):
+        torch.save({"transformer.wte.weight": W, "lm_head.weight": other}, tmp_path / "f.pt")
+        done = trajstore.import_file(tmp_path / "f.pt", tmp_path / "run.zarr", overwrite=True)
+        assert [one.path.name for one in (done, *done.others)] == paths
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (os.environ["TRAJSTORE_TEST_HARM"],)
+
+
+def test_no_code_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAJSTORE_TEST_HARM", str(tmp_path / "harm"))
+    torch.save({"W": torch.zeros(3, 2, 2), "x": Harmful()}, tmp_path / "f.pt")
+    (tmp_path / "g.pt").write_bytes(b"\x80\x02" + pickle.dumps(Harmful(), 2)[2:])
+    for name in ("f.pt", "g.pt"):
+        with pytest.raises(FormatError):
+            trajstore.import_file(tmp_path / name, tmp_path / "run.zarr")
+    assert not (tmp_path / "harm").exists()
+
+
+def test_damaged_files_and_a_missing_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"W": torch.zeros(3, 2, 2)}, tmp_path / "f.pt")
+    whole = (tmp_path / "f.pt").read_bytes()
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        data = bytearray(whole)
+        for at in rng.integers(4, len(data), 3):
+            data[at] = rng.integers(256)
+        (tmp_path / "g.pt").write_bytes(data)
+        try:
+            with open_file(tmp_path / "g.pt") as file:
+                for key in file.keys:
+                    file.read(key)
+        except FormatError:
+            pass
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingExtra, match=r"torch is not installed .* trajstore\[train\]"):
+        open_file(tmp_path / "f.pt")

@@ -1,0 +1,298 @@
+"""The layouts of the notebooks' files: names, types, alignment, what is beside the arrays.
+
+One table serves both ways out and in; `roles` is what every file is recognised by, of a layout or
+not. What differs between the layouts and a run:
+
+* Most hold the state after each step, as a run does, and zeros where no step had been taken yet,
+  where a run has NaN. 14.1a holds changes of W, not W; its first form those of the dead tokens.
+* 1.12a holds W and the moments *before* the step of their row, beside the gradient, logits and loss
+  of it; so its last row knows nothing of what the last step made.
+* From Thimble on, numbers and masks are beside the arrays, in HDF5 as attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["EXPORT_LAYOUTS", "IMPORT_LAYOUTS", "LAYOUTS", "POPULATIONS", "Column", "Layout"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """A tensor with one row per step.
+
+    Attributes
+    ----------
+    key, variable : str
+        Names in the file and in a run.
+    dtype : str
+        In the file.
+    as_bits : bool
+        Whether the file holds the bits of that type as uint16.
+    blank : {'zero', 'nan'}
+        What the file holds in the row of step 0, where a run has NaN.
+    time : {'after', 'before', 'change'}
+        The value after the step, the value before it, or the difference.
+    first_row : {0, 1}
+        1 where the file leaves out the row that no step made.
+    """
+
+    key: str
+    variable: str
+    dtype: str
+    as_bits: bool = False
+    blank: Literal["zero", "nan"] = "zero"
+    time: Literal["after", "before", "change"] = "after"
+    first_row: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Layout of one family of notebooks.
+
+    Attributes
+    ----------
+    name : str
+        Number or name of the notebook.
+    columns : tuple of Column
+    required : tuple of str
+        Keys without which a file is not of this layout.
+    format : {'safetensors', 'hdf5'}
+    steps : str, optional
+        Key of the steps of the rows; None where rows are steps 0, 1, 2, ….
+    only_dead : bool
+        Whether it has rows of the dead tokens only.
+    populations : tuple of str
+        Keys that tell the dead tokens, of `POPULATIONS`.
+    counts : dict of str to bool
+        Keys of the numbers of dead (True) and live tokens.
+    scalars : dict of str to str
+        Type of each number beside the arrays; the names are those of `roles`.
+    as_texts : tuple of str
+        Numbers that its metadata repeat as texts instead.
+    chunk_rows : int
+        Rows of a chunk of HDF5.
+    gzip : int
+        Level of its compression; 0 for none.
+    """
+
+    name: str
+    columns: tuple[Column, ...]
+    required: tuple[str, ...]
+    format: Literal["safetensors", "hdf5"] = "safetensors"
+    steps: str | None = "recorded_steps"
+    only_dead: bool = False
+    populations: tuple[str, ...] = ()
+    counts: Mapping[str, bool] = field(default_factory=dict)
+    scalars: Mapping[str, str] = field(default_factory=dict)
+    as_texts: tuple[str, ...] = ()
+    chunk_rows: int = 1
+    gzip: int = 0
+
+    @property
+    def tells_dead(self) -> bool:
+        """Whether it tells dead tokens from live ones."""
+        return bool(self.populations or self.counts or self.only_dead)
+
+
+POPULATIONS: dict[str, tuple[Literal["mask", "ids"], bool]] = {
+    "dead_mask": ("mask", True),
+    "live_mask": ("mask", False),
+    "untrained_mask": ("mask", True),
+    "trained_mask": ("mask", False),
+    "dead_ids": ("ids", True),
+    "live_ids": ("ids", False),
+    "dead_token_ids": ("ids", True),
+    "live_token_ids": ("ids", False),
+    "dead_indices": ("ids", True),
+}
+"""How each key tells the dead tokens, and whether it marks them or the live ones."""
+
+
+def _floats(names: str, dtype: str = "float32") -> dict[str, str]:
+    return dict.fromkeys(names.split(), dtype)
+
+
+_ADAM = _floats("learning_rate weight_decay adam_beta1 adam_beta2")
+_LISTS = ("dead_token_ids", "live_token_ids")
+_MASKS = ("live_mask", "dead_mask", "live_ids", "dead_ids")
+_SIZES = _floats("vocab_size hidden_dim n_layers n_heads num_steps batch_size", "int64")
+_THIMBLE = _SIZES | _ADAM | _floats("adam_epsilon init_scale") | _floats("seed", "int64")
+_LIVE_AND_DEAD = {"n_live": False, "n_dead": True}
+
+
+def _matrices(names: str, dtype: str, *, as_bits: bool = False) -> tuple[Column, ...]:
+    """Columns of W, its gradient and the moments, as many as there are names."""
+    variables = ("W", "grad", "exp_avg", "exp_avg_sq")
+    return tuple(
+        Column(key=key, variable=variable, dtype=dtype, as_bits=as_bits)
+        for key, variable in zip(names.split(), variables, strict=False)
+    )
+
+
+def _recorder_columns(dtype: str) -> tuple[Column, ...]:
+    return (
+        *_matrices("embeddings grads momentum variance", dtype),
+        Column(key="logits", variable="logits", dtype=dtype),
+        Column(key="losses", variable="loss", dtype=dtype, blank="nan"),
+    )
+
+
+def _changes(prefix: str = "") -> tuple[Column, ...]:
+    return (
+        Column(key=f"{prefix}grads", variable="grad", dtype="float32"),
+        Column(key=f"{prefix}deltas", variable="W", dtype="float32", time="change"),
+    )
+
+
+def _thimble_columns(dtype: str, *, as_bits: bool = False) -> tuple[Column, ...]:
+    losses = Column(key="losses", variable="loss", dtype="float32", blank="nan")
+    return (*_matrices("W grad_W momentum_W variance_W", dtype, as_bits=as_bits), losses)
+
+
+LAYOUTS: dict[str, Layout] = {
+    layout.name: layout
+    for layout in (
+        Layout(
+            name="08.2a",
+            columns=(Column(key="embedding_history", variable="W", dtype="bfloat16"),),
+            required=("embedding_history",),
+            steps=None,
+        ),
+        Layout(
+            name="13.4a",
+            columns=(Column(key="embedding_history", variable="W", dtype="bfloat16"),),
+            required=("embedding_history", "dead_token_ids"),
+            steps=None,
+            populations=("dead_token_ids",),
+            scalars=_floats("init_sigma"),
+        ),
+        Layout(
+            name="14.1a",
+            columns=_changes(),
+            required=("recorded_steps", "grads", "deltas"),
+            populations=_LISTS,
+            scalars=_floats("init_sigma learning_rate weight_decay"),
+        ),
+        Layout(
+            name="14.1a-dead",
+            columns=_changes("dead_"),
+            required=("dead_grads", "dead_deltas"),
+            only_dead=True,
+            populations=_LISTS,
+            scalars=_floats("init_sigma learning_rate weight_decay"),
+        ),
+        Layout(
+            name="15.1a",
+            columns=_recorder_columns("float32"),
+            required=("recorded_steps", "embeddings"),
+            populations=_LISTS,
+            scalars=_floats("init_sigma") | _ADAM | {"init_method_code": "int32"},
+        ),
+        Layout(
+            name="13.1b",
+            columns=_recorder_columns("bfloat16"),
+            required=("recorded_steps", "embeddings", "dead_token_ids"),
+            populations=_LISTS,
+            scalars=_floats("init_sigma") | _ADAM | {"init_method_code": "int32"},
+        ),
+        Layout(
+            name="1.12f",
+            columns=_recorder_columns("bfloat16"),
+            required=("recorded_steps", "embeddings"),
+            populations=_LISTS,
+            counts={"n_trained": False, "n_untrained": True},
+            scalars=_floats("init_scale") | _ADAM,
+        ),
+        Layout(
+            name="flannel-1",
+            columns=_recorder_columns("bfloat16"),
+            required=("recorded_steps", "embeddings", "n_live", "n_dead"),
+            populations=_LISTS,
+            counts=_LIVE_AND_DEAD,
+            scalars=_floats("init_scale") | _ADAM,
+        ),
+        Layout(
+            name="1.12a",
+            columns=(
+                Column(key="W", variable="W", dtype="bfloat16", time="before"),
+                Column(key="grads", variable="grad", dtype="bfloat16"),
+                Column(key="momentum", variable="exp_avg", dtype="float32", time="before"),
+                Column(key="variance", variable="exp_avg_sq", dtype="float32", time="before"),
+                # Its row 0 was a forward pass that no step made; a run has none to offer.
+                Column(key="logits", variable="logits", dtype="float32", blank="nan"),
+                Column(key="loss", variable="loss", dtype="float32"),
+            ),
+            required=("W", "grads"),
+            steps=None,
+            as_texts=(
+                *"vocab_size hidden_dim n_layers n_heads n_steps batch_size".split(),
+                "learning_rate",
+            ),
+        ),
+        Layout(
+            name="thimble-4",
+            columns=_thimble_columns("bfloat16"),
+            required=("W", "grad_W", "losses"),
+            steps=None,
+            populations=_MASKS,
+            counts=_LIVE_AND_DEAD,
+            scalars=_THIMBLE,
+        ),
+        Layout(
+            name="thimble-6",
+            columns=_thimble_columns("float16"),
+            required=("W", "grad_W", "losses"),
+            format="hdf5",
+            steps=None,
+            populations=_MASKS,
+            counts=_LIVE_AND_DEAD,
+            scalars=_THIMBLE,
+            gzip=1,
+        ),
+        Layout(
+            name="thimble-7",
+            columns=_thimble_columns("bfloat16", as_bits=True),
+            required=("W", "grad_W", "losses"),
+            format="hdf5",
+            steps=None,
+            populations=_MASKS,
+            counts=_LIVE_AND_DEAD,
+            scalars=_THIMBLE,
+            chunk_rows=20,
+        ),
+        Layout(
+            name="thimble-8",
+            columns=(
+                Column(key="W", variable="W", dtype="bfloat16", as_bits=True),
+                Column(key="g", variable="grad", dtype="float32"),
+                Column(key="m", variable="exp_avg", dtype="float32"),
+                Column(key="v", variable="exp_avg_sq", dtype="float32"),
+                Column(key="loss", variable="loss", dtype="float32"),
+            ),
+            required=("W", "g", "dead_mask", "dead_indices"),
+            steps=None,
+            only_dead=True,
+            populations=("dead_mask", "dead_indices"),
+        ),
+        Layout(
+            name="goldilocks",
+            columns=(
+                Column(key="W", variable="W", dtype="bfloat16"),
+                Column(key="losses", variable="loss", dtype="float32", first_row=1),
+            ),
+            required=("W", "losses", "dead_mask"),
+            steps=None,
+            populations=("dead_mask",),
+        ),
+    )
+}
+"""By name."""
+
+EXPORT_LAYOUTS = ("native", *LAYOUTS)
+"""A run's own, and those of the notebooks."""
+
+IMPORT_LAYOUTS = (*EXPORT_LAYOUTS, "hdf5")
+"""Those, and HDF5 of any."""

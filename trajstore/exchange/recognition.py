@@ -1,0 +1,389 @@
+"""What each array of a file is taken for: by its name, its type and its shape; never silently.
+
+A name that is in the table of `roles` decides, if rank and type fit it; an array of (step, token,
+hidden) that is alone needs no name. What nothing is known of, or follows from the rest, is left out
+and listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from trajstore.errors import FormatError, InvalidArgument
+from trajstore.exchange.roles import (
+    AMBIGUOUS,
+    ROLES,
+    SCALARS,
+    Name,
+    Role,
+    described_population,
+    is_derived,
+    named,
+    scalar_of,
+)
+from trajstore.formats.array_file import ArrayFile, values_of
+from trajstore.values.native_types import NATIVE_TYPES
+
+__all__ = ["IGNORE", "Found", "Recognised", "Taken", "abridged", "recognise"]
+
+IGNORE = "ignore"
+"""Role of arrays that are to be left out."""
+
+_BITS = ("uint16", "int16")
+_LONGEST_TEXT = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """A line of the table of what was taken for what.
+
+    Attributes
+    ----------
+    name, dtype : str
+    shape : tuple of int
+    role : str
+        What it was taken for; empty for what was left out.
+    why : str
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    role: str
+    why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """An array that has a role.
+
+    Attributes
+    ----------
+    key, dtype : str
+    shape : tuple of int
+    role : Role
+    run, matrix, population
+        As in `trajstore.exchange.roles.Name`.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    role: Role
+    run: int | None = None
+    matrix: str | None = None
+    population: str | None = None
+
+    @property
+    def extra(self) -> int:
+        """Axes that it has more than its role."""
+        return len(self.shape) - len(self.role.dims)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recognised:
+    """What a file holds.
+
+    Attributes
+    ----------
+    found : tuple of Found
+    numbers : dict of str to int, float or bool
+        Numbers beside the arrays, by their keys.
+    vectors : dict of str to list
+        One number for each run, by their keys.
+    left_out : tuple of Taken
+    """
+
+    found: tuple[Found, ...]
+    numbers: dict[str, Any]
+    vectors: dict[str, list[Any]]
+    left_out: tuple[Taken, ...]
+
+    def of(self, role: str) -> tuple[Found, ...]:
+        """Arrays of a role."""
+        return tuple(each for each in self.found if each.role.name == role)
+
+
+def recognise(
+    file: ArrayFile, mapped: Mapping[str, str] | None = None, *, ignored: tuple[str, ...] = ()
+) -> Recognised:
+    """Find out what the arrays of a file are.
+
+    Parameters
+    ----------
+    file : ArrayFile
+    mapped : mapping of str to str, optional
+        Keys, and the roles that they are to have.
+    ignored : tuple of str, optional
+        Keys that are left out.
+
+    Raises
+    ------
+    FormatError
+        If a name fits no array of such a type or rank, or two names fit one role.
+    InvalidArgument
+        If a role or a key does not exist.
+    """
+    mapped = dict(mapped or {})
+    _check_map(file, mapped, ignored)
+    taken = {ROLES[role].name for role in mapped.values() if role in ROLES}
+    found: list[Found] = []
+    left: list[Taken] = []
+    numbers = dict(_numbers(file, ignored))
+    vectors: dict[str, list[Any]] = {}
+    unknown: list[Found] = []
+    alone: list[Found] = []
+    for key in file.keys:
+        shape, dtype = file.shape(key), file.dtype(key)
+        line = Taken(name=key, dtype=dtype, shape=shape, role="")
+        if key in ignored:
+            left.append(replace(line, why="as you said"))
+            continue
+        name = named(key)
+        if key not in mapped and shape and key.lower() in AMBIGUOUS:
+            roles = AMBIGUOUS[key.lower()]
+            raise FormatError(
+                f"{file.path}: {key} may be {' or '.join(roles)}; say which with "
+                f"{' or '.join(f'--map {role}={key}' for role in roles)}"
+            )
+        if key in mapped:
+            role = mapped[key]
+            if role not in ROLES:
+                continue  # a scalar, which is among the numbers
+            name = replace(name, role=ROLES[role])
+        elif name.role is not None and name.role.name in taken and name.role.is_variable:
+            left.append(replace(line, why=f"{_mapped_to(mapped, name.role)} was named as that"))
+            continue
+        if name.role is not None and name.role.name == "token_ids":
+            name = _described(file, key, name)
+        if not shape:
+            if name.role is not None and not _is_number(dtype):
+                raise _unfit(file, _found(key, dtype, shape, name))
+            if name.role is not None and name.role.is_variable and dtype in NATIVE_TYPES:
+                alone.append(_found(key, dtype, shape, name))
+            elif key not in numbers:
+                left.append(replace(line, why="no number"))
+        elif name.role is not None:
+            per_run = scalar_of(key) is not None and len(shape) == 1 and name.role.name == "lr"
+            if per_run:
+                vectors[key] = values_of(file, key).tolist()
+            one = _found(key, dtype, shape, name)
+            if "." in key and not _fits(one):  # one of the many arrays of a checkpoint
+                left.append(replace(line, why="of another parameter"))
+                continue
+            found.append(_fitting(file, one))
+        elif len(shape) == 1 and scalar_of(key) is not None:
+            vectors[key] = values_of(file, key).tolist()
+        elif is_derived(key):
+            left.append(replace(line, why="follows from the rest"))
+        elif (len(shape) == 3 and _is_float(dtype)) or (
+            len(shape) == 2 and _is_float(dtype) and "." not in key
+        ):
+            unknown.append(_found(key, dtype, shape, replace(name, role=ROLES["W"])))
+        else:
+            left.append(replace(line, why="not known"))
+    chosen, more = _by_shape_alone(found, unknown)
+    found, dropped = _of_one_parameter(found + chosen)
+    anchors = [one for one in found if one.role.name in ("W", "delta")]
+    if anchors and all(len(one.shape) == 2 for one in anchors):
+        found += alone  # values of the one state that the file holds
+    found, others = _once(file, found)
+    return Recognised(
+        found=tuple(found),
+        numbers=numbers,
+        vectors=vectors,
+        left_out=(*left, *more, *dropped, *others),
+    )
+
+
+def _check_map(file: ArrayFile, mapped: Mapping[str, str], ignored: tuple[str, ...]) -> None:
+    for key, role in mapped.items():
+        if role not in ROLES and role not in SCALARS:
+            raise InvalidArgument(
+                f"there is no role {role!r}; choose from {', '.join((*ROLES, *SCALARS, IGNORE))}"
+            )
+        if key not in file.keys and key not in file.attributes:
+            raise InvalidArgument(f"{file.path} holds no {key!r}; it holds {abridged(file.keys)}")
+    for key in ignored:
+        if key not in file.keys and key not in file.attributes:
+            raise InvalidArgument(f"{file.path} holds no {key!r}; it holds {abridged(file.keys)}")
+
+
+def _mapped_to(mapped: Mapping[str, str], role: Role) -> str:
+    return next(key for key, name in mapped.items() if name == role.name)
+
+
+def _numbers(file: ArrayFile, ignored: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Numbers beside the arrays: attributes, texts that are numbers, and arrays without axes."""
+    for key, value in file.attributes.items():
+        number = _number(value) if isinstance(value, str) else value
+        if number is not None and key not in ignored:
+            yield key, number
+    for key in file.keys:
+        if file.shape(key) == () and key not in ignored and _is_number(file.dtype(key)):
+            held: Any = values_of(file, key)[()]
+            if not isinstance(held, np.floating):
+                yield key, held.item()
+            elif np.isfinite(held):
+                # The shortest decimal that is this number, as 0.001 was written.
+                yield key, float(str(held))
+
+
+def _number(text: str) -> int | float | None:
+    if len(text) > _LONGEST_TEXT:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if np.isfinite(number) else None
+
+
+def _found(key: str, dtype: str, shape: tuple[int, ...], name: Name) -> Found:
+    assert name.role is not None
+    return Found(
+        key=key,
+        dtype=dtype,
+        shape=shape,
+        role=name.role,
+        run=name.run,
+        matrix=name.matrix,
+        population=name.population,
+    )
+
+
+def _described(file: ArrayFile, key: str, name: Name) -> Name:
+    """Name of a list of tokens, of which a description says whether they are dead."""
+    told = " ".join(str(value) for at, value in file.attributes.items() if "descr" in at.lower())
+    population = described_population(told)
+    return name if population is None else replace(name, role=ROLES[f"{population}_ids"])
+
+
+def _is_number(dtype: str) -> bool:
+    return dtype in NATIVE_TYPES or dtype == "bool" or "int" in dtype
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype in NATIVE_TYPES or dtype in _BITS
+
+
+def _fitting(file: ArrayFile, one: Found) -> Found:
+    """The array, if its type and rank fit its role."""
+    if not _fits(one):
+        raise _unfit(file, one)
+    return one
+
+
+def _fits(one: Found) -> bool:
+    role, rank = one.role, len(one.shape)
+    if role.kind == "float":
+        fits = one.dtype in NATIVE_TYPES or (one.dtype in _BITS and rank > 1)
+    elif role.kind == "whole":
+        fits = "int" in one.dtype
+    else:
+        fits = one.dtype == "bool" or "int" in one.dtype
+    least = len(role.dims) - (1 if "step" in role.dims and len(role.dims) > 1 else 0)
+    return fits and least <= rank <= len(role.dims) + 1
+
+
+def _unfit(file: ArrayFile, one: Found) -> FormatError:
+    expected = {"float": "floating-point numbers or their 16 bits", "whole": "whole numbers",
+                "truth": "truths"}[one.role.kind]  # fmt: skip
+    return FormatError(
+        f"{file.path}: {one.key} is of type {one.dtype} and shape {one.shape}, and its name says "
+        f"{one.role.name}, expected {expected} of ({', '.join(one.role.dims)}); say what it is "
+        f"with --map ROLE={one.key}, or leave it out with --map {IGNORE}={one.key}"
+    )
+
+
+def _by_shape_alone(
+    found: list[Found], unknown: list[Found]
+) -> tuple[list[Found], tuple[Taken, ...]]:
+    """W, where no name says which array it is and one alone has its rank; the others."""
+    anchors = [one for one in found if one.role.name in ("W", "delta")]
+    ranks = sorted({len(one.shape) for one in unknown}, reverse=True)
+    for rank in ranks if not anchors else ():
+        alike = [one for one in unknown if len(one.shape) == rank]
+        runs = {one.run for one in alike}
+        if len(alike) == len(runs):
+            rest = [one for one in unknown if one not in alike]
+            return alike, tuple(_left(one, "not known") for one in rest)
+        break
+    return [], tuple(_left(one, "not known; say what it is with --map") for one in unknown)
+
+
+def _left(one: Found, why: str) -> Taken:
+    return Taken(name=one.key, dtype=one.dtype, shape=one.shape, role="", why=why)
+
+
+def _of_one_parameter(found: list[Found]) -> tuple[list[Found], list[Taken]]:
+    """Of an optimizer's state, which has moments of every parameter, those of W."""
+    shapes = {one.shape for one in found if one.role.name == "W"}
+    kept, left = [], []
+    for one in found:
+        state = one.role.name in ("exp_avg", "exp_avg_sq", "grad") and "." in one.key
+        alike = [other for other in found if other.role == one.role and other.shape == one.shape]
+        if not state or (one.shape in shapes and len(alike) == 1):
+            kept.append(one)
+        elif one.shape in shapes:
+            left.append(_left(one, "of several parameters of this shape; --map says which"))
+        else:
+            left.append(_left(one, "of another parameter"))
+    return kept, left
+
+
+def _once(file: ArrayFile, found: list[Found]) -> tuple[list[Found], list[Taken]]:
+    """The arrays, if no two are the same variable; W that is tied in a model counts once."""
+    left: list[Taken] = []
+    matrices = {one.matrix for one in found if one.role.name == "W"}
+    untied = "E" in matrices and len(matrices) > 1
+    seen: dict[Any, Found] = {}
+    for one in found:
+        if not one.role.is_variable:
+            continue
+        place = (one.role.name, one.run, one.matrix if untied else None, one.population)
+        other = seen.setdefault(place, one)
+        if other is not one:
+            raise FormatError(
+                f"{file.path}: {other.key} and {one.key} both have names of {one.role.name}; say "
+                f"which it is with --map {one.role.name}={one.key}"
+            )
+    if untied:
+        tied = _tied(file, [one for one in found if one.role.name == "W"])
+        if tied is not None:
+            left.append(_left(tied, "the same values as the other matrix, which it is tied to"))
+            found = [replace(one, matrix=None) for one in found if one is not tied]
+        else:
+            # A W beside an E is the other matrix of an untied model.
+            found = [
+                replace(one, matrix="W")
+                if one.matrix is None and one.role.name == "W" else one
+                for one in found
+            ]  # fmt: skip
+    else:
+        found = [replace(one, matrix=None) for one in found]
+    return found, left
+
+
+def _tied(file: ArrayFile, matrices: list[Found]) -> Found | None:
+    """The unembedding of a model that is its embedding; untied histories have names."""
+    if len(matrices) != 2 or any("." not in one.key for one in matrices):
+        return None
+    one, other = sorted(matrices, key=lambda each: each.matrix or "W")
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return None
+    return other if np.array_equal(file.read(one.key), file.read(other.key)) else None
+
+
+def abridged(keys: Any) -> str:
+    """Keys for a message, a dozen at most."""
+    names = sorted(map(str, keys))
+    return ", ".join(names[:12]) + (" …" if len(names) > 12 else "") if names else "nothing"

@@ -1,0 +1,368 @@
+"""The one table of what the arrays of a file can be: roles, the names in use, dimensions and types.
+
+It drives the recognition of every format. A name is looked up whole, and then without what people
+add to names: ``run_0_`` before, ``_history`` or ``_bits`` behind, ``_W`` or ``_E`` for the matrix,
+``dead_`` or ``live_`` for the rows of some tokens. Case does not matter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+from trajstore.schema import STEP, VARIABLES
+
+__all__ = [
+    "AMBIGUOUS",
+    "ROLES",
+    "SCALARS",
+    "Name",
+    "Role",
+    "Scalar",
+    "described_population",
+    "is_derived",
+    "named",
+    "scalar_of",
+]
+
+Kind = Literal["float", "whole", "truth"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """What an array of a file can be.
+
+    Attributes
+    ----------
+    name : str
+        Of the variable or coordinate that it becomes, or of what it tells.
+    names : tuple of str
+        In use, in lower case.
+    dims : tuple of str
+        ``tokens`` is any number of tokens, ``vocabulary`` one value for each of them.
+    kind : {'float', 'whole', 'truth'}
+        Of numbers; 16-bit integers are the bits of 16-bit floats, and 0 and 1 are truths.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    dims: tuple[str, ...]
+    kind: Kind = "float"
+
+    @property
+    def is_variable(self) -> bool:
+        """Whether it has a row per step."""
+        return self.name in VARIABLES
+
+
+_NAMES = {
+    "W": "w weight weights embedding embeddings embedding_matrix emb e wte unembedding "
+    "unembeddings w_e w_u w_in w_out token_embedding token_embeddings wte.weight wte_weight "
+    "embed_tokens.weight embed.weight embedding.weight embeddings.weight token_embedding.weight "
+    "tok_embeddings.weight lm_head.weight lm_head unembed.weight",
+    "grad": "grad grads gradient gradients g",
+    "exp_avg": "exp_avg m momentum momenta first_moment first_moments adam_m",
+    "exp_avg_sq": "exp_avg_sq v variance variances second_moment second_moments adam_v",
+    "delta": "delta deltas update updates weight_delta weight_deltas embedding_deltas",
+    "logits": "logits logit",
+    "loss": "loss losses train_loss train_losses training_loss training_losses",
+    "lr": "lr lrs learning_rate learning_rates",
+    "hidden_mean": "hidden_mean hidden_means h_mean h_means mean_h mean_hidden",
+    "grad_norm": "grad_norm grad_norms gradient_norm gradient_norms",
+}
+
+ROLES: dict[str, Role] = {
+    role.name: role
+    for role in (
+        *(
+            Role(
+                name=name,
+                names=tuple(_NAMES.get(name, name.lower()).split()),
+                dims=entry.dims,
+            )
+            for name, entry in VARIABLES.items()
+        ),
+        Role(
+            name=STEP.name,
+            names=(
+                *"step steps recorded_step recorded_steps step_number step_numbers".split(),
+                *"global_step global_steps iteration iterations checkpoint_steps".split(),
+                "steps_of_the_names",
+            ),
+            dims=("step",),
+            kind="whole",
+        ),
+        Role(
+            name="token",
+            names=("token", "recorded_tokens", "token_id", "vocab_ids", "vocabulary_ids"),
+            dims=("token",),
+            kind="whole",
+        ),
+        Role(
+            name="dead_mask",
+            names=("dead_mask", "untrained_mask", "is_dead", "is_untrained", "dead_token_mask"),
+            dims=("vocabulary",),
+            kind="truth",
+        ),
+        Role(
+            name="live_mask",
+            names=("live_mask", "trained_mask", "is_live", "is_trained", "live_token_mask"),
+            dims=("vocabulary",),
+            kind="truth",
+        ),
+        Role(
+            name="dead_ids",
+            names=(
+                *"dead_ids dead_token_ids dead_indices dead_token_indices dead_tokens".split(),
+                *"untrained_ids untrained_token_ids untrained_indices untrained_tokens".split(),
+                "untrained_token_indices",
+            ),
+            dims=("tokens",),
+            kind="whole",
+        ),
+        Role(
+            name="live_ids",
+            names=(
+                *"live_ids live_token_ids live_indices live_token_indices live_tokens".split(),
+                *"trained_ids trained_token_ids trained_indices trained_tokens".split(),
+                "trained_token_indices",
+            ),
+            dims=("tokens",),
+            kind="whole",
+        ),
+        Role(
+            name="token_ids",
+            names=("token_ids", "tokens", "ids", "indices", "token_indices"),
+            dims=("tokens",),
+            kind="whole",
+        ),
+        Role(
+            name="token_count",
+            names=(
+                *"token_count token_counts counts count occurrences frequencies".split(),
+                *"token_frequencies token_frequency appearances vocab_counts".split(),
+            ),
+            dims=("vocabulary",),
+            kind="whole",
+        ),
+    )
+}
+"""By name."""
+
+AMBIGUOUS: dict[str, tuple[str, ...]] = {
+    "dw": ("grad", "delta"),
+    "d_w": ("grad", "delta"),
+    "mu": ("exp_avg", "hidden_mean"),
+    "means": ("exp_avg", "hidden_mean"),
+}
+"""Names that people use for more than one role."""
+
+# What follows from the rest and is left out by name: whole words of a name.
+_DERIVED = frozenset(
+    "prime centroid centroids motion freeze frozen freezing l1 l2 linf phase phases displacement "
+    "displacements distance distances radius radii cosine similarity pca center centre mean std "
+    "norm norms drift velocity velocities speed angle angles ulp ulps entropy spread".split()
+)
+
+_RUN = re.compile(r"(?:run|trial|replicate)[_\-./]?(\d+)[_\-./](.+)", re.IGNORECASE)
+_POPULATION = re.compile(r"(dead|live|untrained|trained)_(.+)")
+_OF_MATRIX = {
+    **dict.fromkeys("e w_e w_in wte embed_tokens tok_embeddings".split(), "E"),
+    **dict.fromkeys("w_u w_out lm_head unembed unembedding unembeddings".split(), "W"),
+}
+_POPULATIONS = {"dead": "dead", "untrained": "dead", "live": "live", "trained": "live"}
+_MATRIX = re.compile(r"(.+)_(w|e)")
+_STORAGE = re.compile(
+    r"(.+)_(?:history|histories|hist|trajectory|traj|bits|u16|uint16|bf16|bfloat16|f16|fp16|f32|fp32"
+    r"|float32|series|movie|all|over_time)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Name:
+    """What the name of an array says.
+
+    Attributes
+    ----------
+    role : Role, optional
+        None for a name that is not in the table.
+    run : int, optional
+        Number of the run in ``run_0_…``.
+    matrix : {'E', 'W'}, optional
+    population : {'dead', 'live'}, optional
+        Tokens that it has rows of.
+    """
+
+    role: Role | None
+    run: int | None = None
+    matrix: str | None = None
+    population: str | None = None
+
+
+def named(key: str) -> Name:
+    """What a name says.
+
+    Examples
+    --------
+    >>> name = named("run_2_momentum_E")
+    >>> name.role.name, name.run, name.matrix
+    ('exp_avg', 2, 'E')
+    >>> name = named("dead_grads")
+    >>> name.role.name, name.population
+    ('grad', 'dead')
+    """
+    text, run = key, None
+    if match := _RUN.fullmatch(text):
+        run, text = int(match[1]), match[2]
+    stem = re.sub(r"[\s\-/]+", "_", text.lower().rstrip("'"))
+    for wording, matrix, population in _readings(stem):
+        role = _by_name().get(wording)
+        if role is not None and (population is None or role.is_variable):
+            told = _OF_MATRIX.get(wording.partition(".")[0]) if role.name == "W" else None
+            return Name(role=role, run=run, matrix=matrix or told, population=population)
+    return Name(role=None, run=run)
+
+
+def _readings(stem: str) -> Iterator[tuple[str, str | None, str | None]]:
+    """Wordings of a name, the longest first, and the matrix and the tokens that it names."""
+    yield stem, None, None
+    if is_derived(stem):
+        return
+    parts = stem.split(".")
+    for at in range(1, len(parts)):  # the path to a tensor of a model, or of an optimizer
+        if parts[at:] != ["weight"]:  # of any layer
+            yield ".".join(parts[at:]), None, None
+    if parts[-1] in ("weight", "weights"):
+        return
+    last, population = parts[-1], None
+    for _ in range(2):
+        if match := _STORAGE.fullmatch(last):
+            last = match[1]
+            yield last, None, population
+        if match := _MATRIX.fullmatch(last):
+            yield match[1], match[2].upper(), population
+            if inner := _STORAGE.fullmatch(match[1]):
+                yield inner[1], match[2].upper(), population
+        match = _POPULATION.fullmatch(last)
+        if match is None:
+            return
+        population, last = _POPULATIONS[match[1]], match[2]
+        yield last, None, population
+
+
+@cache
+def _by_name() -> dict[str, Role]:
+    return {name: role for role in ROLES.values() for name in role.names}
+
+
+def is_derived(key: str) -> bool:
+    """Whether a name, which no role has, is one of quantities that follow from others.
+
+    Examples
+    --------
+    >>> is_derived("delta_W_prime"), is_derived("last_motion_step"), is_derived("grads")
+    (True, True, False)
+    """
+    stem = key.lower()
+    return stem not in _by_name() and any(word in _DERIVED for word in re.split(r"[\W_]+", stem))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scalar:
+    """A number that repeats part of the configuration.
+
+    Attributes
+    ----------
+    name : str
+    names : tuple of str
+        In use, in lower case.
+    paths : tuple of tuple of str
+        Where in the attributes of a run it may be; the first that is there counts. An import writes
+        it to the first.
+    codes : dict of str to int
+        Numbers that stand for words; empty where the attribute is a number itself.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    paths: tuple[tuple[str, ...], ...]
+    codes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def words(self) -> dict[Any, str]:
+        """Word of each number; of several, the first."""
+        return {code: word for word, code in reversed(list(self.codes.items()))}
+
+
+_GIVEN = ("optimizer", "hyperparameters")
+
+
+def _scalar(names: str, *paths: tuple[str, ...], **codes: int) -> Scalar:
+    in_use = tuple(names.split())
+    return Scalar(name=in_use[0], names=in_use, paths=paths, codes=codes)
+
+
+SCALARS: dict[str, Scalar] = {
+    scalar.name: scalar
+    for scalar in (
+        _scalar(
+            "learning_rate lr peak_lr base_lr",
+            (*_GIVEN, "initial_lr"),
+            ("config", "optimizer", "lr"),
+            (*_GIVEN, "lr"),
+        ),
+        _scalar("weight_decay wd", (*_GIVEN, "weight_decay")),
+        _scalar("adam_beta1 beta1", (*_GIVEN, "betas", "0")),
+        _scalar("adam_beta2 beta2", (*_GIVEN, "betas", "1")),
+        _scalar("adam_epsilon adam_eps epsilon eps", (*_GIVEN, "eps")),
+        _scalar("init_sigma init_scale init_std", ("config", "initialisation", "sigma")),
+        # How the start was drawn: 0 in float32, then rounded, as a point is unless it says so; 1 in
+        # bfloat16.
+        _scalar(
+            "init_method_code",
+            ("config", "initialisation", "dtype"),
+            ("config", "initialisation", "kind"),
+            float32=0,
+            bfloat16=1,
+            point=0,
+        ),
+        _scalar("seed random_seed", ("config", "training", "seed")),
+        _scalar("vocab_size n_vocab vocabulary_size", ("config", "model", "vocab_size")),
+        _scalar("hidden_dim hidden_size d_model n_embd", ("config", "model", "hidden")),
+        _scalar("n_layers n_layer num_layers", ("config", "model", "layers")),
+        _scalar("n_heads n_head num_heads", ("config", "model", "heads")),
+        _scalar("num_steps n_steps total_steps", ("config", "training", "steps")),
+        _scalar("batch_size", ("config", "training", "batch_size")),
+        _scalar("tied_weights tie_weights", ("config", "model", "tied")),
+    )
+}
+"""By name; whatever other numbers a file holds go to ``config.scalars`` under their own names."""
+
+
+def scalar_of(key: str) -> Scalar | None:
+    """Scalar of a name, or of its plural, which has a number for each run; None for others."""
+    stem = key.lower()
+    for wording in (stem, stem.removesuffix("s")):
+        for scalar in SCALARS.values():
+            if wording in scalar.names:
+                return scalar
+    return None
+
+
+def described_population(text: Any) -> Literal["dead", "live"] | None:
+    """Whether a description speaks of dead tokens or of live ones; None if of neither or both.
+
+    Examples
+    --------
+    >>> described_population("IDs of tokens that never occur in the corpus (untrained)")
+    'dead'
+    """
+    words = set(re.findall(r"[a-z]+", str(text).lower()))
+    dead = bool(words & {"dead", "untrained", "unseen", "unreachable", "absent", "unused", "never"})
+    live = bool(words & {"live", "trained", "seen", "alive", "reachable"})
+    if dead == live:
+        return None
+    return "dead" if dead else "live"

@@ -1,0 +1,109 @@
+"""What every format offers to whoever reads a file: named arrays, by rows, and what is beside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.values.native_types import NATIVE_TYPES, widen
+
+__all__ = ["ArrayFile", "row_range", "values_of"]
+
+Array = npt.NDArray[Any]
+
+
+class ArrayFile(Protocol):
+    """A file of named arrays, open for reading, every one of them checked to be there.
+
+    Attributes
+    ----------
+    path : Path
+    """
+
+    path: Path
+
+    @property
+    def format(self) -> str:
+        """One of safetensors, hdf5, npz, npy, torch, checkpoint and folder."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the arrays."""
+
+    @property
+    def attributes(self) -> Mapping[str, Any]:
+        """Texts and numbers beside the arrays."""
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of an array."""
+
+    def dtype(self, key: str) -> str:
+        """Type of an array as NumPy and ml_dtypes call it: bfloat16, uint16, bool, …."""
+
+    def read(
+        self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
+    ) -> Array:
+        """Values of an array; of floating-point numbers, their bits.
+
+        Parameters
+        ----------
+        key : str
+        start, stop : int, optional
+            Rows to read; all without them.
+        outer : int, optional
+            Place along a first axis that lies before the rows.
+
+        Raises
+        ------
+        FormatError
+            If they cannot be read.
+        """
+
+    def __enter__(self) -> Self:
+        """The file itself."""
+
+    def __exit__(self, *error: object) -> None:
+        """Close it."""
+
+
+def values_of(file: ArrayFile, key: str) -> Array:
+    """All values of an array as numbers: floating-point ones in their stored form."""
+    values, dtype = file.read(key), file.dtype(key)
+    if dtype not in NATIVE_TYPES:
+        return values
+    native = NATIVE_TYPES[dtype]
+    return np.asarray(widen(np.atleast_1d(values), native)).reshape(values.shape)
+
+
+def row_range(
+    shape: tuple[int, ...], start: int | None, stop: int | None, outer: int | None
+) -> tuple[tuple[int, ...], int]:
+    """Shape of some rows of an array, and how many values lie before them.
+
+    Parameters
+    ----------
+    shape : tuple of int
+    start, stop : int, optional
+        Rows; all without them.
+    outer : int, optional
+        Place along a first axis that lies before the rows.
+
+    Examples
+    --------
+    >>> row_range((40, 6, 2), 10, 12, None)
+    ((2, 6, 2), 120)
+    >>> row_range((3, 40, 6, 2), 10, 12, 1)
+    ((2, 6, 2), 600)
+    """
+    before = 0
+    if outer is not None:
+        shape = shape[1:]
+        before = outer * math.prod(shape)
+    if start is None or stop is None:
+        return shape, before
+    return (stop - start, *shape[1:]), before + start * math.prod(shape[1:])

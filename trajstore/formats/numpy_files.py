@@ -1,0 +1,252 @@
+"""NumPy's files: `.npy` of one array, `.npz` of several. Pickled objects are never read."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import tokenize
+import warnings
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import FormatError, RunNotFound
+from trajstore.formats.array_file import row_range
+from trajstore.values.native_types import NATIVE_TYPES
+
+__all__ = ["NpyFile", "NpzFile"]
+
+Array = npt.NDArray[Any]
+
+_UNSOUND = (
+    OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError,
+    RuntimeError, KeyError, SyntaxError, TypeError, tokenize.TokenError, struct.error,
+    MemoryError, OverflowError, IndexError, AttributeError,
+)  # fmt: skip
+"""What zipfile, zlib and numpy.lib.format raise when they read a damaged file."""
+
+_DEFLATED_AT_MOST = 1100
+"""No deflated byte stands for more bytes than these."""
+
+
+class _Member:
+    """One array in NumPy's format, in a file that is open.
+
+    Attributes
+    ----------
+    shape : tuple of int
+    dtype : numpy.dtype
+        As it is written.
+    """
+
+    def __init__(self, file: IO[bytes], size: int) -> None:
+        self._file = file
+        version = np.lib.format.read_magic(file)
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }.get(version)
+        if read is None:
+            raise ValueError(f"version {version} of NumPy's format is not known")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about headers of Python 2
+            self.shape, self.is_fortran, self.dtype = read(file)
+        self._begin = file.tell()
+        if any(length < 0 for length in self.shape):
+            raise ValueError(f"it has shape {self.shape}")
+        need = math.prod(self.shape) * self.dtype.itemsize
+        if self.dtype.hasobject:
+            raise ValueError("it holds Python objects, which would have to be unpickled")
+        if size - self._begin != need:
+            raise ValueError(f"it needs {need} bytes, and {size - self._begin} are there")
+
+    @property
+    def name(self) -> str:
+        """Type; two bytes without a type are what NumPy writes of a bfloat16."""
+        return "uint16" if self.dtype.kind == "V" and self.dtype.itemsize == 2 else self.dtype.name
+
+    def read(self, start: int | None, stop: int | None, outer: int | None) -> Array:
+        shape, offset = row_range(self.shape, start, stop, outer)
+        if self.is_fortran and len(self.shape) > 1:
+            whole = self._bytes(math.prod(self.shape), 0).reshape(self.shape, order="F")
+            inner = whole if outer is None else whole[outer]
+            values = np.ascontiguousarray(inner[start:stop])
+        else:
+            values = self._bytes(math.prod(shape), offset).reshape(shape)
+        if self.dtype.kind == "V":
+            return values.view(np.uint16)
+        values = values.astype(self.dtype.newbyteorder("="), copy=False)
+        if self.name in NATIVE_TYPES:
+            return values.reshape(-1).view(NATIVE_TYPES[self.name].bits).reshape(values.shape)
+        return values
+
+    def _bytes(self, count: int, before: int) -> Array:
+        values = np.empty(count, self.dtype)
+        view = values.view(np.uint8).data
+        self._file.seek(self._begin + before * self.dtype.itemsize)
+        while view:
+            some = self._file.read(min(len(view), 1 << 20))
+            if not some:
+                raise ValueError("it was cut short")
+            view[: len(some)] = some
+            view = view[len(some) :]
+        return values
+
+
+class _NumpyFile:
+    """What the two files have in common: members that are read one by one."""
+
+    path: Path
+    attributes: Mapping[str, Any]
+    _members: dict[str, _Member]
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the arrays."""
+        return tuple(self._members)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        raise NotImplementedError
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of an array."""
+        return tuple(self._members[key].shape)
+
+    def dtype(self, key: str) -> str:
+        """Type of an array."""
+        return self._members[key].name
+
+    def read(
+        self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
+    ) -> Array:
+        """Values of an array, or of its rows from `start` up to `stop`; of floats, their bits.
+
+        Parameters
+        ----------
+        key : str
+        start, stop : int, optional
+        outer : int, optional
+            Place along a first axis that lies before the rows.
+
+        Raises
+        ------
+        FormatError
+            If they cannot be read.
+        """
+        try:
+            return self._members[key].read(start, stop, outer)
+        except _UNSOUND as error:
+            raise FormatError(
+                f"{self.path} is not a sound file of NumPy: {key} cannot be read ({error})"
+            ) from None
+
+
+class NpyFile(_NumpyFile):
+    """A `.npy` file, open for reading; its array has the name of the file.
+
+    Parameters
+    ----------
+    path : path-like
+
+    Raises
+    ------
+    RunNotFound
+        If there is no file.
+    FormatError
+        If it is no such file, or its size is not that of its array.
+    """
+
+    format = "npy"
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = _existing(path)
+        self.attributes = {}
+        self._file = self.path.open("rb")
+        try:
+            member = _Member(self._file, os.fstat(self._file.fileno()).st_size)
+        except BaseException as error:
+            self._file.close()
+            if isinstance(error, _UNSOUND):
+                raise FormatError(f"{path} is not a sound .npy file: {error}") from None
+            raise
+        self._members = {self.path.stem: member}
+
+    def _close(self) -> None:
+        self._file.close()
+
+
+class NpzFile(_NumpyFile):
+    """A `.npz` file, open for reading; a context manager.
+
+    Compressed members are decompressed as a stream, so rows are best read in order.
+
+    Parameters
+    ----------
+    path : path-like
+
+    Raises
+    ------
+    RunNotFound
+        If there is no file.
+    FormatError
+        If it is no such file, or a member is not there as announced.
+    """
+
+    format = "npz"
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = _existing(path)
+        self.attributes = {}
+        self._members = {}
+        self._opened: list[IO[bytes]] = []
+        try:
+            self._zip = zipfile.ZipFile(self.path)
+        except _UNSOUND as error:
+            raise FormatError(f"{path} is not a sound .npz file: {error}") from None
+        try:
+            for info in self._zip.infolist():
+                self._members[info.filename.removesuffix(".npy")] = self._member(info)
+        except BaseException as error:
+            self._close()
+            if isinstance(error, _UNSOUND):
+                raise FormatError(f"{path} is not a sound .npz file: {error}") from None
+            raise
+
+    def _member(self, info: zipfile.ZipInfo) -> _Member:
+        if not info.filename.endswith(".npy"):
+            raise ValueError(f"it holds {info.filename!r}, which is no array of NumPy")
+        size = self.path.stat().st_size
+        if info.compress_size > size or info.file_size > _DEFLATED_AT_MOST * size:
+            raise ValueError(f"{info.filename} announces {info.file_size} bytes in {size}")
+        if info.filename.removesuffix(".npy") in self._members:
+            raise ValueError(f"the name {info.filename} occurs twice in it")
+        opened = self._zip.open(info)
+        self._opened.append(opened)
+        try:
+            return _Member(opened, info.file_size)
+        except _UNSOUND as error:
+            raise ValueError(f"{info.filename}: {error}") from None
+
+    def _close(self) -> None:
+        for opened in self._opened:
+            opened.close()
+        self._zip.close()
+
+
+def _existing(path: str | os.PathLike[str]) -> Path:
+    found = Path(path)
+    if not found.is_file():
+        raise RunNotFound(f"there is no file at {path}")
+    return found

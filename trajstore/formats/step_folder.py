@@ -1,0 +1,262 @@
+"""Folders of one file per step, or checkpoints of a Trainer, as one file of arrays with rows."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import FormatError
+from trajstore.formats.array_file import ArrayFile
+
+__all__ = ["STEPS", "StepFolder", "TrainerCheckpoint", "is_checkpoint", "step_entries"]
+
+Array = npt.NDArray[Any]
+
+STEPS = "steps of the names"
+"""Key of the numbers in the names of a folder's files; no file has such a key."""
+
+_ENDINGS = (".safetensors", ".npy", ".npz", ".pt", ".pth", ".bin", ".h5", ".hdf5")
+_NUMBER = re.compile(r"(\d+)(?!.*\d)")
+_MODELS = ("model.safetensors", "pytorch_model.bin")
+_MOST_OPEN = 8
+
+
+def step_entries(path: Path) -> list[tuple[int, Path]]:
+    """Files of a folder, or checkpoints in it, by the last number of their names.
+
+    Raises
+    ------
+    FormatError
+        If two have the same number, or there are none.
+    """
+    found: dict[int, Path] = {}
+    for entry in sorted(path.iterdir()):
+        is_checkpoint = entry.is_dir() and entry.name.startswith("checkpoint")
+        number = _NUMBER.search(entry.stem if entry.is_file() else entry.name)
+        if number is None or not (is_checkpoint or entry.suffix in _ENDINGS):
+            continue
+        step = int(number[1])
+        if step in found:
+            raise FormatError(
+                f"{path}: {found[step].name} and {entry.name} are both of step {step}"
+            )
+        found[step] = entry
+    if not found:
+        raise FormatError(
+            f"{path} holds no files whose names say a step, such as step_00100.safetensors or "
+            "checkpoint-100"
+        )
+    return sorted(found.items())
+
+
+class StepFolder:
+    """A folder of files with the same arrays, one file per step.
+
+    Parameters
+    ----------
+    path : Path
+    opened : callable
+        Opens one of its files.
+
+    Attributes
+    ----------
+    format : str
+    keys : tuple of str
+        Of the files, and `STEPS`.
+    attributes : dict
+        Those that are the same in all files.
+
+    Raises
+    ------
+    FormatError
+        If the files do not hold the same arrays; all but the first may have some more.
+    """
+
+    format = "folder"
+
+    def __init__(self, path: Path, opened: Callable[[Path], ArrayFile]) -> None:
+        self.path = path
+        self._opened = opened
+        self._entries = step_entries(path)
+        self._cache: OrderedDict[int, ArrayFile] = OrderedDict()
+        try:
+            self._kinds, self.attributes = self._agreed()
+        except BaseException:
+            self._close()
+            raise
+        self.keys = (STEPS, *self._kinds)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close()
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of an array, its rows first."""
+        if key == STEPS:
+            return (len(self._entries),)
+        shape, _, first = self._kinds[key]
+        return (len(self._entries) - first, *shape)
+
+    def dtype(self, key: str) -> str:
+        """Type of an array."""
+        return "int64" if key == STEPS else self._kinds[key][1]
+
+    def read(
+        self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
+    ) -> Array:
+        """Values of an array in the files from `start` up to `stop`; of floats, their bits.
+
+        Raises
+        ------
+        FormatError
+            If they cannot be read, or `outer` is given: a folder has no axis before its rows.
+        """
+        if outer is not None:
+            raise FormatError(f"{self.path}: {key} of a folder has no axis before its steps")
+        if key == STEPS:
+            return np.array([step for step, _ in self._entries], np.int64)[start:stop]
+        first = self._kinds[key][2]
+        rows = range(len(self._entries) - first)[start:stop]
+        return np.stack(
+            [self._file(row + first).read(self._name(row + first, key)) for row in rows]
+        )
+
+    def _name(self, row: int, key: str) -> str:
+        """Key in the file of a row; a `.npy` has its own name, which holds the step."""
+        file = self._file(row)
+        return file.keys[0] if file.format == "npy" else key
+
+    def _file(self, row: int) -> ArrayFile:
+        if row in self._cache:
+            self._cache.move_to_end(row)
+            return self._cache[row]
+        while len(self._cache) >= _MOST_OPEN:
+            self._cache.popitem(last=False)[1].__exit__()
+        self._cache[row] = self._opened(self._entries[row][1])
+        return self._cache[row]
+
+    def _agreed(self) -> tuple[dict[str, tuple[tuple[int, ...], str, int]], dict[str, Any]]:
+        """Shape, type and first row of each array, and what all files say besides."""
+        kinds: dict[str, tuple[tuple[int, ...], str, int]] = {}
+        attributes: dict[str, Any] = {}
+        for row, (_, path) in enumerate(self._entries):
+            file = self._file(row)
+            here = {key: (file.shape(key), file.dtype(key)) for key in file.keys}
+            if file.format == "npy":
+                here = {_NUMBER.sub("", path.stem).strip("_-. ") or "W": next(iter(here.values()))}
+            first = self._entries[0][1].name
+            for key in here.keys() | kinds.keys():
+                if row > 1 and (key in here) != (key in kinds):
+                    raise FormatError(
+                        f"{self.path}: {key} is in one of {first} and {path.name}, and not in the "
+                        "other; the files of a folder must hold the same arrays"
+                    )
+                if key in here and key in kinds and here[key] != kinds[key][:2]:
+                    raise FormatError(
+                        f"{self.path}: {key} is {kinds[key][1]} of shape {kinds[key][0]} in "
+                        f"{first}, and {here[key][1]} of shape {here[key][0]} in {path.name}"
+                    )
+                if row == 1 and key in kinds and key not in here:
+                    raise FormatError(f"{self.path}: {key} is in {first} and not in {path.name}")
+            if row < 2:
+                kinds |= {key: (*kind, row) for key, kind in here.items() if key not in kinds}
+            told = dict(file.attributes)
+            attributes = (
+                told if row == 0
+                else {key: value for key, value in attributes.items() if told.get(key) == value}
+            )  # fmt: skip
+        return kinds, attributes
+
+    def _close(self) -> None:
+        while self._cache:
+            self._cache.popitem()[1].__exit__()
+
+
+class TrainerCheckpoint:
+    """A `checkpoint-N` folder of Hugging Face's Trainer: its model, and its optimizer's state.
+
+    Parameters
+    ----------
+    path : Path
+    opened : callable
+        Opens one of its files.
+
+    Attributes
+    ----------
+    format : str
+    keys : tuple of str
+        Of the model's tensors; those of the optimizer begin with ``optimizer.``.
+    attributes : dict
+
+    Raises
+    ------
+    FormatError
+        If it holds no model.
+    """
+
+    format = "checkpoint"
+
+    def __init__(self, path: Path, opened: Callable[[Path], ArrayFile]) -> None:
+        self.path = path
+        models = _model_files(path)
+        if not models:
+            raise FormatError(f"{path} holds no model, that is {' or '.join(_MODELS)}")
+        self._files: list[ArrayFile] = []
+        self._where: dict[str, tuple[ArrayFile, str]] = {}
+        self.attributes: dict[str, Any] = {}
+        try:
+            for model in models:
+                self._add(opened(model), "")
+            if (path / "optimizer.pt").is_file():
+                self._add(opened(path / "optimizer.pt"), "optimizer.")
+        except BaseException:
+            self.__exit__()
+            raise
+        self.keys = tuple(self._where)
+
+    def _add(self, file: ArrayFile, prefix: str) -> None:
+        self._files.append(file)
+        self._where |= {f"{prefix}{key}": (file, key) for key in file.keys}
+        self.attributes |= {f"{prefix}{key}": value for key, value in file.attributes.items()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self._files:
+            file.__exit__()
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        file, name = self._where[key]
+        return file.shape(name)
+
+    def dtype(self, key: str) -> str:
+        """Type of a tensor."""
+        file, name = self._where[key]
+        return file.dtype(name)
+
+    def read(
+        self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
+    ) -> Array:
+        """Values of a tensor."""
+        file, name = self._where[key]
+        return file.read(name, start, stop, outer)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint of a Trainer itself."""
+    return bool(_model_files(path))
+
+
+def _model_files(path: Path) -> list[Path]:
+    whole = [path / name for name in _MODELS if (path / name).is_file()]
+    return whole[:1] or sorted(path.glob("model-*-of-*.safetensors"))
