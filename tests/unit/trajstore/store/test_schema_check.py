@@ -1,0 +1,87 @@
+"""Arrays that would be read as something else than was recorded are refused, by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+from damage import edit
+
+from trajstore import FormatError, open_run
+
+Small = tuple[Path, dict[str, np.ndarray]]
+
+
+def change(run: Path, name: str, changed: Callable[[dict[str, Any]], Any]) -> None:
+    """Change an array's own document, and its copy in the root."""
+    edit(run / name / "zarr.json", changed)
+    edit(run / "zarr.json", lambda root: changed(root["consolidated_metadata"]["metadata"][name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "message"),
+    [
+        ("W", {"attributes": {"scale_factor": 2.0}}, "the attribute scale_factor"),
+        ("is_dead", {"attributes": {"add_offset": 1}}, "the attribute add_offset"),
+        ("loss", {"attributes": {"_FillValue": "AAAAAAAA8D8="}}, "the attribute _FillValue"),
+        ("step", {"attributes": {"units": "days since 2000-01-01"}}, "reads it as times"),
+        ("W", {"attributes": {"native_dtype": "int7"}}, "native_dtype is 'int7'"),
+        ("W", {"dimension_names": ["step", "token", "head"]}, "its dimensions are"),
+        ("token", {"data_type": "int64"}, "of type int64, expected int32"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_what_changes_values_is_refused(
+    small_run: Small, name: str, members: dict[str, Any], message: str
+) -> None:
+    path, _ = small_run
+
+    def changed(document: dict[str, Any]) -> None:
+        for key, value in members.items():
+            document[key] = document[key] | value if isinstance(value, dict) else value
+
+    change(path, name, changed)
+    with pytest.raises(FormatError, match=f"^{name} is not as it was recorded: .*{message}"):
+        open_run(path)
+
+
+def test_an_array_of_another_run_is_refused(small_run: Small) -> None:
+    path, _ = small_run
+    codecs = json.loads((path / "W" / "zarr.json").read_bytes())["codecs"]
+    other = [[0, "0" * 32]]
+    if codecs[0]["name"] == "trajstore.block":
+        change(path, "W", lambda d: d["codecs"][0]["configuration"].update(runs=other))
+        with pytest.raises(FormatError, match="of another array, or of another run"):
+            open_run(path)
+    else:  # which says it in the labels only
+        edit(path / "zarr.json", lambda root: root["attributes"].update(runs=other))
+        with pytest.raises(FormatError, match=r"of run 00000000 belongs"):
+            open_run(path).W.load()
+
+
+@pytest.mark.parametrize("name", ["token", "is_dead", "token_text"])
+def test_a_coordinate_without_values_is_refused(small_run: Small, name: str) -> None:
+    path, _ = small_run
+    (path / name / "c.0").unlink()
+    with pytest.raises(FormatError, match=f"^{name} is not as it was recorded: .* missing"):
+        open_run(path)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_copy_that_xarray_made_is_opened_where_its_codec_labels_it(
+    small_run: Small, tmp_path: Path
+) -> None:
+    path, _ = small_run
+    source, copy = xr.open_zarr(path).load(), tmp_path / "copy.zarr"
+    source.to_zarr(copy)
+    assert xr.open_zarr(copy).equals(source)
+    if source.attrs["encoding"] == "delta":
+        assert open_run(copy).equals(source)
+    else:
+        with pytest.raises(FormatError, match="xr.open_zarr may still read it"):
+            open_run(copy)
