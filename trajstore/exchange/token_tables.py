@@ -365,7 +365,9 @@ def _is_dead(each: Told, ids: Array) -> Array:
     if each.role in ("dead_ids", "live_ids"):
         listed: Array = np.isin(ids, each.values) == (each.role == "dead_ids")
         return listed
-    dead: Array = each.values[ids] == (0 if each.role == "token_count" else each.role == "dead_mask")
+    dead: Array = each.values[ids] == (
+        0 if each.role == "token_count" else each.role == "dead_mask"
+    )
     return dead
 
 
