@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import zarr
 
-from trajstore.codec.crc32c_check import checksum
+from trajstore.codec.block_label import digest_of
 from trajstore.store.array_reader import stored_array
-from trajstore.store.object_keys import chunk_key
+from trajstore.store.open_group import run_identity
 
 __all__ = ["flip"]
 
@@ -17,11 +19,13 @@ __all__ = ["flip"]
 def flip(path: Path, variable: str, where: tuple[int, ...], bit: int) -> None:
     """Flip a bit of a stored value, counted from the lowest bit of its native type.
 
-    where : row, and positions along token and hidden.
+    where : row, and positions along token and hidden. All shards of a block are one here.
     """
-    array = zarr.open_group(path, mode="r")[variable]
-    stored = stored_array(path, variable, array)
+    group = zarr.open_group(path, mode="r")
+    array = group[variable]
+    stored = stored_array(path, variable, array, run_identity(group.attrs))
     assert stored is not None
+    assert stored.parts == 1
     native = array.attrs["native_dtype"]
     if native == "bfloat16" and stored.chain.native.name == "float32":
         bit += 16  # as the portable encoding holds it
@@ -31,20 +35,18 @@ def flip(path: Path, variable: str, where: tuple[int, ...], bit: int) -> None:
     stop = min(start + stored.shard[0], stored.shape[0])
     bits = stored.bits((slice(start, stop),))
     bits[place] ^= bits.dtype.type(1 << bit)
-    grid = [whole // part for whole, part in zip(stored.shard, stored.chunk, strict=True)]
-    number = int(
-        np.ravel_multi_index([p // c for p, c in zip(place, stored.chunk, strict=True)], grid)
-    )
-    file = path / chunk_key(variable, block, stored.ndim)
-    data = file.read_bytes()
-    count = int(np.prod(grid))
-    index = np.frombuffer(data[-(16 * count + 4) : -4], "<u8").reshape(count, 2)
-    chunks = [data[offset : offset + length] for offset, length in index.tolist()]
-    corner = np.unravel_index(number, grid)
+    corner = [at // part for at, part in zip(place, stored.chunk, strict=True)]
+    number = int(np.ravel_multi_index(corner, stored.form.grid))
+    with stored.opened(block, 0) as file:
+        tail = stored.tail(file, block, 0)
+    data = (path / stored.key(block, 0)).read_bytes()
+    chunks = [data[offset : offset + length] for offset, length in tail.index.tolist()]
     window = tuple(
         slice(at * part, (at + 1) * part) for at, part in zip(corner, stored.chunk, strict=True)
     )
     chunks[number] = stored.chain.encode(np.ascontiguousarray(bits[window]), stored.chunk)
-    offsets = np.cumsum([0, *map(len, chunks)])[:-1]
-    packed = np.array([offsets, list(map(len, chunks))], "<u8").T.tobytes()
-    file.write_bytes(b"".join(chunks) + packed + checksum(packed))
+    offsets = np.cumsum([0, *map(len, chunks)])[:-1].tolist()
+    digest = digest_of(hashlib.sha256(chunk).digest() for chunk in chunks)
+    label = None if tail.label is None else replace(tail.label, digest=digest)
+    end = stored.form.tail(list(zip(offsets, map(len, chunks), strict=True)), label)
+    (path / stored.key(block, 0)).write_bytes(b"".join(chunks) + end)

@@ -1,0 +1,117 @@
+"""What grows with the number of rows: a commit, opening, resuming, a scan, the root's document.
+
+    python benchmarks/rows.py [--rows 1000 10000 100000]
+
+A tiny run (4 tokens × 2) of so many rows; and, of Wordybird's shape, the metadata alone of a run of
+10,000 steps: what opening it takes, and the graph of a scan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xarray as xr
+from measure import cache, machine, save, table
+
+from trajstore import RunWriter, open_run
+
+
+def milliseconds(work: Callable[[], Any], times: int = 5) -> float:
+    taken = []
+    for _ in range(times):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return 1e3 * sorted(taken)[times // 2]
+
+
+def tiny(path: Path, rows: int) -> list[str]:
+    """Record so many rows; what the last commits took, and what reading takes."""
+    values = np.zeros((4, 2), "float32")
+    with RunWriter.create(
+        path, token=np.arange(4), hidden=2, variables={"W": "float32"}, commit_every=None
+    ) as run:
+        begun = time.perf_counter()
+        for step in range(rows):
+            values += 1
+            run.append(step=step, W=values)
+    seconds = time.perf_counter() - begun
+    commits = []
+    with RunWriter.resume(path, commit_every=None) as run:
+        for extra in range(16 * run.layout.block_rows):
+            run.append(step=rows + extra, W=values)
+            if run.rows % run.layout.block_rows == 0:
+                start = time.perf_counter()
+                run._buffers.finish(run.rows, "recording")
+                commits.append(time.perf_counter() - start)
+    size = (path / "zarr.json").stat().st_size
+    return [
+        f"tiny, {rows:,} rows",
+        f"{1e6 * seconds / rows:.1f}",
+        f"{1e3 * sorted(commits)[len(commits) // 2]:.1f}",
+        f"{milliseconds(lambda: xr.open_zarr(path)):.1f}",
+        f"{milliseconds(lambda: open_run(path)):.1f}",
+        f"{milliseconds(lambda: RunWriter.resume(path, rows=rows).close(), 1):.0f}",
+        f"{milliseconds(lambda: open_run(path).W.max().compute(), 3):.0f}",
+        f"{size:,}",
+    ]
+
+
+def large(path: Path, rows: int) -> list[str]:
+    """Metadata of a run of Wordybird's shape, and nothing else."""
+    RunWriter.create(
+        path,
+        token=np.arange(50_257),
+        hidden=64,
+        variables={"W": "bfloat16", "grad": "bfloat16"},
+    ).close()
+    document = json.loads((path / "zarr.json").read_bytes())
+    document["attributes"]["committed_rows"] = rows
+    for name in ("W", "grad"):
+        document["consolidated_metadata"]["metadata"][name]["shape"][0] = rows
+    (path / "zarr.json").write_text(json.dumps(document))
+    opened = {}
+
+    def graph() -> None:
+        opened["tasks"] = len(dict(xr.open_zarr(path).W.max().__dask_graph__()))
+
+    return [
+        f"Wordybird, {rows:,} rows, metadata only",
+        "",
+        "",
+        f"{milliseconds(lambda: xr.open_zarr(path)):.1f}",
+        f"{milliseconds(lambda: open_run(path)):.1f}",
+        "",
+        f"{milliseconds(graph, 3):.0f} (graph of {opened.get('tasks', 0):,} tasks)",
+        f"{(path / 'zarr.json').stat().st_size:,}",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="*", default=[1_000, 10_000, 100_000])
+    options = parser.parse_args()
+    folder = cache() / "scratch-rows"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    facts = machine()
+    lines = [tiny(folder / f"{rows}.zarr", rows) for rows in options.rows]
+    lines.append(large(folder / "large.zarr", 10_000))
+    columns = [
+        "run", "µs a row", "last block and commit, ms", "xr.open_zarr, ms", "open_run, ms",
+        "resume, ms", "scan, ms", "root, bytes",
+    ]  # fmt: skip
+    text = table("What grows with the rows", columns, lines)
+    save("rows", text, {"machine": facts, "lines": lines})
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
