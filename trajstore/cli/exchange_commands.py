@@ -241,7 +241,7 @@ def upgrade(run: str, output: str, as_json: bool, **options: Any) -> None:
         return
     out.print(
         f"Upgraded to {done.path}: format {done.to_format} of {done.from_format}, "
-        f"{done.rows} rows, {format_bytes(done.bytes)}, {done.checkpoints} checkpoints, "
+        f"{done.rows} rows, {format_bytes(done.bytes)}, {done.checkpoints} checkpoint{'s' * (done.checkpoints != 1)}, "
         f"{done.status}."
     )
     print_notes(done.notes)
