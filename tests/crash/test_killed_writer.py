@@ -54,10 +54,16 @@ def check_whole(path: Path, *, by_time: bool = False) -> int:
 def finish(path: Path, encoding: str) -> None:
     """Resume to the end, and compare with the run that was never killed, file by file."""
     assert not killed(write_rows, path, ROWS, encoding, None)
+    ds = xr.open_zarr(path)
+    ((_, identity),) = ds.attrs["runs"]
     whole = path.with_name("whole.zarr")
-    with create(whole, encoding) as run:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trajstore.store.writer.new_identity", lambda: identity)  # as blocks have it
+        run = create(whole, encoding)
+    with run:
         for step in range(ROWS):
             run.append(step=step, **row(step))
+    assert xr.open_zarr(whole).attrs["content_digest"] == ds.attrs["content_digest"]
     for file in whole.rglob("c.*"):
         assert (path / file.relative_to(whole)).read_bytes() == file.read_bytes()
     assert {str(file.relative_to(path)) for file in path.rglob("*")} == {

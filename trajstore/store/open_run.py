@@ -66,21 +66,22 @@ def open_run(
     if chunks not in ("blocks", None):
         raise InvalidArgument(f"chunks is {chunks!r}, expected 'blocks' or None")
     group = as_blocks(open_group(path))
+    # Coordinates stay without dask, which can neither group by them nor look things up in them.
+    ds = xr.open_dataset(run_store(group), chunks=None)
     if chunks is None:
-        return xr.open_dataset(run_store(group), chunks=None)
-    ds = xr.open_dataset(run_store(group), chunks={})
-    if not os.path.isdir(path):
         return ds
     runs = run_identity(group.attrs)
     arrays = dict(group.arrays())
     for name, variable in ds.data_vars.items():
-        if variable.ndim < _MATRIX:
-            continue
         array = arrays[str(name)]
-        stored = stored_array(path, str(name), array, runs)
+        stored = None
+        if variable.ndim == _MATRIX and os.path.isdir(path):
+            stored = stored_array(path, str(name), array, runs)
         if stored is not None and stored.shape == variable.shape:  # it may just have grown
             data = da.from_array(_Blocks(stored, array), _dask_chunks(stored))
             ds[name] = variable.copy(data=data)
+        else:
+            ds[name] = variable.chunk(variable.encoding["preferred_chunks"])
     return ds
 
 

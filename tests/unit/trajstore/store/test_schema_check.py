@@ -83,5 +83,5 @@ def test_a_copy_that_xarray_made_is_opened_where_its_codec_labels_it(
     if source.attrs["encoding"] == "delta":
         assert open_run(copy).equals(source)
     else:
-        with pytest.raises(FormatError, match="open_zarr may still read it"):
+        with pytest.raises(FormatError, match=r"xr\.open_zarr may still read it"):
             open_run(copy)
