@@ -239,9 +239,9 @@ def upgrade(run: str, output: str, as_json: bool, **options: Any) -> None:
     if as_json:
         print_json(dataclasses.asdict(done) | {"path": str(done.path)})
         return
+    checkpoints = f"{done.checkpoints} checkpoint{'s' * (done.checkpoints != 1)}"
     out.print(
         f"Upgraded to {done.path}: format {done.to_format} of {done.from_format}, "
-        f"{done.rows} rows, {format_bytes(done.bytes)}, {done.checkpoints} checkpoints, "
-        f"{done.status}."
+        f"{done.rows} rows, {format_bytes(done.bytes)}, {checkpoints}, {done.status}."
     )
     print_notes(done.notes)
