@@ -28,7 +28,7 @@ def test_every_preset_records_without_files(
     trajstore_cli: Callable[..., Any], tmp_path: Path
 ) -> None:
     presets = json.loads(trajstore_cli("presets", "--json").stdout)
-    assert len(presets) == 5
+    assert len(presets) == 6
     for name in presets:
         path = tmp_path / f"{name}.zarr"
         done = trajstore_cli("record", "--preset", name, "--steps", 2, *SMALL, "-o", path)

@@ -172,12 +172,12 @@ class BlockForm:
         block, part = (label.block, label.part) if place is None else place
         if label.block == ANYWHERE:  # a copy of another program, which does not number blocks
             block, part = label.block, label.part
-        own = self.runs[-1][1]
-        first = [run for number, run in self.runs if number <= block]
-        if (label.array, label.block, label.part) != (self.array, block, part) or label.run not in (
-            own,
-            *first[-1:],
-        ):
+        # Whose block it was at first, or of a fork that has stored it in another type.
+        started = sum(number <= block for number, _ in self.runs)
+        possible = [run for _, run in self.runs[max(started - 1, 0) :]]
+        place_of_label = (label.array, label.block, label.part)
+        if place_of_label != (self.array, block, part) or label.run not in possible:
+            own = self.runs[-1][1]
             expected = f"{self.array}, block {block}, part {part} of run {own[:8]}"
             raise ValueError(f"it is {label.place()}, where {expected} belongs")
         if label.settings != self.settings:

@@ -19,8 +19,9 @@ import numpy.typing as npt
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.exchange.imported_file import ImportedRun, ImportedVariable, Understood
+from trajstore.exchange.overrules import overrules
 from trajstore.exchange.recognition import Taken
-from trajstore.exchange.understanding import opened_file, overrules
+from trajstore.exchange.understanding import opened_file
 from trajstore.schema import STEP
 from trajstore.store.create import staged_run
 from trajstore.store.writer import RunWriter

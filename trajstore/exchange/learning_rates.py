@@ -9,13 +9,79 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import InvalidArgument
+from trajstore.exchange.imported_file import ImportedVariable
+from trajstore.schema import VARIABLES
+from trajstore.values.native_types import NATIVE_TYPES, is_zero_or_nan
 
-__all__ = ["completed_rule", "scheduled_rates"]
+__all__ = ["completed_rule", "scheduled_rates", "with_rates"]
 
 Array = npt.NDArray[Any]
+Variables = tuple[ImportedVariable, ...]
 
 _ADAMW = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 """Defaults of `torch.optim.AdamW`."""
+
+
+def with_rates(
+    variables: Variables, attributes: dict[str, Any], schedule: str, peak: float, steps: Array
+) -> tuple[Variables, dict[str, Any], list[str]]:
+    """The variables of a file with `lr`, and the optimizer's rule as far as it is told.
+
+    Parameters
+    ----------
+    variables : tuple of ImportedVariable
+    attributes : dict
+        Of the run.
+    schedule : str
+        As in `scheduled_rates`.
+    peak : float
+    steps : ndarray of int64, (step,)
+
+    Returns
+    -------
+    variables : tuple of ImportedVariable
+    attributes : dict
+        Whose ``imported`` says what was given.
+    notes : list of str
+
+    Raises
+    ------
+    InvalidArgument
+        If the file holds the learning rates itself, or the schedule cannot be read.
+    """
+    if any(held.variable == "lr" for held in variables):
+        raise InvalidArgument(
+            "the file holds the learning rate of each step itself; leave the schedule out"
+        )
+    rates = scheduled_rates(schedule, peak, steps)
+    rule, note = completed_rule(attributes.get("optimizer", {}), has_moments=_moved(variables))
+    given = {"lr": {"schedule": schedule, "learning_rate": peak}, "optimizer": note}
+    double = NATIVE_TYPES["float64"]
+    made = ImportedVariable(
+        variable="lr",
+        native=double,
+        wanted=double,
+        rows=len(rates),
+        row_shape=(),
+        given=rates.view(double.bits),
+    )
+    order = list(VARIABLES)
+    every = sorted((*variables, made), key=lambda held: order.index(held.variable))
+    return (
+        tuple(every),
+        attributes | {"optimizer": rule, "imported": {"given": given}},
+        [f"lr is given: {schedule} from learning_rate {peak}", note],
+    )
+
+
+def _moved(variables: Variables) -> bool:
+    """Whether some moment is not 0, after the first step or the last one."""
+    return any(
+        not is_zero_or_nan(held.read(at, at + 1), held.native).all()
+        for held in variables
+        if held.variable.startswith("exp_avg")
+        for at in {min(1, held.rows - 1), held.rows - 1}
+    )
 
 
 def scheduled_rates(schedule: str, peak: float, steps: Array) -> npt.NDArray[np.float64]:

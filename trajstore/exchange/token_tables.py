@@ -363,12 +363,9 @@ def _dead(where: Any, told: list[Told], universe: int, token: Array) -> _Dead | 
 def _is_dead(each: Told, ids: Array) -> Array:
     """Whether ids, or places, are those of dead tokens."""
     if each.role in ("dead_ids", "live_ids"):
-        listed: Array = np.isin(ids, each.values) == (each.role == "dead_ids")
-        return listed
-    dead: Array = each.values[ids] == (
-        0 if each.role == "token_count" else each.role == "dead_mask"
-    )
-    return dead
+        return np.asarray(np.isin(ids, each.values) == (each.role == "dead_ids"))
+    of_dead = 0 if each.role == "token_count" else each.role == "dead_mask"
+    return np.asarray(each.values[ids] == of_dead)
 
 
 def _agree(where: Any, answers: Mapping[str, Array]) -> None:

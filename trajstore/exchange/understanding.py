@@ -3,103 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY, parse_bytes
-from trajstore.errors import FormatError, InvalidArgument
-from trajstore.exchange.import_arrays import Overrules, read_arrays
+from trajstore.errors import FormatError
+from trajstore.exchange.import_arrays import read_arrays
 from trajstore.exchange.import_native import read_native
 from trajstore.exchange.imported_file import ImportedRun, ImportedVariable, Understood
-from trajstore.exchange.layouts import IMPORT_LAYOUTS, LAYOUTS
-from trajstore.exchange.recognition import IGNORE, abridged, recognise
-from trajstore.exchange.token_tables import TABLES, Told, told_tables
+from trajstore.exchange.layouts import LAYOUTS
+from trajstore.exchange.overrules import Overrules
 from trajstore.formats.open_file import open_file
 from trajstore.formats.safetensors import SafetensorsFile
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["opened_file", "overrules", "understood"]
-
-
-def overrules(
-    *,
-    layout: str | None = None,
-    map: Mapping[str, str | Iterable[str]] | None = None,
-    bits: str | None = None,
-    labels: Mapping[str, str] | None = None,
-    first_row: int | None = None,
-    masks: str | os.PathLike[str] | None = None,
-    schedule: str | None = None,
-) -> Overrules:
-    """What the user of an import says, checked as far as that needs no file but that of the masks.
-
-    Parameters
-    ----------
-    layout : str, optional
-    map : mapping of str to str or iterable of str, optional
-        Name of the array that has each role, or several of a file with several runs; those of
-        ``ignore`` are left out.
-    bits : {'bfloat16', 'float16'}, optional
-    labels : mapping of str to str, optional
-        ``steps``: the name of an array, or numbers such as ``0:2001:50``.
-    first_row : {0, 1}, optional
-    masks : path-like, optional
-    schedule : str, optional
-
-    Raises
-    ------
-    InvalidArgument
-        If one of them cannot be.
-    RunNotFound, FormatError
-        If `masks` is no file that tells tokens.
-    """
-    if layout is not None and layout not in IMPORT_LAYOUTS:
-        raise InvalidArgument(
-            f"there is no layout {layout!r}; choose from {', '.join(IMPORT_LAYOUTS)}"
-        )
-    if bits not in (None, "bfloat16", "float16"):
-        raise InvalidArgument(f"16 bits are bfloat16 or float16, got {bits!r}")
-    if first_row not in (None, 0, 1):
-        raise InvalidArgument(f"the first row is that of step 0 or 1, got {first_row!r}")
-    unknown = set(labels or {}) - {"steps"}
-    if unknown:
-        raise InvalidArgument(f"labels are of steps, got {', '.join(sorted(unknown))}")
-    mapped: dict[str, str] = {}
-    ignored: list[str] = []
-    for role, keys in (map or {}).items():
-        for key in [keys] if isinstance(keys, str) else keys:
-            if key in mapped:
-                raise InvalidArgument(f"{key} cannot be both {mapped[key]} and {role}")
-            if role == IGNORE:
-                ignored.append(key)
-            else:
-                mapped[key] = role
-    return Overrules(
-        layout=layout,
-        mapped=mapped,
-        ignored=tuple(ignored),
-        bits=bits,
-        steps=(labels or {}).get("steps"),
-        first_row=first_row,
-        schedule=schedule,
-        masks=() if masks is None else tuple(_tables_of(masks)),
-    )
-
-
-def _tables_of(masks: str | os.PathLike[str]) -> list[Told]:
-    """Tables of tokens that another file tells."""
-    with open_file(masks) as file:
-        recognised = recognise(file, {key: "dead_ids" for key in file.keys if file.format == "npy"})
-        told = told_tables(file, recognised, of=f" of {Path(masks).name}")
-        if not told:
-            raise FormatError(
-                f"{masks} tells no tokens: it holds {abridged(file.keys)}, expected masks or lists "
-                "of ids (dead_mask, untrained_mask, live_ids, trained_indices, token_counts, …)"
-            )
-    return [one for one in told if one.role in TABLES]
+__all__ = ["opened_file", "understood"]
 
 
 @contextmanager

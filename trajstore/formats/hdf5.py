@@ -227,6 +227,8 @@ class Hdf5File:
             left[0] -= 1
             if left[0] < 0:
                 raise ValueError(f"it holds more than {_MOST_ITEMS} objects")
+            if not isinstance(name, str):
+                raise ValueError(f"the name {name!r} is no text")
             link = group.get(name, getlink=True)
             if not isinstance(link, h5py.HardLink):
                 continue  # an external one would read another file
@@ -243,6 +245,8 @@ class Hdf5File:
         found: dict[str, Any] = {}
         try:
             for name in self._file.attrs:
+                if not isinstance(name, str):
+                    raise ValueError(f"the name {name!r} is no text")
                 opened = self._file.attrs.get_id(name)
                 if opened.shape == () and opened.dtype.kind in "biufS":
                     value = self._file.attrs[name]

@@ -25,9 +25,9 @@ def test_what_presets_print_is_what_config_takes(name: str, tmp_path: Path) -> N
 
 def test_the_presets_are_the_notebooks() -> None:
     assert list(PRESETS) == [
-        "gatsby", "gatsby-gradients", "gatsby-adam", "wordybird-1", "wordybird-1b",
+        "gatsby", "gatsby-gradients", "gatsby-adam", "wordybird-1", "wordybird-1b", "duckling",
     ]  # fmt: skip
-    assert all(make().data.target_offset == 2 for make in PRESETS.values())
+    assert [make().data.target_offset for make in PRESETS.values()] == [2, 2, 2, 2, 2, 1]
     assert all(make().training.seed == 42 for make in PRESETS.values())
     adam, bird, longer = (preset(n) for n in ("gatsby-adam", "wordybird-1", "wordybird-1b"))
     assert (adam.optimizer.name, adam.training.loop) == ("adam", "plain")

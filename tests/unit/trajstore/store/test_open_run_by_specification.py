@@ -88,7 +88,7 @@ class Reader:
             "<8s16s32sQII32s32s", label
         )
         runs = self.attributes["runs"]
-        allowed = {runs[-1][1], [who for first, who in runs if first <= block][-1]}
+        allowed = {who for _, who in runs[sum(first <= block for first, _ in runs) - 1 :]}
         assert (magic, array.rstrip(b"\0").decode(), place) == (b"trajblk2", name, [block, part])
         assert run.hex() in allowed
         assert encoded == sha256(canonical(settings))
