@@ -62,7 +62,7 @@ def write_run(
         hidden=hidden,
         variables=variables,
         is_dead=np.arange(tokens) % 3 == 0,
-        token_count=np.arange(tokens) * 5,
+        token_count=np.arange(tokens) % 3 * np.arange(tokens),
         token_text=[f"é{number}\n" for number in range(tokens)],
         block_rows=block_rows,
         config=config,

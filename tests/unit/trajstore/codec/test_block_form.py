@@ -125,7 +125,7 @@ def test_a_fork_has_the_blocks_of_the_run_it_was_made_of_up_to_its_own() -> None
     of_other, of_old, own = (replace(FORM, runs=((0, run),)) for run in (OTHER, OLD, OWN))
     for form, block, fits in (
         (of_other, 1, True),
-        (of_old, 1, False),
+        (of_old, 1, True),  # in another type, since it was forked
         (of_other, 2, False),
         (of_old, 4, True),
         (of_old, 5, False),
