@@ -169,5 +169,5 @@ def blamed_by_hand(ds: xr.Dataset, window: int) -> dict[str, np.ndarray]:
     return {"blame": blame, "blame_margin": margin, "blame_steps": steps}
 
 
-def _nan_last(norm: np.floating) -> float:
-    return np.inf if np.isnan(norm) else float(norm)
+def _nan_last(norm: np.floating) -> tuple[bool, float]:
+    return bool(np.isnan(norm)), 0.0 if np.isnan(norm) else float(norm)

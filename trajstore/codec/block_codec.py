@@ -224,6 +224,13 @@ class _Reading:
 
     async def from_store(self, byte_getter: Any, prototype: Any) -> Array:
         """Values, by ranges of an object of any store."""
+        try:
+            return await self._from_ranges(byte_getter, prototype)
+        except FormatError:
+            # A block that grows is replaced, and may have been between two of the requests.
+            return await self._from_ranges(byte_getter, prototype)
+
+    async def _from_ranges(self, byte_getter: Any, prototype: Any) -> Array:
         length = self._form.tail_length
         found = await byte_getter.get(prototype, byte_range=SuffixByteRequest(length))
         if found is None:

@@ -102,6 +102,32 @@ def stored(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     return path, widen(bits, native_type("bfloat16"))
 
 
+class Replaced(Requests):
+    """A store in which an object is replaced after its end has been read, so many times."""
+
+    times = 1
+
+    async def get(self, key: str, prototype: Any, byte_range: ByteRequest | None = None) -> Any:
+        found = await super().get(key, prototype, byte_range)
+        if self.times and isinstance(byte_range, SuffixByteRequest):
+            self.times -= 1
+            data = bytearray(found.to_bytes())
+            data[-5] ^= 1
+            return Buffer.from_bytes(bytes(data))
+        return found
+
+
+def test_an_object_that_is_replaced_between_two_requests_is_read_again(stored: Stored) -> None:
+    path, values = stored
+    array = zarr.open_array(Replaced(LocalStore(path / "W"), []), mode="r")
+    store: Any = array.store
+    assert array[2, :5].tobytes() == values[2, :5].tobytes()
+    assert store.times == 0
+    store.times = 2
+    with pytest.raises(FormatError, match="is not usable"):
+        array[2, :5]
+
+
 def flat(length: int) -> st.SearchStrategy[np.ndarray]:
     """Positions along an axis: in any order, again and again, from the end."""
     one = st.integers(-length, length - 1)
