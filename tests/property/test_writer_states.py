@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,10 @@ class History(RuleBasedStateMachine):
         try:
             for _ in range(rows):
                 self.writer.append(step=self.writer.rows, **row(self.writer.rows))
-                if by_time:
+                if by_time:  # each when the one before is done, or chance decides what is moved
+                    self._settle()
                     self.writer._commit_unfinished()
+                    self._settle()
             self.most = max(self.most, self.writer.rows)
             self.writer.close("interrupted")
         except _Death:
@@ -124,6 +127,11 @@ class History(RuleBasedStateMachine):
         assert self.least <= seen <= self.most
         self.written = self.most
         self.least = self.most = seen
+
+    def _settle(self) -> None:
+        assert self.writer is not None
+        if (last := self.writer._block_writer._last) is not None:
+            wait([last])
 
     @precondition(lambda self: self.writer is None and self.least > 0)
     @rule(data=st.data())

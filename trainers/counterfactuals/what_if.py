@@ -17,7 +17,7 @@ from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
 from trajstore.store.create import check_target, staged_run
 from trajstore.store.fingerprint import FINGERPRINT
-from trajstore.store.run_info import content_digest
+from trajstore.store.run_info import digest_of_files
 from trajstore.store.tiled_reader import attribute, open_tiled
 from trajstore.store.writer import RunWriter
 
@@ -151,7 +151,7 @@ def _digest(run: str | os.PathLike[str], attributes: Mapping[str, Any]) -> dict[
     """What tells which run it was: its fingerprint, or of one of format 1 a digest of its files."""
     if FINGERPRINT in attributes:
         return {FINGERPRINT: attributes[FINGERPRINT]}
-    return {"sha256": content_digest(run)}
+    return {"sha256": digest_of_files(run)}
 
 
 def _write(

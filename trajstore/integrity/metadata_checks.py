@@ -23,7 +23,7 @@ from trajstore.schema import COORDINATES, STEP, TRAJECTORIES, VARIABLES
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.strict_json import Document, parse
 
-__all__ = ["check_metadata", "has_gone_back", "read_document"]
+__all__ = ["check_metadata", "is_outdated", "read_document"]
 
 _ROOT_KEYS = {"zarr_format", "node_type", "attributes", "consolidated_metadata"}
 
@@ -232,13 +232,13 @@ def _check_lengths(found: CheckedMetadata) -> None:
             found.report(name, f"has blocks of {stored.shard[0]} rows, block_rows is {block}")
 
 
-def has_gone_back(metadata: CheckedMetadata) -> bool:
-    """Whether the root on disk is that of fewer rows, or of another run, than was checked."""
+def is_outdated(metadata: CheckedMetadata) -> bool:
+    """Whether the root on disk is of fewer rows, another status or another run than was checked."""
     root = read_document(metadata.path / DOCUMENT, None)
     if isinstance(root, Problem) or not isinstance(root.get("attributes"), dict):
         return False
     now, then = root["attributes"], metadata.attributes
     rows, before = now.get("committed_rows"), then.get("committed_rows")
-    return now.get("created") != then.get("created") or (
-        is_length(rows) and is_length(before) and rows < before
-    )
+    if any(now.get(key) != then.get(key) for key in ("created", "status")):
+        return True
+    return is_length(rows) and is_length(before) and rows < before

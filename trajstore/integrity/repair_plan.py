@@ -82,7 +82,7 @@ def plan_repair(checked: CheckedRun) -> RepairPlan:
     rows = min((row for row, _ in lost), default=metadata.rows)
     attributes, on_attributes = _attributes(metadata)
     status = _status(metadata, rows)
-    digests, on_digests = _digests(checked, rows, attributes)
+    digests, on_digests = _digests(checked, rows, attributes, changed=bool(on_attributes))
     changed = _changed_documents(metadata, rows, attributes, status, digests)
     beyond = [path for paths in find_leftovers(metadata, rows).beyond.values() for path in paths]
     broken = list(dict.fromkeys(p.path for p in checked.problems if p.remedy == "remove"))
@@ -194,7 +194,7 @@ def _least_attributes(metadata: CheckedMetadata) -> Document:
 
 
 def _digests(
-    checked: CheckedRun, rows: int, attributes: Document
+    checked: CheckedRun, rows: int, attributes: Document, *, changed: bool
 ) -> tuple[dict[str, str], list[str]]:
     """Content digest and fingerprint of the run afterwards, and what is done to them.
 
@@ -205,9 +205,13 @@ def _digests(
         return {}, []
     kept = {key: metadata.attributes.get(key) for key in (CONTENT, FINGERPRINT)}
     lost = not all(map(is_digest, kept.values()))
-    if not lost and rows == metadata.rows and metadata.consolidated() is not None:
-        return {key: str(value) for key, value in kept.items()}, []
+    as_before = {key: str(value) for key, value in kept.items()}
+    keeps_rows = not lost and rows == metadata.rows and metadata.consolidated() is not None
+    if keeps_rows and not changed:
+        return as_before, []
     found = made_again(metadata, checked.read, rows=rows, attributes=attributes)
+    if keeps_rows and (found is None or found.attributes()[CONTENT] != kept[CONTENT]):
+        return as_before, []
     if found is None:
         return {}, ["the fingerprint is lost: not all that it is made of can be read"]
     return found.attributes(), ["the fingerprint is made again, of what is stored"] if lost else []

@@ -18,7 +18,7 @@ from trajstore.integrity.chunk_checks import CheckedChunks, check_chunks
 from trajstore.integrity.coordinate_checks import check_coordinates
 from trajstore.integrity.fingerprint_checks import check_fingerprint
 from trajstore.integrity.leftovers import Leftovers, find_leftovers
-from trajstore.integrity.metadata_checks import check_metadata, has_gone_back
+from trajstore.integrity.metadata_checks import check_metadata, is_outdated
 from trajstore.integrity.problem import Problem
 from trajstore.threads import Progress
 
@@ -166,7 +166,7 @@ def check_run(
     """
     for _ in range(_ATTEMPTS):
         checked = _check_once(path, threads, on_progress)
-        if not checked.problems or not has_gone_back(checked.metadata):
+        if not checked.problems or not is_outdated(checked.metadata):
             break
     return checked
 

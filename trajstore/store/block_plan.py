@@ -83,16 +83,6 @@ class ArrayLayout:
         return self.chain.native
 
     @property
-    def grid(self) -> tuple[int, ...]:
-        """Number of inner chunks of a shard in each dimension."""
-        return tuple(whole // part for whole, part in zip(self.shard, self.chunk, strict=True))
-
-    @property
-    def chunks(self) -> int:
-        """Number of inner chunks of a shard."""
-        return math.prod(self.grid)
-
-    @property
     def parts(self) -> int:
         """Number of shards of a block."""
         return math.ceil(self.row[0] / self.shard[1]) if len(self.shard) > 1 else 1

@@ -29,7 +29,7 @@ from trajstore.store.block_writer import BlockWriter
 from trajstore.store.commit import Committer
 from trajstore.store.create import create_folder
 from trajstore.store.fingerprint import Fingerprint
-from trajstore.store.new_run import new_arrays
+from trajstore.store.new_run import check_variables, new_arrays
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.open_group import open_group
 from trajstore.store.resumed_run import ResumedRun, resumed_run, stored_fingerprint
@@ -118,6 +118,7 @@ def branch_run(
 
 
 def _check_types(stored: ResumedRun, types: Mapping[str, str]) -> None:
+    check_variables(types)
     for name, wanted in types.items():
         if name not in stored.layout.arrays:
             raise InvalidArgument(
@@ -290,7 +291,9 @@ def _runs_of_branch(stored: ResumedRun) -> Runs | None:
     if stored.layout.runs is None:
         return None
     blocks = stored.rows // stored.layout.block_rows
-    return (*(entry for entry in stored.layout.runs if entry[0] < blocks), (blocks, new_identity()))
+    # A run that was cut below its first own block, or took a wider type, has blocks before that.
+    before = ((min(number, blocks), run) for number, run in stored.layout.runs)
+    return (*before, (blocks, new_identity()))
 
 
 def _with_runs(document: dict[str, Any], runs: Runs | None) -> dict[str, Any]:

@@ -103,8 +103,10 @@ class CommitTimer:
         due = self._last + max(self._every, _PAUSE * self._took)
         if now < due:
             return due - now
-        self._begun = now
+        before, self._begun = self._begun, now
         begun = self._commit()
+        if begun is False:  # what was begun before may still be on its way
+            self._begun = before
         if begun is None:
             return None
         return self._every if begun else self._every / _ATTEMPTS

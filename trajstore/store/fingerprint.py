@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.schema import COORDINATES, STEP, VARIABLES
-from trajstore.store.object_keys import DOCUMENT
+from trajstore.store.object_keys import chunk_key
 
 __all__ = [
+    "CHANGING",
     "CONTENT",
+    "COPY",
     "FINGERPRINT",
     "Fingerprint",
     "block_digest",
@@ -35,7 +37,12 @@ FINGERPRINT = "fingerprint"
 """Attributes of the root."""
 
 _SHARD = struct.Struct("<II32s")
-_BY_COMMITS = ("status", "committed_rows", "updated", CONTENT, FINGERPRINT)
+CHANGING = ("status", "committed_rows", "updated", CONTENT, FINGERPRINT)
+"""Attributes of the root that every commit sets."""
+
+COPY = "root_attributes"
+"""Attribute of ``step`` that holds all the others."""
+
 _BY_RESUMING = "resumed"
 
 
@@ -61,7 +68,8 @@ class Fingerprint:
         block_rows: int,
     ) -> None:
         stored = {key: digest.hex() for key, digest in coordinates.items()}
-        documents = {name: _lasting(name, arrays[name]) for name in arrays}
+        # Whatever else lies in the group is its owner's.
+        documents = {name: _lasting(name, arrays[name]) for name in arrays if _is_of_run(name)}
         self._block_rows = block_rows
         self._metadata = _sha256_of(_fixed(attributes))
         self._whole = _sha256_of({"arrays": documents, "coordinates": stored})
@@ -114,18 +122,21 @@ def coordinate_digests(path: Path, names: Iterable[str]) -> dict[str, bytes]:
     """
     found = {}
     for name in names:
-        if name in COORDINATES and name != STEP.name and (path / name).is_dir():
-            for file in sorted((path / name).iterdir()):
-                if file.name != DOCUMENT and not file.name.startswith("."):
-                    found[f"{name}/{file.name}"] = hashlib.sha256(file.read_bytes()).digest()
+        key = chunk_key(name, 0, 1)
+        if name in COORDINATES and (path / key).exists():
+            found[key] = hashlib.sha256((path / key).read_bytes()).digest()
     return found
+
+
+def _is_of_run(name: str) -> bool:
+    return name == STEP.name or name in VARIABLES or name in COORDINATES
 
 
 def _lasting(name: str, document: Mapping[str, Any]) -> dict[str, Any]:
     """What of an array's document is the same at any number of rows, in any run of its kind."""
     lasting = dict(document)
     lasting["attributes"] = {
-        key: value for key, value in document["attributes"].items() if key != "root_attributes"
+        key: value for key, value in document["attributes"].items() if key != COPY
     }
     lasting["codecs"] = [_without_runs(codec) for codec in document["codecs"]]
     if name == STEP.name or name in VARIABLES:
@@ -142,7 +153,7 @@ def _without_runs(codec: Mapping[str, Any]) -> dict[str, Any]:
 
 def _fixed(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Attributes of the root that are the same whatever becomes of the run."""
-    fixed = {key: value for key, value in attributes.items() if key not in _BY_COMMITS}
+    fixed = {key: value for key, value in attributes.items() if key not in CHANGING}
     provenance = fixed.get("provenance")
     if isinstance(provenance, Mapping):
         fixed["provenance"] = {

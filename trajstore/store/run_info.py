@@ -16,7 +16,7 @@ from trajstore.store.array_reader import block_form
 from trajstore.store.open_group import open_group
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["content_digest", "information"]
+__all__ = ["digest_of_files", "information"]
 
 
 def information(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def information(path: str | os.PathLike[str]) -> dict[str, Any]:
     }
 
 
-def content_digest(path: str | os.PathLike[str]) -> str:
+def digest_of_files(path: str | os.PathLike[str]) -> str:
     """SHA-256 of all that is stored of a run: names, lengths and contents of its files, in order.
 
     A run has it as long as nobody writes to it.

@@ -479,8 +479,10 @@ class RunWriter:
         block = self._buffers.block(kept.rows)
         self._block_writer.bytes_written += kept.load(block)
         unfinished = kept.rows % self.layout.block_rows
-        digest = kept.digest_of_unfinished(block) if unfinished else b""
-        self._committer.cut(kept.rows, (unfinished, digest) if unfinished else None)
+        last = None
+        if unfinished and self.layout.runs is not None:
+            last = (unfinished, kept.digest_of_unfinished(block))
+        self._committer.cut(kept.rows, last)
 
     def _begin(self) -> None:
         if self._timer is not None:

@@ -17,18 +17,11 @@ from datetime import UTC, datetime
 from typing import Any, Literal, Self
 
 from trajstore.schema import STEP, VARIABLES
-from trajstore.store.fingerprint import CONTENT, FINGERPRINT, Fingerprint
+from trajstore.store.fingerprint import CHANGING, COPY, Fingerprint
 
 __all__ = ["CHANGING", "COPY", "RunMetadata", "Status", "utc_now"]
 
 Status = Literal["recording", "complete", "interrupted"]
-
-
-CHANGING = ("status", "committed_rows", "updated", CONTENT, FINGERPRINT)
-"""Attributes of the root that every commit sets."""
-
-COPY = "root_attributes"
-"""Attribute of ``step`` that holds all the others."""
 
 
 def utc_now() -> str:
@@ -49,9 +42,9 @@ class RunMetadata:
 
     def __init__(self, arrays: Mapping[str, dict[str, Any]], attributes: Mapping[str, Any]) -> None:
         self._arrays = dict(arrays)
-        self._attributes = dict(attributes)
+        copy = json.dumps(dict(attributes), allow_nan=False)
+        self._attributes: dict[str, Any] = json.loads(copy)  # keys are text, as a reader has them
         step = self._arrays[STEP.name]
-        copy = json.dumps(self._attributes, allow_nan=False)
         self._arrays[STEP.name] = step | {"attributes": step["attributes"] | {COPY: copy}}
         # Whatever else lies in the group is its owner's, and stays as it is.
         self._series = tuple(
