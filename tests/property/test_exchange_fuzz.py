@@ -28,7 +28,7 @@ from trajstore.exchange.layouts import EXPORT_LAYOUTS, LAYOUTS
 from trajstore.exchange.understanding import understood
 from trajstore.formats.open_file import open_file
 
-TRIES = int(os.environ.get("TRAJSTORE_FUZZ", "3000"))
+TRIES = int(os.environ.get("TRAJSTORE_FUZZ", "1500"))
 VARIABLES = {
     "W": "bfloat16",
     "grad": "bfloat16",
