@@ -195,6 +195,29 @@ def test_masks_of_another_file_and_counts(tmp_path: Path) -> None:
         imported(tmp_path, {"W": series("W")}, masks=tmp_path / "none")
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("live_token_ids", LIVE),
+        ("dead_mask", KNOWN.dead),
+        ("trained_mask", (~KNOWN.dead).astype("u1")),
+        ("token_counts", np.where(KNOWN.dead, 0, 9)),
+        ("untrained_ids", DEAD),
+        ("mine", DEAD),  # ids of which nothing is said
+    ],
+)
+def test_masks_of_numpy_go_by_their_names(tmp_path: Path, name: str, values: np.ndarray) -> None:
+    np.save(tmp_path / f"{name}.npy", values)
+    ds, _ = imported(tmp_path, {"W": series("W")}, masks=tmp_path / f"{name}.npy")
+    assert (ds.is_dead.values == KNOWN.dead).all()
+
+
+def test_a_mask_of_numpy_without_a_name_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "mine.npy", KNOWN.dead.astype("i4"))
+    with pytest.raises(FormatError, match="tells no tokens: it holds mine"):
+        imported(tmp_path, {"W": series("W")}, masks=tmp_path / "mine.npy")
+
+
 def test_only_how_many_are_dead(tmp_path: Path) -> None:
     _, done = imported(tmp_path, {"W": series("W"), "n_dead": 2, "live_tokens": 5})
     assert any("not tell which tokens are dead, only how many (n_dead 2" in n for n in done.notes)
