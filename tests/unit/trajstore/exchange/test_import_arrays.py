@@ -185,8 +185,9 @@ def test_masks_of_another_file_and_counts(tmp_path: Path) -> None:
     assert ds.attrs["imported"]["masks"] == "counts"
     assert any("token_counts of counts is 0" in note for note in done.notes)
     write(tmp_path / "ids", "safetensors", {"token_ids": DEAD}, description="untrained tokens")
-    ds, _ = imported(tmp_path, {"W": series("W"), "live_tokens": 5}, masks=tmp_path / "ids")
+    ds, done = imported(tmp_path, {"W": series("W"), "live_tokens": 5}, masks=tmp_path / "ids")
     assert (ds.is_dead.values == KNOWN.dead).all()
+    assert "token_ids of ids: dead tokens, as a description in its file says" in done.notes
     write(tmp_path / "other", "npz", {"dead_mask": ~KNOWN.dead})
     with pytest.raises(FormatError, match="dead_ids and dead_mask of other disagree"):
         imported(tmp_path, {"W": series("W"), "dead_ids": DEAD}, masks=tmp_path / "other")
