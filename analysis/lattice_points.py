@@ -16,7 +16,7 @@ import numpy.typing as npt
 from trajstore.errors import InvalidArgument
 from trajstore.schema import LATTICES
 from trajstore.values.native_types import NATIVE_TYPES
-from trajstore.values.rounding import cast, is_of_type
+from trajstore.values.rounding import cast, is_of_type, is_within
 from trajstore.values.ulp_lattice import lattice_type
 
 __all__ = ["Points", "chosen_type", "lattice_attributes", "on_lattice", "place_on_lattice"]
@@ -99,7 +99,7 @@ def on_lattice(values: Array, variable: str, native: str, chosen: str) -> Array:
 
 def place_on_lattice(blocks: da.Array, variable: str, native: str, chosen: str) -> da.Array:
     """The same of blocks, lazily; the blocks themselves, if there is nothing to check or round."""
-    if chosen == native and blocks.dtype.itemsize <= NATIVE_TYPES[native].itemsize:
+    if chosen == native and is_within(blocks.dtype, native):
         return blocks
     dtype = blocks.dtype if chosen == native else NATIVE_TYPES[chosen].stored
     return blocks.map_blocks(

@@ -41,7 +41,7 @@ def read_arrays(file: ArrayFile, overrules: Overrules) -> Understood:
     recognised = recognise(file, mapped, ignored=(*overrules.ignored, *hidden))
     own = file.format == "hdf5" and HDF5_TEXTS["attributes"] in file.keys
     _check_anchor(file, recognised)
-    name = layout.name if layout else _layout_name(file, recognised)
+    name = layout.name if layout else file.format if own else _layout_name(file, recognised)
     runs = tuple(
         RunReading(file, part, overrules, layout or LAYOUTS.get(name), own=own).run()
         for part in run_parts(file, recognised)

@@ -7,10 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.exchange.layouts import IMPORT_LAYOUTS
 from trajstore.exchange.recognition import IGNORE, abridged, recognise
+from trajstore.exchange.roles import named
 from trajstore.exchange.token_tables import TABLES, Told, told_tables
+from trajstore.formats.array_file import ArrayFile, values_of
 from trajstore.formats.open_file import open_file
 
 __all__ = ["Overrules", "overrules"]
@@ -118,7 +122,7 @@ def overrules(
 def _tables_of(masks: str | os.PathLike[str]) -> list[Told]:
     """Tables of tokens that another file tells."""
     with open_file(masks) as file:
-        recognised = recognise(file, {key: "dead_ids" for key in file.keys if file.format == "npy"})
+        recognised = recognise(file, _nameless_ids(file))
         told = told_tables(file, recognised, of=f" of {Path(masks).name}")
         if not told:
             raise FormatError(
@@ -126,3 +130,16 @@ def _tables_of(masks: str | os.PathLike[str]) -> list[Told]:
                 "of ids (dead_mask, untrained_mask, live_ids, trained_indices, token_counts, …)"
             )
     return [one for one in told if one.role in TABLES]
+
+
+def _nameless_ids(file: ArrayFile) -> dict[str, str]:
+    """The role of a `.npy` of distinct ids whose name says nothing: they are those of the dead."""
+    if file.format != "npy":
+        return {}
+    (key,) = file.keys
+    role = named(key).role
+    is_told = role is not None and role.name in TABLES
+    if is_told or "int" not in file.dtype(key) or len(file.shape(key)) != 1:
+        return {}
+    ids = values_of(file, key)
+    return {key: "dead_ids"} if len(np.unique(ids)) == len(ids) else {}

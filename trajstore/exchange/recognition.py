@@ -66,7 +66,7 @@ class Found:
     key, dtype : str
     shape : tuple of int
     role : Role
-    run, matrix, population
+    run, matrix, population, is_described
         As in `trajstore.exchange.roles.Name`.
     """
 
@@ -77,6 +77,7 @@ class Found:
     run: int | None = None
     matrix: str | None = None
     population: str | None = None
+    is_described: bool = False
 
     @property
     def extra(self) -> int:
@@ -257,6 +258,7 @@ def _found(key: str, dtype: str, shape: tuple[int, ...], name: Name) -> Found:
         run=name.run,
         matrix=name.matrix,
         population=name.population,
+        is_described=name.is_described,
     )
 
 
@@ -264,7 +266,9 @@ def _described(file: ArrayFile, key: str, name: Name) -> Name:
     """Name of a list of tokens, of which a description says whether they are dead."""
     told = " ".join(str(value) for at, value in file.attributes.items() if "descr" in at.lower())
     population = described_population(told)
-    return name if population is None else replace(name, role=ROLES[f"{population}_ids"])
+    if population is None:
+        return name
+    return replace(name, role=ROLES[f"{population}_ids"], is_described=True)
 
 
 def _is_number(dtype: str) -> bool:

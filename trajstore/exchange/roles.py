@@ -194,12 +194,15 @@ class Name:
     matrix : {'E', 'W'}, optional
     population : {'dead', 'live'}, optional
         Tokens that it has rows of.
+    is_described : bool
+        Whether a description says the role, not the name.
     """
 
     role: Role | None
     run: int | None = None
     matrix: str | None = None
     population: str | None = None
+    is_described: bool = False
 
 
 def named(key: str) -> Name:
@@ -352,17 +355,29 @@ def scalar_of(key: str) -> Scalar | None:
     return None
 
 
+_OF_TOKENS = frozenset("token tokens id ids".split())
+_NEGATIONS = frozenset("not no non never neither nor without except un t".split())  # t: of isn't
+_TRAINED_TOKENS = r"\btrained[\s_-]+(?:token|id)"
+
+
 def described_population(text: Any) -> Literal["dead", "live"] | None:
-    """Whether a description speaks of dead tokens or of live ones; None if of neither or both.
+    """Whether a description speaks of dead tokens or of live ones; None if that is not plain.
+
+    It is not if it speaks of neither or both, denies something, or speaks of no tokens.
 
     Examples
     --------
     >>> described_population("IDs of tokens that never occur in the corpus (untrained)")
     'dead'
     """
-    words = set(re.findall(r"[a-z]+", str(text).lower()))
-    dead = bool(words & {"dead", "untrained", "unseen", "unreachable", "absent", "unused", "never"})
-    live = bool(words & {"live", "trained", "seen", "alive", "reachable"})
+    told = re.sub(r"\bnever (?:occur|appear)\w*", "absent", str(text).lower())
+    words = set(re.findall(r"[a-z]+", told))
+    if not words & _OF_TOKENS or words & _NEGATIONS:
+        return None
+    dead = bool(words & {"dead", "untrained", "unseen", "unreachable", "absent", "unused"})
+    live = bool(words & {"live", "alive", "trained"})
     if dead == live:
         return None
+    if live and not words & {"live", "alive"} and not re.search(_TRAINED_TOKENS, told):
+        return None  # it is a model, or a tokenizer, that was trained
     return "dead" if dead else "live"

@@ -50,12 +50,15 @@ class Told:
     values : ndarray
     by_place : bool
         Whether it counts the places along the token axis, not the ids of the vocabulary.
+    is_described : bool
+        Whether a description says the role, not the name.
     """
 
     name: str
     role: str
     values: Array
     by_place: bool = False
+    is_described: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +128,9 @@ def told_tables(file: ArrayFile, recognised: Recognised, *, of: str = "") -> lis
         values = values.astype(np.int64)
         if one.role.name != "token_count" and len(np.unique(values)) != len(values):
             raise FormatError(f"{file.path}: {name} must hold distinct ids, and one occurs twice")
-        told.append(Told(name=name, role=one.role.name, values=values))
+        told.append(
+            Told(name=name, role=one.role.name, values=values, is_described=one.is_described)
+        )
     return told
 
 
@@ -224,6 +229,9 @@ def _settled(tokens: int, told: list[Told]) -> tuple[list[Told], list[str]]:
     """The tables, lists of which nobody says what they list taken for the ids of the rows."""
     made, notes = [], []
     for each in told:
+        if each.is_described:
+            population = each.role.removesuffix("_ids")
+            notes.append(f"{each.name}: {population} tokens, as a description in its file says")
         if each.role != "token_ids":
             made.append(each)
         elif len(each.values) == tokens:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY, parse_bytes
-from trajstore.errors import FormatError
+from trajstore.errors import FormatError, InvalidArgument
 from trajstore.exchange.import_arrays import read_arrays
 from trajstore.exchange.import_native import read_native
 from trajstore.exchange.imported_file import ImportedRun, ImportedVariable, Understood
@@ -60,6 +60,8 @@ def understood(file: Any, said: Overrules | None = None) -> Understood:
     ------
     FormatError
         If it is not understood, or not of the layout that the user names.
+    InvalidArgument
+        If what the user says does not apply to it.
     """
     said = said or Overrules()
     wanted = said.layout
@@ -73,12 +75,31 @@ def understood(file: Any, said: Overrules | None = None) -> Understood:
     if wanted == "native" or (wanted is None and is_native):
         if not isinstance(file, SafetensorsFile):
             raise FormatError(f"{file.path} is no safetensors file, as layout native is")
+        _check_nothing_is_said(file, said)
         return read_native(file)
     found = read_arrays(file, said)
     own = file.format == "hdf5" and found.layout == "hdf5" and _says_types(found)
     return (
         found if own else replace(found, runs=tuple(_typed(run, said.bits) for run in found.runs))
     )
+
+
+def _check_nothing_is_said(file: SafetensorsFile, said: Overrules) -> None:
+    """Whether the user leaves to a file of the native layout what it says itself."""
+    options = {
+        "--map": said.mapped or said.ignored,
+        "--bits": said.bits is not None,
+        "--labels": said.steps is not None,
+        "--first-row": said.first_row is not None,
+        "--masks": said.masks,
+        "--schedule": said.schedule is not None,
+    }
+    given = [name for name, is_given in options.items() if is_given]
+    if given:
+        raise InvalidArgument(
+            f"{file.path} is of layout native, which says all that an import needs, and "
+            f"{', '.join(given)} would not be used; leave it out"
+        )
 
 
 def _says_types(found: Understood) -> bool:

@@ -25,6 +25,12 @@ _ENDINGS = (".safetensors", ".npy", ".npz", ".pt", ".pth", ".bin", ".h5", ".hdf5
 _NUMBER = re.compile(r"(\d+)(?!.*\d)")
 _MODELS = ("model.safetensors", "pytorch_model.bin")
 _MOST_OPEN = 8
+_LAST_STEP = (1 << 63) - 1
+
+# What stands before the number of a step and does not name an array.
+_STEP = re.compile(
+    r"((recorded|global|checkpoint)[\W_]*)?(steps?|iterations?)([\W_]*numbers?)?", re.IGNORECASE
+)
 
 
 def step_entries(path: Path) -> list[tuple[int, Path]]:
@@ -33,7 +39,7 @@ def step_entries(path: Path) -> list[tuple[int, Path]]:
     Raises
     ------
     FormatError
-        If two have the same number, or there are none.
+        If two have the same number, one is too large, or there are none.
     """
     found: dict[int, Path] = {}
     for entry in sorted(path.iterdir()):
@@ -42,6 +48,10 @@ def step_entries(path: Path) -> list[tuple[int, Path]]:
         if number is None or not (is_checkpoint or entry.suffix in _ENDINGS):
             continue
         step = int(number[1])
+        if step > _LAST_STEP:
+            raise FormatError(
+                f"{entry} is of step {step}, and steps end at {_LAST_STEP}; rename it"
+            )
         if step in found:
             raise FormatError(
                 f"{path}: {found[step].name} and {entry.name} are both of step {step}"
@@ -151,7 +161,7 @@ class StepFolder:
             file = self._file(row)
             here = {key: (file.shape(key), file.dtype(key)) for key in file.keys}
             if file.format == "npy":
-                here = {_NUMBER.sub("", path.stem).strip("_-. ") or "W": next(iter(here.values()))}
+                here = {_array_name(path): next(iter(here.values()))}
             first = self._entries[0][1].name
             for key in here.keys() | kinds.keys():
                 if row > 1 and (key in here) != (key in kinds):
@@ -250,6 +260,12 @@ class TrainerCheckpoint:
         """Values of a tensor."""
         file, name = self._where[key]
         return file.read(name, start, stop, outer)
+
+
+def _array_name(path: Path) -> str:
+    """Name of the array of a `.npy`: that of the file without the number of the step."""
+    name = _NUMBER.sub("", path.stem).strip("_-. ")
+    return "W" if not name or _STEP.fullmatch(name) else name
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -7,6 +7,7 @@ and plain values is unpickled (``weights_only=True``), so a file cannot run code
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -133,6 +134,12 @@ class TorchFile:
                 # Files of torch before 1.6 cannot be mapped, and are read as a whole.
                 if not in_place or "mmap can only be used" not in str(error):
                     told = str(error).strip().partition("\n")[0]
+                    if isinstance(error, pickle.UnpicklingError):
+                        # Its own advice is to allow what would run the code of the file.
+                        told = (
+                            "it is damaged, or holds objects of Python, which could run code and "
+                            "are never loaded; save a dictionary of its tensors"
+                        )
                     raise FormatError(
                         f"torch cannot read {self.path} ({size} bytes) as tensors and plain "
                         f"values: {told or type(error).__name__}"

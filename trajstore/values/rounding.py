@@ -11,7 +11,15 @@ import numpy.typing as npt
 from trajstore.values.native_types import NATIVE_TYPES, NativeType, is_nan, narrow, widen
 from trajstore.values.ulp_lattice import unsigned_view
 
-__all__ = ["as_bfloat16", "cast", "convert", "is_bfloat16", "is_of_type", "round_to"]
+__all__ = [
+    "as_bfloat16",
+    "cast",
+    "convert",
+    "is_bfloat16",
+    "is_of_type",
+    "is_within",
+    "round_to",
+]
 
 Array = npt.NDArray[Any]
 
@@ -142,16 +150,28 @@ def is_of_type(stored: Array, native: str) -> bool:
 
     Parameters
     ----------
-    stored : ndarray of float32 or float64
+    stored : ndarray of floating-point numbers
     native : str
     """
-    if stored.dtype.itemsize <= NATIVE_TYPES[native].itemsize:
+    if is_within(stored.dtype, native):
         return True
     # One pass over the bits says yes to what is bfloat16; what is not, or NaN, takes longer.
     if native == "bfloat16" and stored.dtype == np.float32 and is_bfloat16(unsigned_view(stored)):
         return True
     with np.errstate(invalid="ignore"):
         return bool(((cast(stored, native) == stored) | np.isnan(stored)).all())
+
+
+def is_within(stored: npt.DTypeLike, native: str) -> bool:
+    """Whether a type holds no values but those of a native type, which need no check then.
+
+    Examples
+    --------
+    >>> is_within("float16", "float32"), is_within("float16", "bfloat16")
+    (True, False)
+    """
+    dtype = np.dtype(stored)
+    return dtype.name == native or dtype.itemsize < NATIVE_TYPES[native].itemsize
 
 
 def _halves(values: Array) -> Array:

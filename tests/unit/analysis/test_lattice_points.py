@@ -230,6 +230,21 @@ def test_a_native_type_that_the_values_contradict_is_refused(native, lattice, ma
         analysis.speed(ds).compute()  # does not ask for the type
 
 
+@pytest.mark.parametrize(("stored", "native"), [("float16", "bfloat16"), ("bfloat16", "float16")])
+def test_a_type_of_the_same_size_is_not_believed(stored, native, make_run):
+    W = crawling().astype(TYPES[stored])
+    W[0, 0, 0] = 1e-30 if stored == "bfloat16" else 1 + 2.0**-10
+    for values in (W, W.astype(np.float32)):
+        ds = make_run(W.astype(np.float32), native=native)
+        ds["W"] = ds.W.copy(data=values)
+        for held in (ds, ds.chunk(step=3)):
+            with pytest.raises(InvalidArgument, match=rf"native_dtype of W says {native}"):
+                analysis.freeze(held).compute()
+        with pytest.raises(InvalidArgument, match=f"stored as {values.dtype}"):
+            on_lattice(values, "W", native, native)
+    assert on_lattice(W, "W", stored, stored) is W
+
+
 def test_a_single_wrong_value_is_found_and_shown(make_run, walk):
     ds = make_run(walk(6, 4, 3))
     ds["W"][4, 2, 1] = 0.1

@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 once it is imported)
 import numpy as np
 import pytest
-from exchange_runs import assert_same_run
+from exchange_runs import assert_same_run, write_run
 from safetensors import safe_open
 
 import trajstore
@@ -197,3 +197,25 @@ def test_results_are_shared_as_other_files_are(small_run: SmallRun, tmp_path: Pa
     trajstore.export(small_run[0], tmp_path / "f")
     (tmp_path / "other").touch()
     assert (tmp_path / "f").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+@pytest.mark.parametrize("other", ["grad", "loss"])
+def test_hdf5_of_few_variables_keeps_float32_that_is_bfloat16(tmp_path: Path, other: str) -> None:
+    pytest.importorskip("h5py")
+    types = {"W": "bfloat16", other: "bfloat16"}
+    bits = write_run(tmp_path / "half.zarr", types, rows=5, tokens=6, hidden=2)
+    with trajstore.RunWriter.create(
+        tmp_path / "run.zarr",
+        token=np.arange(6),
+        hidden=2,
+        variables=dict.fromkeys(types, "float32"),
+    ) as run:
+        for row in range(5):
+            for name, place in run.next_row().items():
+                place[...] = bits[name][row].astype("u4") << 16
+            run.commit_row(row)
+    trajstore.export(tmp_path / "run.zarr", tmp_path / "f.h5", format="hdf5")
+    done = trajstore.import_file(tmp_path / "f.h5", tmp_path / "back.zarr")
+    assert done.layout == "hdf5"
+    assert done.variables == dict.fromkeys(types, "float32")
+    assert_same_run(tmp_path / "run.zarr", tmp_path / "back.zarr")

@@ -185,14 +185,38 @@ def test_masks_of_another_file_and_counts(tmp_path: Path) -> None:
     assert ds.attrs["imported"]["masks"] == "counts"
     assert any("token_counts of counts is 0" in note for note in done.notes)
     write(tmp_path / "ids", "safetensors", {"token_ids": DEAD}, description="untrained tokens")
-    ds, _ = imported(tmp_path, {"W": series("W"), "live_tokens": 5}, masks=tmp_path / "ids")
+    ds, done = imported(tmp_path, {"W": series("W"), "live_tokens": 5}, masks=tmp_path / "ids")
     assert (ds.is_dead.values == KNOWN.dead).all()
+    assert "token_ids of ids: dead tokens, as a description in its file says" in done.notes
     write(tmp_path / "other", "npz", {"dead_mask": ~KNOWN.dead})
     with pytest.raises(FormatError, match="dead_ids and dead_mask of other disagree"):
         imported(tmp_path, {"W": series("W"), "dead_ids": DEAD}, masks=tmp_path / "other")
     write(tmp_path / "none", "npz", {"W": series("W")})
     with pytest.raises(FormatError, match="tells no tokens"):
         imported(tmp_path, {"W": series("W")}, masks=tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("live_token_ids", LIVE),
+        ("dead_mask", KNOWN.dead),
+        ("trained_mask", (~KNOWN.dead).astype("u1")),
+        ("token_counts", np.where(KNOWN.dead, 0, 9)),
+        ("untrained_ids", DEAD),
+        ("mine", DEAD),  # ids of which nothing is said
+    ],
+)
+def test_masks_of_numpy_go_by_their_names(tmp_path: Path, name: str, values: np.ndarray) -> None:
+    np.save(tmp_path / f"{name}.npy", values)
+    ds, _ = imported(tmp_path, {"W": series("W")}, masks=tmp_path / f"{name}.npy")
+    assert (ds.is_dead.values == KNOWN.dead).all()
+
+
+def test_a_mask_of_numpy_without_a_name_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "mine.npy", KNOWN.dead.astype("i4"))
+    with pytest.raises(FormatError, match="tells no tokens: it holds mine"):
+        imported(tmp_path, {"W": series("W")}, masks=tmp_path / "mine.npy")
 
 
 def test_only_how_many_are_dead(tmp_path: Path) -> None:

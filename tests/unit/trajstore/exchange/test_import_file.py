@@ -138,6 +138,35 @@ def test_a_forced_layout_says_which_keys_are_missing(tmp_path: Path) -> None:
         trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr", layout="15")
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("map", {"W": "W"}),
+        ("map", {"ignore": "W"}),
+        ("bits", "bfloat16"),
+        ("labels", {"steps": "0:12"}),
+        ("first_row", 0),
+        ("masks", "masks"),
+        ("schedule", "constant"),
+    ],
+)
+def test_nothing_is_said_of_a_native_file(tmp_path: Path, option: str, value: Any) -> None:
+    W = np.zeros((2, 3, 1), "f4")
+    save_file(
+        {"step": np.arange(2), "token": np.arange(3), "W": W},
+        tmp_path / "f",
+        metadata={"format": "trajstore"},
+    )
+    if option == "masks":
+        value = tmp_path / "masks"
+        save_file({"dead_ids": np.array([1])}, value)
+    named = f"--{option.replace('_', '-')}"
+    with pytest.raises(InvalidArgument, match=f"layout native.* {named} would not be used"):
+        trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr", **{option: value})
+    assert not (tmp_path / "run.zarr").exists()
+    trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr")
+
+
 def test_1_12a_with_another_alignment_is_refused(tmp_path: Path) -> None:
     W = np.arange(ROWS * TOKENS * HIDDEN).reshape(ROWS, TOKENS, HIDDEN).astype("f4")
     save_file({"W": W, "grads": np.zeros_like(W)}, tmp_path / "f")

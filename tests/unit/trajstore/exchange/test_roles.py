@@ -90,3 +90,13 @@ def test_descriptions_of_lists() -> None:
     assert described_population("Trained token ids") == "live"
     assert described_population("untrained and trained") is None
     assert described_population("of the vocabulary") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tokens not seen during training", "tokens never seen", "Trained on Gatsby", "dead weight",
+     "ids of a tokenizer trained on Gatsby", "non-trained tokens", "tokens that aren't dead",
+     "reachable tokens", "un-trained token ids", "token ids, untrained and trained"],
+)  # fmt: skip
+def test_descriptions_that_say_nothing_plain(text: str) -> None:
+    assert described_population(text) is None

@@ -9,8 +9,10 @@ from safetensors.numpy import save_file
 
 import trajstore
 from trajstore.errors import FormatError
+from trajstore.exchange.roles import ROLES
 from trajstore.formats.open_file import open_file
 from trajstore.formats.step_folder import STEPS
+from trajstore.schema import STEP
 
 ROWS = {step: np.full((4, 3), step + 0.5, "f4") for step in (0, 100, 50)}
 
@@ -51,6 +53,21 @@ def test_files_of_numpy(tmp_path: Path, form: str) -> None:
     done = trajstore.import_file(tmp_path, tmp_path / "run.zarr")
     ds = trajstore.open_run(done.path).load()
     assert (ds.W.values[:, 0, 0] == [0.5, 50.5, 100.5]).all()
+
+
+@pytest.mark.parametrize("name", sorted({*ROLES[STEP.name].names} - {"steps_of_the_names"}))
+def test_files_that_are_named_by_their_steps_alone(tmp_path: Path, name: str) -> None:
+    for step, W in ROWS.items():
+        np.save(tmp_path / f"{name}_{step:05}.npy", W)
+    with open_file(tmp_path) as file:
+        assert file.keys == (STEPS, "W")
+        assert (file.read("W").view("f4")[:, 0, 0] == [0.5, 50.5, 100.5]).all()
+
+
+def test_a_number_that_no_step_has_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / f"W_{'9' * 23}.npy", ROWS[0])
+    with pytest.raises(FormatError, match=r"W_9+\.npy is of step 9+, and steps end at"):
+        trajstore.import_file(tmp_path, tmp_path / "run.zarr")
 
 
 def test_checkpoints_of_a_trainer(tmp_path: Path) -> None:

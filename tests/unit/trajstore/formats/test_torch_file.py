@@ -60,8 +60,11 @@ def test_no_code_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     torch.save({"W": torch.zeros(3, 2, 2), "x": Harmful()}, tmp_path / "f.pt")
     (tmp_path / "g.pt").write_bytes(b"\x80\x02" + pickle.dumps(Harmful(), 2)[2:])
     for name in ("f.pt", "g.pt"):
-        with pytest.raises(FormatError):
+        with pytest.raises(FormatError) as refused:
             trajstore.import_file(tmp_path / name, tmp_path / "run.zarr")
+        assert "weights_only" not in str(refused.value)
+        if name == "f.pt":
+            assert str(refused.value).endswith("save a dictionary of its tensors")
     assert not (tmp_path / "harm").exists()
 
 
