@@ -199,10 +199,12 @@ def test_results_are_shared_as_other_files_are(small_run: SmallRun, tmp_path: Pa
     assert (tmp_path / "f").stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
-@pytest.mark.parametrize("other", ["grad", "loss"])
-def test_hdf5_of_few_variables_keeps_float32_that_is_bfloat16(tmp_path: Path, other: str) -> None:
+@pytest.mark.parametrize("others", [("grad",), ("loss",), ("grad", "loss")], ids=str)
+def test_hdf5_of_few_variables_keeps_float32_that_is_bfloat16(
+    tmp_path: Path, others: tuple[str, ...]
+) -> None:
     pytest.importorskip("h5py")
-    types = {"W": "bfloat16", other: "bfloat16"}
+    types = dict.fromkeys(("W", *others), "bfloat16")
     bits = write_run(tmp_path / "half.zarr", types, rows=5, tokens=6, hidden=2)
     with trajstore.RunWriter.create(
         tmp_path / "run.zarr",
