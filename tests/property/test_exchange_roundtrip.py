@@ -38,7 +38,7 @@ def runs(draw: st.DrawFn) -> dict:
 
 
 @pytest.mark.parametrize("form", ["safetensors", "hdf5", "zarr"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(run=runs(), data=st.data(), lazy=st.booleans())
 def test_a_selection_comes_back_bit_for_bit(
     form: str, run: dict, data: st.DataObject, lazy: bool
