@@ -30,6 +30,9 @@ from trajstore import RunWriter, open_run
 TOKENS = (262, 1_234, 11_111, 27_001, 50_256)
 MEMORY = 1 << 30  # that a scan takes at a time, with all copies
 
+# A script of this folder has the name of the package `analysis`, and must not come before it.
+sys.path[:] = [place for place in sys.path if Path(place).resolve() != Path(__file__).parent]
+
 Ask = Callable[[xr.Dataset], Any]
 
 
