@@ -55,7 +55,7 @@ class FusedCodec(ArrayBytesCodec):
         return {"name": FUSED, "configuration": self.chain.facts()}
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: Any) -> int:
-        """Is not known beforehand."""
+        """Is not known beforehand, so zarr never asks: it is no codec of fixed size."""
         raise NotImplementedError
 
     def _decode_sync(self, chunk_bytes: Any, chunk_spec: Any) -> Any:

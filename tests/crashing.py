@@ -38,7 +38,7 @@ TYPES = {"W": "bfloat16", "grad": "float16", "logits": "float32", "loss": "float
 
 processes = multiprocessing.get_context("forkserver")
 # What is slow to import. Not this module: Python 3.11 does not tell the server where tests are.
-processes.set_forkserver_preload(["trajstore", "xarray", "trainers"])
+processes.set_forkserver_preload(["trajstore", "xarray", "trainers.runs.record"])
 
 
 def row(step: int) -> dict[str, Any]:

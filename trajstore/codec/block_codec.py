@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     # What every codec is given; zarr up to 3.4.2 has no public name for it.
     from zarr.core.array_spec import ArraySpec
 
-__all__ = ["BLOCK", "BlockCodec"]
+__all__ = ["BLOCK", "BlockCodec", "local_folder"]
 
 BLOCK = "trajstore.block"
 
@@ -128,8 +128,8 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
             raise ValueError(f"inner chunks of {self.chunk_shape} do not divide {whole}")
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
-        """Is not known beforehand."""
-        raise NotImplementedError
+        """Is not known beforehand, so zarr never asks: it is no codec of fixed size."""
+        raise NotImplementedError  # as zarr's own codecs that compress
 
     def form(self, shape: tuple[int, ...]) -> BlockForm:
         """How blocks of that shape are stored."""
@@ -140,7 +140,7 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
     ) -> NDBuffer | None:
         form = self.form(tuple(chunk_spec.shape))
         reading = _Reading(form, selection, byte_getter)
-        folder = _local_folder(byte_getter)
+        folder = local_folder(byte_getter.store) if isinstance(byte_getter, StorePath) else None
         if folder is not None:
             path = os.path.join(folder, byte_getter.path)
             values = await _in_thread(reading.from_file, path)
@@ -210,13 +210,15 @@ class _Reading:
             size = os.fstat(file).st_size
             length = self._form.tail_length
             data = os.pread(file, length, max(size - length, 0))
-            return self._decoded(data, lambda offset, length: os.pread(file, length, offset))
+            return self._decoded(
+                self._tail(data), lambda offset, length: os.pread(file, length, offset)
+            )
         finally:
             os.close(file)
 
     def from_bytes(self, data: bytes) -> Array:
         """Values, of a whole object."""
-        tail = data[-self._form.tail_length :]
+        tail = self._tail(data[-self._form.tail_length :])
         # Who asks for it so is about to write it again, with its padding.
         return self._decoded(
             tail, lambda offset, length: data[offset : offset + length], padding=True
@@ -235,8 +237,8 @@ class _Reading:
         found = await byte_getter.get(prototype, byte_range=SuffixByteRequest(length))
         if found is None:
             raise self._missing()
-        data = found.to_bytes()
-        stretches = _stretches(self._ranges(data))
+        tail = self._tail(found.to_bytes())
+        stretches = _stretches(self._ranges(tail))
         parts = await asyncio.gather(
             *(
                 byte_getter.get(prototype, byte_range=RangeByteRequest(start, stop))
@@ -254,25 +256,23 @@ class _Reading:
             start, _, data = next(item for item in held if item[0] <= offset < item[1])
             return data[offset - start : offset - start + length]
 
-        values: Array = await _in_thread(self._decoded, data, fetch)
+        values: Array = await _in_thread(self._decoded, tail, fetch)
         return values
 
-    def _ranges(self, data: bytes) -> list[tuple[int, int]]:
+    def _ranges(self, tail: Tail) -> list[tuple[int, int]]:
         if not self._axes:
             return []
         try:
-            tail = self._tail(data)
             self._form.check_rows(tail, self._axes)
         except ValueError as error:
             raise self._broken(error) from error
         wanted = self._form.wanted(tail, self._axes)
         return [(offset, offset + length) for _, offset, length in wanted]
 
-    def _decoded(self, data: bytes, fetch: Fetch, *, padding: bool = False) -> Array:
+    def _decoded(self, tail: Tail, fetch: Fetch, *, padding: bool = False) -> Array:
         out = np.empty(self._lengths, self._form.chain.native.stored)
         if self._axes:
             try:
-                tail = self._tail(data)
                 self._form.read(tail, self._axes, fetch, out, padding=padding)
             except ValueError as error:
                 raise self._broken(error) from error
@@ -281,10 +281,13 @@ class _Reading:
 
     def _tail(self, data: bytes) -> Tail:
         """Label and index, of an object of this array; a copy under another name has no place."""
-        tail = self._form.read_tail(data, self._place)
-        label = tail.label
-        if label is not None and label.block != ANYWHERE and label.array != self._folder:
-            raise ValueError(f"it is {label.place()}, where {self._folder} belongs")
+        try:
+            tail = self._form.read_tail(data, self._place)
+            label = tail.label
+            if label is not None and label.block != ANYWHERE and label.array != self._folder:
+                raise ValueError(f"it is {label.place()}, where {self._folder} belongs")
+        except ValueError as error:
+            raise self._broken(error) from error
         return tail
 
     def _missing(self) -> FormatError:
@@ -299,11 +302,8 @@ class _Reading:
         return f"{self._form.array}, {block}{where}"
 
 
-def _local_folder(byte_getter: Any) -> Any:
-    """Folder of the local store that something is read from; None of any other store."""
-    if not isinstance(byte_getter, StorePath):
-        return None
-    store = byte_getter.store
+def local_folder(store: Any) -> Any:
+    """Folder of a local store, or of one that says it is one (``local_root``); else None."""
     return store.root if isinstance(store, LocalStore) else getattr(store, "local_root", None)
 
 

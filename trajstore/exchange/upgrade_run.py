@@ -13,7 +13,7 @@ from trajstore.errors import FormatError, InvalidArgument, RunExists
 from trajstore.exchange.export_zarr import write_zarr
 from trajstore.exchange.selection import select
 from trajstore.schema import COORDINATES, FORMAT, STEP, VARIABLES
-from trajstore.store.atomic import put
+from trajstore.store.atomic import link_or_copy
 from trajstore.store.create import staged_run
 from trajstore.store.object_keys import CHECKPOINT, checkpoint_folder
 from trajstore.store.open_group import open_group
@@ -23,7 +23,6 @@ from trajstore.threads import Progress
 
 __all__ = ["Upgraded", "upgrade"]
 
-_PIECE = 8 << 20
 _OF_THE_WRITER = ("trajstore_format", "trajstore_version", "encoding", "block_rows", "timeline")
 
 
@@ -193,16 +192,7 @@ def _take(checkpoints: list[tuple[Path, Path]]) -> None:
     for source, target in checkpoints:
         target.parent.mkdir(exist_ok=True)
         target.unlink(missing_ok=True)
-        try:
-            os.link(source, target)
-        except OSError:  # another file system, or one without links
-            put(target, _pieces(source), fsync=False)
-
-
-def _pieces(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            yield piece
+        link_or_copy(source, target)
 
 
 def _notes(run: TiledRun, names: set[str]) -> Iterator[str]:

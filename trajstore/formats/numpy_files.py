@@ -29,7 +29,10 @@ _UNSOUND = (
     RuntimeError, KeyError, SyntaxError, TypeError, tokenize.TokenError, struct.error,
     MemoryError, OverflowError, IndexError, AttributeError,
 )  # fmt: skip
-"""What zipfile, zlib and numpy.lib.format raise when they read a damaged file."""
+"""What zipfile, zlib and numpy.lib.format raise when they read a damaged file.
+
+NotImplementedError is zipfile's for a compression or a version that it does not know.
+"""
 
 _DEFLATED_AT_MOST = 1100
 """No deflated byte stands for more bytes than these."""
@@ -105,6 +108,7 @@ class _NumpyFile:
     path: Path
     attributes: Mapping[str, Any]
     _members: dict[str, _Member]
+    _opened: list[IO[bytes] | zipfile.ZipFile]  # in the order in which they are closed
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -118,7 +122,8 @@ class _NumpyFile:
         self._close()
 
     def _close(self) -> None:
-        raise NotImplementedError
+        for opened in self._opened:
+            opened.close()
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of an array."""
@@ -173,18 +178,16 @@ class NpyFile(_NumpyFile):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = _existing(path)
         self.attributes = {}
-        self._file = self.path.open("rb")
+        file = self.path.open("rb")
+        self._opened = [file]
         try:
-            member = _Member(self._file, os.fstat(self._file.fileno()).st_size)
+            member = _Member(file, os.fstat(file.fileno()).st_size)
         except BaseException as error:
-            self._file.close()
+            self._close()
             if isinstance(error, _UNSOUND):
                 raise FormatError(f"{path} is not a sound .npy file: {error}") from None
             raise
         self._members = {self.path.stem: member}
-
-    def _close(self) -> None:
-        self._file.close()
 
 
 class NpzFile(_NumpyFile):
@@ -210,11 +213,11 @@ class NpzFile(_NumpyFile):
         self.path = _existing(path)
         self.attributes = {}
         self._members = {}
-        self._opened: list[IO[bytes]] = []
         try:
             self._zip = zipfile.ZipFile(self.path)
         except _UNSOUND as error:
             raise FormatError(f"{path} is not a sound .npz file: {error}") from None
+        self._opened = [self._zip]
         try:
             for info in self._zip.infolist():
                 self._members[info.filename.removesuffix(".npy")] = self._member(info)
@@ -233,16 +236,11 @@ class NpzFile(_NumpyFile):
         if info.filename.removesuffix(".npy") in self._members:
             raise ValueError(f"the name {info.filename} occurs twice in it")
         opened = self._zip.open(info)
-        self._opened.append(opened)
+        self._opened.insert(-1, opened)
         try:
             return _Member(opened, info.file_size)
         except _UNSOUND as error:
             raise ValueError(f"{info.filename}: {error}") from None
-
-    def _close(self) -> None:
-        for opened in self._opened:
-            opened.close()
-        self._zip.close()
 
 
 def _existing(path: str | os.PathLike[str]) -> Path:

@@ -78,5 +78,6 @@ def _is_of_torch(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as file:
             return any(name.endswith("data.pkl") for name in file.namelist())
+    # NotImplementedError: zipfile does not know the version or compression that it names.
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError) as error:
         raise FormatError(f"{path} is not a sound .npz or .pt file: {error}") from None

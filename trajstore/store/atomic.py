@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["PARTIAL_SUFFIX", "flush_folder", "leftovers", "put", "sweep"]
+__all__ = ["PARTIAL_SUFFIX", "flush_folder", "leftovers", "link_or_copy", "put", "sweep"]
 
 PARTIAL_SUFFIX = ".partial"
+
+_PIECE = 8 << 20
 
 
 def put(path: Path, parts: Iterable[bytes], *, fsync: bool = False) -> int:
@@ -49,6 +51,28 @@ def put(path: Path, parts: Iterable[bytes], *, fsync: bool = False) -> int:
     if fsync:
         flush_folder(path.parent)
     return size
+
+
+def link_or_copy(source: Path, target: Path, *, fsync: bool = False) -> None:
+    """Have an object of another run, too: a hard link, as no object is ever written into.
+
+    Parameters
+    ----------
+    source, target : Path
+        There is nothing at `target`.
+    fsync : bool
+        As for `put`, where a copy has to be made.
+    """
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links, or too many of them
+        put(target, _pieces(source), fsync=fsync)
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            yield piece
 
 
 def flush_folder(folder: Path) -> None:

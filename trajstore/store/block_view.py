@@ -13,9 +13,9 @@ from typing import Any, Self
 
 import zarr
 from zarr.abc.store import ByteRequest, Store
-from zarr.storage import LocalStore, WrapperStore
+from zarr.storage import WrapperStore
 
-from trajstore.codec.block_codec import BlockCodec
+from trajstore.codec.block_codec import BlockCodec, local_folder
 from trajstore.errors import FormatError
 from trajstore.schema import STEP, VARIABLES
 from trajstore.store.array_reader import block_form
@@ -79,7 +79,7 @@ class _ChangedStore(WrapperStore[Store]):
     @property
     def local_root(self) -> Any:
         """Folder of a local store, from which the codec reads files itself; else None."""
-        return self._store.root if isinstance(self._store, LocalStore) else None
+        return local_folder(self._store)
 
     def _with_store(self, store: Store) -> Self:
         return type(self)(store, self._group, self._changes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from trajstore.codec.block_label import new_identity
 from trajstore.errors import InvalidArgument
 from trajstore.schema import COORDINATES, STEP
 from trajstore.store.array_reader import StoredArray
-from trajstore.store.atomic import put
+from trajstore.store.atomic import link_or_copy
 from trajstore.store.block_plan import ArrayLayout, Layout, plan
 from trajstore.store.block_writer import BlockWriter
 from trajstore.store.commit import Committer
@@ -41,8 +41,6 @@ from trajstore.values.native_types import NativeType, native_type, widen
 __all__ = ["branch_run", "holds_exactly"]
 
 Array = npt.NDArray[Any]
-
-_PIECE = 8 << 20
 
 
 def holds_exactly(native: str, wider: str) -> bool:
@@ -214,12 +212,13 @@ class _Branch:
         for name in self.metadata.names():
             if name in COORDINATES:
                 for file in (self.stored.path / name).glob("c*"):
-                    self._take_over(f"{name}/{file.name}")
+                    link_or_copy(file, self.path / name / file.name, fsync=self.fsync)
         for name in self.kept:
             stored = self.stored.arrays[name]
             for number in range(blocks):
                 for part in range(stored.parts):
-                    self._take_over(stored.key(number, part))
+                    key = stored.key(number, part)
+                    link_or_copy(self.stored.path / key, self.path / key, fsync=self.fsync)
         for name, array in self.changed.arrays.items():
             one = replace(self.changed, arrays={name: array})
             writer = BlockWriter(self.path, one, lambda change, block: None, fsync=self.fsync)
@@ -272,14 +271,6 @@ class _Branch:
         bits = array.native_bits(rows, native)
         return bits if native == wanted else widen(bits, native).view(wanted.bits)
 
-    def _take_over(self, key: str) -> None:
-        """Have the other's object, too."""
-        source, target = self.stored.path / key, self.path / key
-        try:
-            os.link(source, target)
-        except OSError:  # another file system, or one without links, or too many of them
-            put(target, _pieces(source), fsync=self.fsync)
-
 
 def _hidden(stored: ResumedRun) -> int:
     arrays = stored.layout.arrays.values()
@@ -320,9 +311,3 @@ def _undivided(array: ArrayLayout) -> ArrayLayout:
 def _without_copy(document: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in document["attributes"].items() if key != COPY}
     return document | {"attributes": kept}
-
-
-def _pieces(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            yield piece

@@ -72,6 +72,7 @@ def open_run(
         return ds
     runs = run_identity(group.attrs)
     arrays = dict(group.arrays())
+    lazy: dict[Any, xr.Variable] = {}
     for name, variable in ds.data_vars.items():
         array = arrays[str(name)]
         stored = None
@@ -79,10 +80,10 @@ def open_run(
             stored = stored_array(path, str(name), array, runs)
         if stored is not None and stored.shape == variable.shape:  # it may just have grown
             data = da.from_array(_Blocks(stored, array), _dask_chunks(stored))
-            ds[name] = variable.copy(data=data)
+            lazy[name] = variable.variable.copy(data=data)
         else:
-            ds[name] = variable.chunk(variable.encoding["preferred_chunks"])
-    return ds
+            lazy[name] = variable.variable.chunk(variable.encoding["preferred_chunks"])
+    return ds.assign(lazy)  # all at once: each alone has the whole Dataset aligned anew
 
 
 def _dask_chunks(stored: StoredArray) -> tuple[int, ...]:
@@ -105,6 +106,10 @@ class _Blocks:
         self.shape = stored.shape
         self.ndim = stored.ndim
         self.dtype = stored.chain.native.stored
+
+    def __dask_tokenize__(self) -> Any:
+        form = self._stored.form  # of which dask would make a pickle otherwise
+        return str(self._stored.path), self.shape, form.settings, form.runs
 
     def __getitem__(self, key: tuple[Any, ...]) -> Any:
         if all(isinstance(item, slice) and item.step in (None, 1) for item in key):

@@ -206,6 +206,7 @@ def resumed_run(
         raise InvalidArgument(
             f"{path} has {committed} committed rows, so it cannot go on after {keep}"
         )
+    _check_content(path, root, layout, arrays)
     return ResumedRun(
         path=path,
         rows=keep,
@@ -213,6 +214,37 @@ def resumed_run(
         metadata=RunMetadata.stored(root, attributes),
         arrays=arrays,
     )
+
+
+def _check_content(
+    path: Path, root: Mapping[str, Any], layout: Layout, arrays: Mapping[str, StoredArray]
+) -> None:
+    """Refuse to go on with what was not committed: the new digests would make it look sound.
+
+    By the labels alone, which is quick. A last block that is ahead of its commit, as a writer
+    leaves it that dies, cannot be told so; `verify` encodes its rows again.
+
+    Raises
+    ------
+    FormatError
+        If the digests of the root are not those of what is stored.
+    """
+    attributes = root["attributes"]
+    blocks, rows = divmod(attributes["committed_rows"], layout.block_rows)
+    metadata = RunMetadata.stored(root)
+    found = stored_fingerprint(path, metadata, arrays, layout, blocks)
+    if found is None:
+        return
+    if rows:
+        if {label.rows for label in _labels(arrays.values(), blocks)} != {rows}:
+            return
+        found = found.added(rows, _stored_digest(arrays.values(), blocks))
+    digests = found.attributes()
+    if any(attributes.get(name) != digest for name, digest in digests.items()):
+        raise FormatError(
+            f"what is stored of {path} is not what was committed, so no rows are added to it; see "
+            f"what is wrong with: trajstore verify {path}"
+        )
 
 
 def _stored_layout(

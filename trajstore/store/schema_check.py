@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import zarr
-from zarr.storage import LocalStore
 
-from trajstore.codec.block_codec import BlockCodec
+from trajstore.codec.block_codec import BlockCodec, local_folder
 from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError
 from trajstore.schema import COORDINATES, STEP, VARIABLES, Coordinate
@@ -100,8 +99,7 @@ def _stored_type(name: str, attributes: dict[str, Any]) -> np.dtype[Any] | None:
 
 def _check_values_are_there(name: str, array: zarr.Array[Any]) -> None:
     """A lost object of a coordinate reads as its fill value; where that can be told, refuse it."""
-    store = array.store
-    root = store.root if isinstance(store, LocalStore) else getattr(store, "local_root", None)
+    root = local_folder(array.store)
     if root is None or array.chunks != array.shape:
         return
     key = array.metadata.encode_chunk_key((0,) * array.ndim)

@@ -63,7 +63,7 @@ def is_misled(opened: Callable[[Path], xr.Dataset], path: Path, truth: xr.Datase
     for name in NAMES:
         try:
             values = ds[name].values
-        except Exception:
+        except Exception:  # an error is no wrong number, whoever raises it; the next may be one
             continue
         expected = truth[name][: len(values)] if "step" in truth[name].dims else truth[name]
         if ds[name].dims != expected.dims or values.dtype != expected.dtype:
