@@ -28,7 +28,7 @@ from zarr.abc.codec import ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin
 from zarr.abc.store import RangeByteRequest, SuffixByteRequest
 from zarr.storage import LocalStore, StorePath
 
-from trajstore.codec.block_form import BlockForm, Fetch, Runs, Tail
+from trajstore.codec.block_form import BlockForm, Fetch, FewerRows, Runs, Tail, with_consequence
 from trajstore.codec.block_label import ANYWHERE, digest_of
 from trajstore.codec.codec_chain import Chain
 from trajstore.codec.selected_parts import Pick, outer_positions, picks
@@ -291,10 +291,10 @@ class _Reading:
         return tail
 
     def _missing(self) -> FormatError:
-        return FormatError(f"{self._named()} is missing; the run is damaged")
+        return FormatError(f"{self._named()} {with_consequence(FewerRows('is missing'))}")
 
     def _broken(self, error: ValueError) -> FormatError:
-        return FormatError(f"{self._named()} is not usable: {error}; the run is damaged")
+        return FormatError(f"{self._named()} is not usable: {with_consequence(error)}")
 
     def _named(self) -> str:
         where = f" ({self._key})" if self._key else ""

@@ -26,7 +26,7 @@ from trajstore.codec.codec_chain import Chain
 from trajstore.codec.crc32c_check import CHECKSUM, checksum, is_intact
 from trajstore.codec.selected_parts import Pick, positions
 
-__all__ = ["BlockForm", "Fetch", "Runs", "Tail"]
+__all__ = ["BlockForm", "Fetch", "FewerRows", "Runs", "Tail", "with_consequence"]
 
 _ENTRY = 16  # bytes of the index for one chunk: offset and length
 
@@ -37,6 +37,20 @@ Runs = tuple[tuple[int, str], ...]
 
 Fetch = Callable[[int, int], bytes]
 """Bytes of an object: from an offset on, so many."""
+
+
+class FewerRows(ValueError):
+    """A block does not hold the rows that are wanted of it, or is not there at all."""
+
+
+def with_consequence(error: ValueError) -> str:
+    """What is wrong with a block, and what that says of the run."""
+    if isinstance(error, FewerRows):
+        return (
+            f"{error}; if the run has gone on from an earlier row since it was opened, open it "
+            "again, else it is damaged"
+        )
+    return f"{error}; the run is damaged"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,14 +243,14 @@ class BlockForm:
 
         Raises
         ------
-        ValueError
+        FewerRows
             If so.
         """
         if tail.label is None:
             return
         last = max(number * self.chunk[0] + pick.window.stop for number, pick in axes[0].items())
         if last > tail.label.rows:
-            raise ValueError(f"it holds {tail.label.rows} rows, of which {last} are wanted")
+            raise FewerRows(f"it holds {tail.label.rows} rows, of which {last} are wanted")
 
     def wanted(
         self, tail: Tail, axes: Sequence[dict[int, Pick]]

@@ -28,11 +28,13 @@ class CheckedMetadata:
     root : dict or None
         Document of the root as it is on disk; None if it cannot be read.
     own : dict
-        Document in each array's folder; None where it cannot be read.
+        Document in each array's folder, without what it announces; None where it cannot be read.
     attributes : dict
         Of the root; empty if it cannot be read.
     copy : dict or None
         The root's fixed attributes as `step` has them.
+    announced : bool
+        Whether the document of `step` also says what they are about to be.
     rows : int
         Committed rows.
     arrays : dict
@@ -49,6 +51,7 @@ class CheckedMetadata:
     own: dict[str, Document | None] = field(default_factory=dict)
     attributes: Document = field(default_factory=dict)
     copy: Document | None = None
+    announced: bool = False
     rows: int = 0
     arrays: dict[str, Document] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)

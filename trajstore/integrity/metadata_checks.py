@@ -18,7 +18,7 @@ from trajstore.integrity.array_json_checks import is_length, is_series, with_row
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.duplicate_metadata import agreed_lengths, choose_documents
 from trajstore.integrity.problem import Problem
-from trajstore.integrity.root_attribute_checks import check_attributes
+from trajstore.integrity.root_attribute_checks import check_attributes, settle_announced
 from trajstore.schema import COORDINATES, STEP, TRAJECTORIES, VARIABLES
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.strict_json import Document, parse
@@ -61,6 +61,7 @@ def check_metadata(path: str | os.PathLike[str]) -> CheckedMetadata:
         found.own[name] = _read(found, name)
     if found.root is not None:
         _check_root(found)
+    settle_announced(found)
     choose_documents(found)
     _check_rows(found)
     _check_age(found)

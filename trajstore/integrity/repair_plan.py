@@ -258,7 +258,8 @@ def _changed_documents(
     }
     changed = {} if _same_root(root, metadata.root) else {metadata.path / DOCUMENT: root}
     for name in arrays:
-        if not same(targets[name], metadata.own[name]):
+        announces = name == STEP.name and metadata.announced
+        if announces or not same(targets[name], metadata.own[name]):
             changed[metadata.path / name / DOCUMENT] = targets[name]
     return changed
 
@@ -297,6 +298,8 @@ def _on_documents(checked: CheckedRun, rows: int, changed: dict[Path, Document])
                 f"{what} goes back from {own['shape'][0]} rows to {rows}: the others were never "
                 "committed"
             )
+        elif metadata.announced:
+            yield f"{what} no longer says what a writer was about to make of the root's attributes"
 
 
 def _on_removed(checked: CheckedRun, beyond: list[Path], broken: list[Path]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from trajstore.errors import FormatError
 from trajstore.integrity.array_json_checks import is_moment, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.schema import ENCODINGS, FORMAT, STEP
-from trajstore.store.fingerprint import CONTENT, FINGERPRINT
+from trajstore.store.fingerprint import COMING, CONTENT, FINGERPRINT
 from trajstore.store.open_group import run_identity
 from trajstore.store.zarr_json import CHANGING, COPY, Status
 from trajstore.strict_json import Document, differences, parse, same
@@ -24,6 +24,7 @@ __all__ = [
     "is_labelled",
     "is_possible",
     "parsed_copy",
+    "settle_announced",
 ]
 
 REQUIRED = (
@@ -74,6 +75,23 @@ _EXPECTED = {
     CONTENT: "a SHA-256",
     FINGERPRINT: "a SHA-256",
 }
+
+
+def settle_announced(found: CheckedMetadata) -> None:
+    """Have the copy in `step` be that of the root's attributes, if they were just being changed."""
+    own = found.own.get(STEP.name)
+    attributes = None if own is None else own.get("attributes")
+    if own is None or not isinstance(attributes, dict) or COMING not in attributes:
+        return
+    before = {key: value for key, value in attributes.items() if key != COMING}
+    changed = same(parsed_copy(attributes[COMING]), fixed_attributes(found.attributes))
+    settled = before | {COPY: attributes[COMING]} if changed else before
+    found.own[STEP.name] = own | {"attributes": settled}
+    found.announced = True
+    found.notes.append(
+        "the attributes of the root are being changed, as a writer leaves it that ends, or is, in "
+        "the middle of a resume"
+    )
 
 
 def check_attributes(found: CheckedMetadata) -> None:

@@ -21,7 +21,7 @@ import zarr
 from zarr.codecs import ShardingCodec
 
 from trajstore.codec.block_codec import BlockCodec
-from trajstore.codec.block_form import BlockForm, Runs, Tail
+from trajstore.codec.block_form import BlockForm, Runs, Tail, with_consequence
 from trajstore.codec.codec_chain import Chain, chain_of
 from trajstore.codec.selected_parts import Pick, picks
 from trajstore.errors import FormatError
@@ -157,7 +157,8 @@ class StoredArray:
         try:
             return self.form.read_tail(data, (block, part))
         except ValueError as error:
-            raise FormatError(f"{self.name}, block {block}: {error}; the run is damaged") from error
+            message = f"{self.name}, block {block}: {with_consequence(error)}"
+            raise FormatError(message) from error
 
     def _read(self, key: tuple[slice, ...], dtype: np.dtype[Any]) -> Array:
         selection = (*key, *[slice(None)] * (self.ndim - len(key)))
@@ -202,9 +203,8 @@ class StoredArray:
                     tail, axes, lambda offset, length: os.pread(file, length, offset), out[place]
                 )
             except ValueError as error:
-                raise FormatError(
-                    f"{self.name}, block {block}, {error}; the run is damaged"
-                ) from error
+                message = f"{self.name}, block {block}, {with_consequence(error)}"
+                raise FormatError(message) from error
 
 
 def block_form(name: str, array: zarr.Array[Any], runs: Runs | None) -> BlockForm | None:

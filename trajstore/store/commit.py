@@ -1,13 +1,14 @@
 """The commit: the documents by which the rows of written shards become part of a run.
 
 Readers take the shapes of all arrays from the root. So the root is replaced last where a run grows,
-and first where it is cut: never does a reader see a row that not every array holds.
+and before them where it is cut: never does a reader see a row that not every array holds.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from trajstore.schema import STEP
 from trajstore.store.atomic import put
 from trajstore.store.fingerprint import Fingerprint
 from trajstore.store.object_keys import DOCUMENT
@@ -72,6 +73,9 @@ class Committer:
         block : (int, bytes), optional
             Rows and digest of the block that they end with, if that is not whole.
         """
+        coming = self._metadata.announcement()
+        if coming is not None:
+            put(self._path / STEP.name / DOCUMENT, [coming], fsync=self._fsync)
         self._put_root(rows, "recording", block)
         self._put_arrays(rows)
 

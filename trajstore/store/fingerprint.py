@@ -24,6 +24,7 @@ from trajstore.store.object_keys import chunk_key
 
 __all__ = [
     "CHANGING",
+    "COMING",
     "CONTENT",
     "COPY",
     "FINGERPRINT",
@@ -42,6 +43,9 @@ CHANGING = ("status", "committed_rows", "updated", CONTENT, FINGERPRINT)
 
 COPY = "root_attributes"
 """Attribute of ``step`` that holds all the others."""
+
+COMING = "coming_root_attributes"
+"""Attribute of ``step`` that holds what `COPY` is about to be, while the root is replaced."""
 
 _BY_RESUMING = "resumed"
 

@@ -5,8 +5,10 @@ length of the step axis and the attributes of the root change. The root carries 
 arrays (Zarr's inline consolidated metadata), hence their shapes: replacing this one object is the
 commit.
 
-What the root says of the run and never changes is also an attribute of the array ``step``, as one
-JSON text: from it a lost root is made again, and against it a damaged one is noticed.
+What the root says of the run and no commit changes is also an attribute of the array ``step``, as
+one JSON text: from it a lost root is made again, and against it a damaged one is noticed. Where a
+run goes on with other attributes, ``step`` first says what they are going to be, so that whenever
+the writer dies, the root has either those or the ones before.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from datetime import UTC, datetime
 from typing import Any, Literal, Self
 
 from trajstore.schema import STEP, VARIABLES
-from trajstore.store.fingerprint import CHANGING, COPY, Fingerprint
+from trajstore.store.fingerprint import CHANGING, COMING, COPY, Fingerprint
 
 __all__ = ["CHANGING", "COPY", "RunMetadata", "Status", "utc_now"]
 
@@ -44,7 +46,7 @@ class RunMetadata:
         self._arrays = dict(arrays)
         copy = json.dumps(dict(attributes), allow_nan=False)
         self._attributes: dict[str, Any] = json.loads(copy)  # keys are text, as a reader has them
-        step = self._arrays[STEP.name]
+        self._stored_step = step = self._arrays[STEP.name]
         self._arrays[STEP.name] = step | {"attributes": step["attributes"] | {COPY: copy}}
         # Whatever else lies in the group is its owner's, and stays as it is.
         self._series = tuple(
@@ -73,6 +75,17 @@ class RunMetadata:
     def array(self, name: str, rows: int) -> bytes:
         """Document of an array that holds that many rows."""
         return _dump(self._with_rows(name, rows))
+
+    def announcement(self) -> bytes | None:
+        """Document of ``step`` as it was stored, with what is going to change in the root.
+
+        None if nothing does.
+        """
+        stored = self._stored_step
+        coming = self._arrays[STEP.name]["attributes"][COPY]
+        if stored["attributes"].get(COPY) == coming:
+            return None
+        return _dump(stored | {"attributes": stored["attributes"] | {COMING: coming}})
 
     def names(self) -> tuple[str, ...]:
         """All arrays, coordinates included."""

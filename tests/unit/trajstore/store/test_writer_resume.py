@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,16 @@ import xarray as xr
 import zarr
 from bits_and_calls import random_bits
 
-from trajstore import FormatError, InvalidArgument, RunLocked, RunNotFound, RunWriter, open_run
+from trajstore import (
+    FormatError,
+    InvalidArgument,
+    RunLocked,
+    RunNotFound,
+    RunWriter,
+    open_run,
+    repair,
+    verify,
+)
 from trajstore.schema import ENCODINGS
 from trajstore.store.atomic import sweep
 
@@ -119,6 +130,51 @@ def test_attributes_can_take_the_place_of_those_it_has(tmp_path: Path) -> None:
     assert ds.attrs["config"] == {"steps": 9}
     assert ds.attrs["optimizer"] == "x"
     assert json.loads(ds.step.attrs["root_attributes"])["config"] == {"steps": 9}
+
+
+class Death(BaseException):
+    """As if the process had ended there."""
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("rows", [14, 5])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_resume_that_dies_leaves_the_attributes_of_before_or_the_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, rows: int, after: bool
+) -> None:
+    source = recorded(tmp_path / "source.zarr", 14, encoding, config={"steps": 14})
+    moves = len(TYPES) + 3  # of the document of step, the root, and the documents of all arrays
+    move = os.replace
+    found = []
+    for last in range(1, moves + 1):
+        path = Path(shutil.copytree(source, tmp_path / f"run-{last}.zarr"))
+        left = iter(range(last, 0, -1))
+
+        def replace(source: Any, target: Any, left: Iterator[int] = left) -> None:
+            number = next(left)
+            if number > 1 or after:
+                move(source, target)
+            if number == 1:
+                raise Death
+
+        monkeypatch.setattr("trajstore.store.atomic.os.replace", replace)
+        with pytest.raises(Death):
+            RunWriter.resume(path, rows=rows, attributes={"config": {"steps": 20}})
+        monkeypatch.setattr("trajstore.store.atomic.os.replace", move)
+        checked = verify(path)
+        assert checked.clean, checked.problems
+        found.append(xr.open_zarr(path).attrs["config"]["steps"])
+        before = xr.open_zarr(path).attrs
+        repair(path, yes=True)
+        assert not any("being changed" in note for note in verify(path).notes)
+        repaired = xr.open_zarr(path).attrs
+        assert repaired["fingerprint"] == before["fingerprint"]
+        with RunWriter.resume(path, rows=5, attributes={"config": {"steps": 30}}) as run:
+            run.append(**row(5))
+        assert verify(path).clean
+        assert open_run(path).attrs["config"] == {"steps": 30}
+    assert found == sorted(found)
+    assert set(found) == {14, 20}
 
 
 def test_a_second_writer_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
