@@ -1,8 +1,8 @@
 """The arrays of a local run as their shards hold them: native bits, labels, indices.
 
 zarr reads values (`trajstore.codec.block_codec`). This is for whoever needs what zarr does not
-give: exporters and writers that go on take native bits without a detour over float32, and `verify`
-the shards themselves.
+give: exporters and writers that go on take native bits without a detour over float32, `verify` the
+shards themselves, and `open_run` values without the way through zarr's event loop.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ __all__ = ["StoredArray", "block_form", "stored_array"]
 
 Array = npt.NDArray[Any]
 
+_LARGE = 4 << 20  # bytes of a selection for which a pool of threads is worth its making
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredArray:
@@ -48,7 +50,7 @@ class StoredArray:
     form : BlockForm
         How its shards are stored.
     threads : int
-        That read one selection.
+        That read one selection, if it is large.
     """
 
     path: Path
@@ -175,7 +177,7 @@ class StoredArray:
             for block, in_block in blocks.items()
             for part, in_part in parts.items()
         ]
-        if self.threads == 1 or len(jobs) == 1:
+        if self.threads == 1 or len(jobs) == 1 or out.nbytes < _LARGE:
             for job in jobs:
                 job()
         else:

@@ -57,7 +57,7 @@ def test_without_dask_a_selection_is_read_when_it_is_asked_for(small_run: tuple[
     # What is missing is noticed by who needs it, and only then.
     (path / "W" / "c.1.0.0").unlink()
     ours.W[3].load()
-    with pytest.raises(FormatError, match=r"^W, block 1 .*is missing"):
+    with pytest.raises(FormatError, match=r"^W, block 1: .*is missing"):
         ours.W[:, 3].load()
 
 
