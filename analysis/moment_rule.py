@@ -93,10 +93,16 @@ class MomentRule:
         Returns
         -------
         ndarray, same shape
-            Of the type of `grad`; of float64 with coupled weight decay.
+            Of the type of `grad`, and `grad` itself where nothing is done to it; of float64 with
+            coupled weight decay.
         """
         # A factor of another type is rounded to the one that torch multiplies in.
-        taken = round_to(grad * clip.astype(grad.dtype), native)
+        factor = clip.astype(grad.dtype)
+        clipped = np.flatnonzero(factor != 1)  # NaN is among them
+        taken = grad
+        if clipped.size:
+            taken = grad.copy()
+            taken[clipped] = round_to(grad[clipped] * factor[clipped], native)
         if self.maximize:
             taken = -taken
         if W is None:
