@@ -8,6 +8,7 @@ from trajstore.cli.exchange_commands import export, import_, upgrade
 from trajstore.cli.inspect_commands import analyze, compare, info, summary
 from trajstore.cli.integrity_commands import repair, verify
 from trajstore.cli.record_commands import fetch, plan, presets, record
+from trajstore.cli.watch_command import watch
 from trajstore.cli.what_if_commands import what_if
 from trajstore.version import __version__
 
@@ -33,6 +34,7 @@ for command in (
     plan,
     fetch,
     presets,
+    watch,
     info,
     summary,
     analyze,

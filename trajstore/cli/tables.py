@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich import box
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from trajstore.byte_sizes import format_bytes
+from trajstore.cli.printable import PlainConsole, PlainTable
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "err",
+    "json_value",
     "out",
     "print_comparison",
     "print_description",
@@ -35,23 +35,29 @@ __all__ = [
     "print_repair",
     "print_replay",
     "print_summary",
+    "print_table",
     "print_verification",
     "table",
 ]
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+out = PlainConsole(soft_wrap=True)
+err = PlainConsole(stderr=True, soft_wrap=True)
 for _console in (out, err):
     if not _console.is_terminal:
         _console.width = 160  # in a file or a pipe, tables are not squeezed
 
 
-def table(title: str, *columns: str) -> Table:
-    """Empty table; all columns but the first hold numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+def table(title: str, *columns: str) -> PlainTable:
+    """Empty table; all columns but the first, whose names are never cut, hold numbers."""
+    made = PlainTable(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for number, column in enumerate(columns):
-        made.add_column(column, justify="right" if number else "left")
+        made.add_column(column, justify="right" if number else "left", no_wrap=number == 0)
     return made
+
+
+def print_table(printed: PlainTable) -> None:
+    """Print a table that fits the terminal: what does not fit its column goes on below."""
+    out.print(printed, soft_wrap=False)
 
 
 def print_notes(notes: Iterable[str]) -> None:
@@ -62,14 +68,15 @@ def print_notes(notes: Iterable[str]) -> None:
 
 def print_json(facts: Any) -> None:
     """Print one JSON document; NaN and infinities, which JSON has not, become null."""
-    click.echo(json.dumps(_json_value(facts), indent=2))
+    click.echo(json.dumps(json_value(facts), indent=2))
 
 
-def _json_value(value: Any) -> Any:
+def json_value(value: Any) -> Any:
+    """A value that JSON has: NaN and infinities are null."""
     if isinstance(value, dict):
-        return {key: _json_value(item) for key, item in value.items()}
+        return {key: json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_value(item) for item in value]
+        return [json_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -82,7 +89,7 @@ def print_description(facts: dict[str, Any]) -> None:
         sizes = " × ".join(f"{dim} {size}" for dim, size in fact["sizes"].items())
         numbers = (f"{fact[key]:.6g}" for key in ("min", "mean", "max"))
         printed.add_row(name, sizes, *numbers, str(fact["nan"]), fact["units"])
-    out.print(printed)
+    print_table(printed)
 
 
 def print_comparison(facts: dict[str, Any]) -> None:
@@ -119,7 +126,7 @@ def print_comparison(facts: dict[str, Any]) -> None:
             *(f"{value:.6g}" for value in (distance[at], max(finite, default=math.nan))),
             f"{distance[-1]:.6g}",
         )
-    out.print(printed)
+    print_table(printed)
 
 
 def print_information(run: str, facts: dict[str, Any]) -> None:
@@ -146,10 +153,10 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
         )
     printed.add_section()
     printed.add_row("all", "", "", *_sizes(facts), "")
-    out.print(printed)
+    print_table(printed)
     for section in ("config", "optimizer", "provenance"):
         if facts.get(section):
-            out.print(f"[bold]{section}[/bold]")
+            out.print(section, style="bold")
             for name, value in _flat(facts[section]):
                 out.print(Text(f"  {name} = {value}"))
     print_notes(advice["sentence"] for advice in facts["advice"])
@@ -171,7 +178,7 @@ def print_plan(facts: dict[str, Any]) -> None:
             format_bytes(array["bytes_on_disk"]),
             " × ".join(map(str, array["chunk"])),
         )
-    out.print(printed)
+    print_table(printed)
     printed = table("Tiers", "tier", "native", "expected on disk", "memory", "rows a block")
     for tier, totals in facts["tiers"].items():
         printed.add_row(
@@ -181,7 +188,7 @@ def print_plan(facts: dict[str, Any]) -> None:
             format_bytes(totals["memory"]),
             str(totals["block_rows"]),
         )
-    out.print(printed)
+    print_table(printed)
     print_notes([*facts["notes"], *(advice["sentence"] for advice in facts["advice"])])
 
 
@@ -200,7 +207,7 @@ def print_replay(result: Replay) -> None:
             place = ", ".join(f"{key} {at}" for key, at in first.items() if at is not None)
             ulps = "" if compared.ulps is None else f"{compared.ulps:,}"
             printed.add_row(name, f"{compared.steps:,}", f"{compared.differing:,}", place, ulps)
-        out.print(printed)
+        print_table(printed)
     if result.rebuilt:
         out.print(f"Rebuilt from row 0, because it is not recorded: {', '.join(result.rebuilt)}.")
     for finding in result.findings:
@@ -250,7 +257,7 @@ def print_summary(summary: xr.Dataset) -> None:
                 printed.add_row(
                     f"{population} ({tokens[population]})", str(step), *(f"{v:.6e}" for v in values)
                 )
-        out.print(printed)
+        print_table(printed)
         largest = summary["max_dead_grad_norm"].item()
         if not tokens["dead"]:
             out.print("There are no dead tokens: every id occurs in the text.")
@@ -266,7 +273,7 @@ def print_summary(summary: xr.Dataset) -> None:
         moved = summary["displacement"].sel(population=population)
         values = (moved.sel(statistic=name).item() for name in ("mean", "median", "min", "max"))
         printed.add_row(f"{population} ({number})", *(f"{value:.4e}" for value in values))
-    out.print(printed)
+    print_table(printed)
     for population in ("all", "dead"):
         centroid = summary["centroid_norm"].sel(population=population).values
         out.print(
@@ -302,7 +309,7 @@ def print_verification(found: Verification) -> None:
                 Text(os.path.relpath(problem.path, found.path.parent)),
                 Text(problem.message),
             )
-        out.print(printed)
+        print_table(printed)
     print_notes(found.notes)
     verdict = "sound" if found.clean else f"{_counted(len(found.problems), 'problem')}"
     out.print(

@@ -16,7 +16,7 @@ from trajstore.store.array_reader import block_form
 from trajstore.store.open_group import open_group
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["digest_of_files", "information"]
+__all__ = ["digest_of_files", "information", "stored_bytes"]
 
 
 def information(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -73,6 +73,11 @@ def information(path: str | os.PathLike[str]) -> dict[str, Any]:
         "files": files,
         "advice": [one.facts() for one in advice],
     }
+
+
+def stored_bytes(path: str | os.PathLike[str]) -> int:
+    """Bytes of all files of a run, also of a block that is being written."""
+    return _usage(Path(path))[0]
 
 
 def digest_of_files(path: str | os.PathLike[str]) -> str:
