@@ -34,11 +34,14 @@ __all__ = [
     "print_plan",
     "print_repair",
     "print_replay",
+    "print_runs",
     "print_summary",
     "print_table",
     "print_verification",
     "table",
 ]
+
+_WIDE = 100  # columns of a terminal from which on tables have all of theirs
 
 out = PlainConsole(soft_wrap=True)
 err = PlainConsole(stderr=True, soft_wrap=True)
@@ -133,7 +136,10 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
     """Print what `trajstore.store.run_info.information` found."""
     steps = facts["steps"]
     span = f"steps {steps['first']} to {steps['last']}" if steps else "no steps"
-    out.print(Text(f"{run}: {facts['status']}, {facts['committed_rows']} rows, {span}"))
+    out.print(f"{run}: {_standing(facts)}, {facts['committed_rows']} rows, {span}")
+    parameter = (facts.get("recording") or {}).get("parameter")
+    if parameter:
+        out.print(f"Recorded is {parameter}.")
     out.print(
         f"Store format {facts['trajstore_format']}, encoding {facts['encoding']}, "
         f"blocks of {facts['block_rows']} rows, updated {facts['updated']}, {facts['files']} files."
@@ -142,17 +148,18 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
         out.print(Text(f"Run {facts['runs'][-1][1]}"))
         out.print(Text(f"content digest {facts['content_digest']}"))
         out.print(Text(f"fingerprint    {facts['fingerprint']}"))
-    printed = table("", "array", "shape", "type", "native", "on disk", "ratio", "chunk")
+    columns = ("array", "shape", "type", "native", "on disk", "ratio", "chunk")
+    # In a narrow terminal without the last one: what is there is not cut.
+    shown = len(columns) - (out.width < _WIDE)
+    printed = table("", *columns[:shown])
+    for column in printed.columns:
+        column.no_wrap = True
     for name, array in facts["arrays"].items():
-        printed.add_row(
-            name,
-            " × ".join(map(str, array["shape"])),
-            array["native_dtype"],
-            *_sizes(array),
-            " × ".join(map(str, array["chunk"])),
-        )
+        kind = "text" if array["native_dtype"].startswith("String") else array["native_dtype"]
+        row = (name, _shape(array["shape"]), kind, *_sizes(array), _shape(array["chunk"]))
+        printed.add_row(*row[:shown])
     printed.add_section()
-    printed.add_row("all", "", "", *_sizes(facts), "")
+    printed.add_row(*("all", "", "", *_sizes(facts), "")[:shown])
     print_table(printed)
     for section in ("config", "optimizer", "provenance"):
         if facts.get(section):
@@ -160,6 +167,31 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
             for name, value in _flat(facts[section]):
                 out.print(Text(f"  {name} = {value}"))
     print_notes(advice["sentence"] for advice in facts["advice"])
+
+
+def print_runs(found: dict[str, dict[str, Any]]) -> None:
+    """Print a line about each of several runs."""
+    printed = table("", "run", "status", "rows", "last step", "tokens", "on disk", "ratio")
+    for run, facts in found.items():
+        _, on_disk, ratio = _sizes(facts)
+        last = "" if facts["steps"] is None else f"{facts['steps']['last']:,}"
+        tokens = f"{facts['arrays']['token']['shape'][0]:,}"
+        row = (f"{facts['committed_rows']:,}", last, tokens, on_disk, ratio)
+        printed.add_row(run, _standing(facts), *row)
+    printed.columns[0].no_wrap = False  # a path goes on below rather than being cut
+    printed.columns[0].overflow = "fold"
+    printed.columns[1].justify = "left"
+    print_table(printed)
+
+
+def _standing(facts: dict[str, Any]) -> str:
+    """Status of a run, and whether it can be true."""
+    dead = facts["status"] == "recording" and facts["written_to"] is False
+    return f"{facts['status']}, but its process is gone" if dead else str(facts["status"])
+
+
+def _shape(sizes: Iterable[int]) -> str:
+    return " × ".join(map(str, sizes))
 
 
 def print_plan(facts: dict[str, Any]) -> None:
@@ -250,7 +282,7 @@ def print_summary(summary: xr.Dataset) -> None:
     )
     if "grad_norms" in summary:
         printed = table("Gradient norms (L2)", "tokens", "step", "mean", "min", "max")
-        for population in (name for name in tokens if name != "all"):
+        for population in (name for name in tokens if name != "all" and tokens[name]):
             for when, step in steps.items():
                 norms = summary["grad_norms"].sel(population=population, when=when)
                 values = (norms.sel(statistic=name).item() for name in ("mean", "min", "max"))
@@ -270,11 +302,13 @@ def print_summary(summary: xr.Dataset) -> None:
         f"Displacement from step {first} to {last}", "tokens", "mean", "median", "min", "max"
     )
     for population, number in tokens.items():
+        if not number:
+            continue
         moved = summary["displacement"].sel(population=population)
         values = (moved.sel(statistic=name).item() for name in ("mean", "median", "min", "max"))
         printed.add_row(f"{population} ({number})", *(f"{value:.4e}" for value in values))
     print_table(printed)
-    for population in ("all", "dead"):
+    for population in ("all", "dead") if tokens["dead"] else ("all",):
         centroid = summary["centroid_norm"].sel(population=population).values
         out.print(
             f"Centroid norm of {population} tokens: "
