@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -134,13 +133,13 @@ def test_whether_somebody_writes_is_told_and_changes_nothing(run: Path) -> None:
     assert json.loads(left.read_text())["host"] == "elsewhere"
 
 
-def test_a_look_at_the_lock_does_not_keep_a_writer_from_it(run: Path) -> None:
+def test_a_look_at_the_lock_does_not_keep_a_writer_from_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = run.with_name(f".{run.name}.lock")
     path.write_text("{}")
     looking = os.open(path, os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
-    timer = threading.Timer(0.005, os.close, [looking])
-    timer.start()
+    monkeypatch.setattr("trajstore.store.lock.time.sleep", lambda _: os.close(looking))
     with RunLock.acquire(run):
         assert is_written_to(run) is True
-    timer.join()
