@@ -35,6 +35,7 @@ from analysis.ulp_motion import (
     build_ulp,
 )
 from trajstore.errors import InvalidArgument
+from trajstore.nearest_name import did_you_mean
 
 __all__ = ["QUANTITIES", "Quantity", "answer", "compute"]
 
@@ -129,10 +130,10 @@ def compute(ds: xr.Dataset, names: Sequence[str], lattice: str = "native") -> xr
     """
     names = [names] if isinstance(names, str) else list(names)
     unknown = [name for name in names if name not in QUANTITIES]
+    told = [f"{name!r}{did_you_mean(name, QUANTITIES)}" for name in unknown]
     if unknown or not names:
         raise InvalidArgument(
-            f"got {', '.join(map(repr, unknown)) or 'no names'}, "
-            f"expected some of {', '.join(QUANTITIES)}"
+            f"got {', '.join(told) or 'no names'}, expected some of {', '.join(QUANTITIES)}"
         )
     asked = [QUANTITIES[name] for name in names]
     _check_lattice(names, lattice)
@@ -227,7 +228,10 @@ def answer(
         return compute(ds, names, lattice)
     (name,) = names
     if name not in QUANTITIES:
-        raise InvalidArgument(f"there is no quantity {name!r}; choose from {', '.join(QUANTITIES)}")
+        raise InvalidArgument(
+            f"there is no quantity {name!r}{did_you_mean(name, QUANTITIES)}; "
+            f"choose from {', '.join(QUANTITIES)}"
+        )
     quantity = QUANTITIES[name]
     options = _options(quantity, name, assignments)
     if lattice != "native":
@@ -253,8 +257,8 @@ def _options(quantity: Quantity, name: str, assignments: Sequence[str]) -> dict[
         key, equals, text = assignment.partition("=")
         if not equals or key not in known:
             raise InvalidArgument(
-                f"got {assignment!r}, expected name=value with a name among "
-                f"{', '.join(known) or 'none, for it has no options'} of {name}"
+                f"got {assignment!r}{did_you_mean(key, known)}, expected name=value with a name "
+                f"among {', '.join(known) or 'none, for it has no options'} of {name}"
             )
         options[key] = _value(text)
     return options

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from trajstore.byte_sizes import parse_bytes
 from trajstore.errors import ConfigError, InvalidArgument
+from trajstore.nearest_name import did_you_mean
 from trajstore.schema import resolve_record
 from trajstore.store.commit_timer import COMMIT_EVERY
 
@@ -283,9 +284,19 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
         owner: Any = model
         for part in path[:-1]:
             owner = owner.model_fields[part].annotation
-        return f"there is no field {name}; there are {', '.join(owner.model_fields)}"
+        meant = did_you_mean(path[-1], owner.model_fields) or _elsewhere(path[-1], model)
+        return f"there is no field {name}{meant}; there are {', '.join(owner.model_fields)}"
     reason = first["msg"].removeprefix("Value error, ")
-    return f"{name} = {first['input']!r}: {reason[0].lower()}{reason[1:]}"
+    given = first["input"]
+    shown = ", ".join(map(str, given)) if isinstance(given, list | tuple) else repr(given)
+    return f"{name} = {shown}: {reason[0].lower()}{reason[1:]}"
+
+
+def _elsewhere(field: str, model: type[BaseModel]) -> str:
+    """Which section has a field of that name."""
+    sections: dict[str, Any] = {name: one.annotation for name, one in model.model_fields.items()}
+    names = [f"{name}.{field}" for name, kind in sections.items() if field in kind.model_fields]
+    return f" (did you mean {names[0]!r}?)" if names else ""
 
 
 # Errors of the store's own validators reach pydantic as ValueError, which is what they are.

@@ -15,6 +15,7 @@ from trainers.config import (
     TrainingConfig,
 )
 from trajstore.errors import InvalidArgument
+from trajstore.nearest_name import did_you_mean
 
 __all__ = ["PRESETS", "preset"]
 
@@ -110,5 +111,6 @@ def preset(name: str) -> RunConfig:
         return PRESETS[name]()
     except KeyError:
         raise InvalidArgument(
-            f"there is no preset {name!r}; choose from {', '.join(PRESETS)}"
+            f"there is no preset {name!r}{did_you_mean(name, PRESETS)}; "
+            f"choose from {', '.join(PRESETS)}"
         ) from None

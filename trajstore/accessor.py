@@ -9,6 +9,7 @@ from typing import Any
 import xarray as xr
 
 from trajstore.errors import VariableNotRecorded
+from trajstore.nearest_name import did_you_mean
 
 __all__ = ["TrajAccessor"]
 
@@ -76,7 +77,10 @@ class TrajAccessor:
         if callable(getattr(analysis, name, None)) and name in analysis.__all__:
             function: Callable[..., Any] = functools.partial(getattr(analysis, name), self._ds)
             return functools.update_wrapper(function, getattr(analysis, name))
-        raise AttributeError(f"there is no ds.traj.{name}; there are {', '.join(dir(self))}")
+        raise AttributeError(
+            f"there is no ds.traj.{name}{did_you_mean(name, dir(self))}; "
+            f"there are {', '.join(dir(self))}"
+        )
 
     def __dir__(self) -> list[str]:
         import analysis

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trajstore.errors import InvalidArgument
+from trajstore.nearest_name import did_you_mean
 
 __all__ = [
     "COORDINATES",
@@ -269,7 +270,8 @@ def variable(name: str) -> Variable:
         return VARIABLES[name]
     except KeyError:
         raise InvalidArgument(
-            f"there is no variable {name!r}; a run can hold {', '.join(VARIABLES)}"
+            f"there is no variable {name!r}{did_you_mean(name, VARIABLES)}; "
+            f"a run can hold {', '.join(VARIABLES)}"
         ) from None
 
 
@@ -291,12 +293,14 @@ def resolve_record(record: str | tuple[str, ...] | list[str]) -> tuple[str, ...]
     for name in (n.strip() for n in names):
         if name not in TIERS and name not in RECORDED:
             raise InvalidArgument(
-                f"cannot record {name!r}; choose a tier ({', '.join(TIERS)}) "
+                f"cannot record {name!r}{did_you_mean(name, [*TIERS, *RECORDED])}; "
+                f"choose a tier ({', '.join(TIERS)}) "
                 f"or variables ({', '.join(RECORDED)})"
             )
         wanted.update(TIERS.get(name, (name,)))
     if not wanted & {"W", "cells"}:
         raise InvalidArgument(
-            f"a run always holds W, and {record!r} leaves it out; add it, or cells in its place"
+            f"a run always holds W, and {', '.join(n.strip() for n in names)!r} leaves it out; "
+            "add it, or cells in its place"
         )
     return tuple(name for name in VARIABLES if name in wanted)

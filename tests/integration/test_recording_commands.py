@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,6 +84,11 @@ def test_a_configuration_file_records_the_same(
         (["record", "--preset", "gatsby", "--set", "optimizer.lr=fast"], "optimizer.lr = 'fast'"),
         (["record", "--preset", "gatsby", "--tokens", "some"], "is not all, dead or live"),
         (["record", "--preset", "gatsby", "--every", "0"], "recording.every = 0"),
+        (["record", "--preset", "gatsbi"], "did you mean 'gatsby'?"),
+        (["record", "--preset", "gatsby", "--set", "training.lr=1"], "mean 'optimizer.lr'?"),
+        (["record", "--preset", "gatsby", "--set", "optimizer.weigth_decay=1"], "weight_decay'?"),
+        (["record", "--preset", "gatsby", "--record", "W,exp_avgsq"], "mean 'exp_avg_sq'?"),
+        (["record", "--preset", "gatsby", "--record", "loss"], "record = loss: a run always"),
         (["record", "--preset", "gatsby", "--set", "model.vocab_size=90"], "must agree"),
         (["plan", "--preset", "gatsby", "--memory", "1KiB"], "memory budget"),
         (["record", "--preset", "gatsby", "--strict-numerics"], "exp_avg_sq can never decay"),
@@ -91,6 +101,46 @@ def test_wrong_calls_are_one_sentence(
     done = trajstore_cli(*arguments, rc=2)
     assert sentence in done.stderr
     assert len(done.stderr.strip().splitlines()) <= 2
+
+
+def test_a_device_that_is_not_there_is_said_whatever_is_there(
+    trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    missing = next((name for name in ("cuda", "mps") if not _there(torch, name)), None)
+    if missing is None:
+        pytest.skip("every device is there")
+    (tmp_path / "run.zarr").mkdir()
+    call = ["record", "--preset", "gatsby", "--device", missing, "-o", tmp_path / "run.zarr"]
+    assert "none that torch can use" in trajstore_cli(*call, rc=2).stderr
+
+
+def _there(torch: Any, name: str) -> bool:
+    return bool(torch.cuda.is_available() if name == "cuda" else torch.backends.mps.is_available())
+
+
+def test_a_recording_ends_with_its_pace_and_what_to_type_next(
+    trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    call = ["record", "--preset", "gatsby", "--steps", 3, *SMALL, "-o", tmp_path / "my run.zarr"]
+    said = trajstore_cli(*call).stdout.splitlines()
+    assert re.match(r"Recorded 4 rows to .* in 0:00:\d\d \([\d.e+]+ steps a second\): ", said[0])
+    typed = [line.split("   ")[0] for line in said[2:]]
+    assert len(typed) == 3
+    for command in typed[:2]:
+        trajstore_cli(*shlex.split(command)[1:])
+
+
+def test_nobody_reading_what_it_says_does_not_end_a_training(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    readable, writable = os.pipe()
+    os.close(readable)
+    command = Path(sys.executable).with_name("trajstore")
+    call = [command, "record", "--preset", "gatsby", "--steps", "3", *SMALL, "-o", path]
+    done = subprocess.run(call, stderr=writable, stdout=subprocess.PIPE, text=True, timeout=300)
+    os.close(writable)
+    assert done.returncode == 0
+    assert "Recorded 4 rows" in done.stdout
 
 
 def test_advice_is_given_before_while_and_after(

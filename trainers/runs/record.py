@@ -14,7 +14,7 @@ from trainers.runs.recorded_training import recording_options, run_recorded
 from trainers.runs.resume_checks import Standing, check_text, complete, notes, standing
 from trainers.runs.retraining import prove_last_row
 from trainers.runs.run_plan import numeric_advice
-from trainers.runs.training_setup import build_training
+from trainers.runs.training_setup import build_training, find_device
 from trainers.texts.corpus import Corpus, load_corpus
 from trajstore.errors import InvalidArgument
 from trajstore.optimizer_advice import require_sound
@@ -111,6 +111,7 @@ def record(
         )
     if strict_numerics:
         require_sound(numeric_advice(config))
+    find_device(config.training.device)  # before what is there, which would hide that
     before: Standing | None = None
     if resume and os.path.exists(path):
         target = Path(path).absolute()

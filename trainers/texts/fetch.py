@@ -19,6 +19,7 @@ from typing import Any
 
 from trainers.texts.cache import CACHED, cache_folder
 from trajstore.errors import CorpusError, InvalidArgument, MissingExtra
+from trajstore.nearest_name import did_you_mean
 
 __all__ = ["FETCHED", "Fetched", "clean_book", "fetch"]
 
@@ -91,7 +92,9 @@ def fetch(name: str, *, source: str | None = None, sha256: str | None = None) ->
     'A line.\n'
     """
     if name not in FETCHED:
-        raise InvalidArgument(f"cannot fetch {name!r}; choose from {', '.join(FETCHED)}")
+        raise InvalidArgument(
+            f"cannot fetch {name!r}{did_you_mean(name, FETCHED)}; choose from {', '.join(FETCHED)}"
+        )
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / CACHED[name]

@@ -63,9 +63,8 @@ def export(run: str, format_name: str | None, output: str, as_json: bool, **opti
     """
     from trajstore.exchange.export_run import export as write
 
-    endings = {".h5": "hdf5", ".hdf5": "hdf5", ".zarr": "zarr"}
     if options["layout"] == "native":
-        format_name = format_name or endings.get(Path(output).suffix, "safetensors")
+        format_name = format_name or _format_of(output)
     with stopped_by_signals(), BytesProgress("exporting") as progress:
         done = write(run, output, format=format_name, on_progress=progress.show, **options)
     if as_json:
@@ -79,6 +78,24 @@ def export(run: str, format_name: str | None, output: str, as_json: bool, **opti
         f"{done.tokens} tokens."
     )
     print_notes(done.notes)
+
+
+def _format_of(output: str) -> str:
+    """Format that the ending of a file's name stands for."""
+    endings = {
+        "": "safetensors",
+        ".safetensors": "safetensors",
+        ".h5": "hdf5",
+        ".hdf5": "hdf5",
+        ".zarr": "zarr",
+    }
+    suffix = Path(output).suffix.lower()
+    if suffix not in endings:
+        raise InvalidArgument(
+            f"cannot tell from {suffix} what {output} is to be; end it with "
+            f"{', '.join(filter(None, endings))}, or say --format safetensors, hdf5 or zarr"
+        )
+    return endings[suffix]
 
 
 @click.command(name="import")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from trajstore.cli.tables import out, print_json, table
+from trajstore.cli.tables import out, print_json, print_table, table
 
 if TYPE_CHECKING:
     from trajstore.exchange.recognition import Taken
@@ -24,7 +24,7 @@ def print_taken(lines: Iterable[Taken]) -> None:
         shape = "×".join(map(str, line.shape)) or "—"
         taken = Text(line.role) if line.role else Text("left out", style="dim")
         printed.add_row(Text(line.name), line.dtype, shape, taken, Text(line.why))
-    out.print(printed)
+    print_table(printed)
 
 
 def print_understood(*, as_json: bool) -> None:
@@ -54,7 +54,7 @@ def print_understood(*, as_json: bool) -> None:
         printed.add_row(role.name, ", ".join(role.dims), Text(", ".join(names)))
     for column in printed.columns[1:]:
         column.justify = "left"
-    out.print(printed)
+    print_table(printed)
     out.print(
         Text(
             "Case does not matter; run_0_… before a name, and _history, _bits, _W or _E behind it, "
@@ -67,5 +67,5 @@ def print_understood(*, as_json: bool) -> None:
         printed.add_row(scalar.name, ", ".join(scalar.names), ".".join(scalar.paths[0]))
     for column in printed.columns[1:]:
         column.justify = "left"
-    out.print(printed)
+    print_table(printed)
     out.print(Text(f"Layouts, of exports and imports: {', '.join(EXPORT_LAYOUTS)}"))

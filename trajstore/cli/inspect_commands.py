@@ -2,41 +2,63 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 from rich.text import Text
 
 from trajstore.cli.options import JSON, LATTICE, RUN, sentences
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import (
+    err,
     out,
     print_comparison,
     print_description,
     print_information,
     print_json,
+    print_runs,
     print_summary,
 )
+from trajstore.errors import FormatError, RunNotFound
 
 __all__ = ["analyze", "compare", "info", "summary"]
 
 
 @click.command()
-@RUN
+@click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=click.Path())
 @JSON
 @sentences
-def info(run: str, as_json: bool) -> None:
+def info(runs: tuple[str, ...], as_json: bool) -> None:
     """Tell what a run is: rows, arrays, sizes, configuration, origin. Also while it is recorded.
+
+    Of several runs a table, or a list with --json; what is no run is told, and the exit code is 1.
 
     \b
     Example:
       trajstore info gatsby.zarr
+      trajstore info runs/*.zarr
     """
     from trajstore.store.run_info import information
 
-    facts = information(run)
-    if as_json:
-        print_json(facts)
+    if len(runs) == 1:
+        facts = information(runs[0])
+        if as_json:
+            print_json(facts)
+        else:
+            print_information(runs[0], facts)
         return
-    print_information(run, facts)
+    found = {}
+    for run in runs:
+        try:
+            found[run] = information(run)
+        except (FormatError, RunNotFound) as error:
+            err.print(f"trajstore: {error}")
+    if as_json:
+        print_json([{"run": run, **facts} for run, facts in found.items()])
+    elif found:
+        print_runs(found)
+    if len(found) < len(set(runs)):
+        sys.exit(1)
 
 
 @click.command()
@@ -69,8 +91,29 @@ def summary(run: str, lattice: str, as_json: bool) -> None:
     print_summary(facts)
 
 
+def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
+    """Print what `analyze` can be asked for, and end."""
+    if not wanted:
+        return
+    import analysis
+
+    for name, quantity in analysis.QUANTITIES.items():
+        told = (getattr(analysis, name).__doc__ or "").strip().splitlines()[0]
+        options = ", ".join(quantity.options)
+        out.print(f"{name}  {told}{f' Options: {options}.' if options else ''}")
+    ctx.exit()
+
+
 @click.command()
 @RUN
+@click.option(
+    "--list",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_list_quantities,
+    help="List the quantities with their options, and end.",
+)
 @click.argument("quantities", nargs=-1, required=True, metavar="QUANTITY…")
 @click.option(
     "-o",
@@ -106,6 +149,7 @@ def analyze(
 
     \b
     Example:
+      trajstore analyze --list
       trajstore analyze gatsby.zarr freeze
       trajstore analyze gatsby.zarr grad_norms --by-population -o grad_norms.csv
       trajstore analyze gatsby.zarr displacement --set since=previous -o steps.nc

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 import sys
 from collections.abc import Callable
 from typing import ParamSpec
@@ -44,6 +45,10 @@ def sentences(command: Callable[P, None]) -> Callable[P, None]:
                 raise
             where = f" {error.filename}" if error.filename else ""
             _fail(f"the system refused{where}: {error.strerror or error}", 1)
+        except KeyboardInterrupt:
+            if click.get_current_context().find_root().params["debug"]:
+                raise
+            _fail("stopped by Ctrl-C", 128 + signal.SIGINT)
 
     return wrapped
 

@@ -24,8 +24,10 @@ from trajstore.cli.tables import err
 from trajstore.errors import InvalidArgument, MissingExtra
 
 if TYPE_CHECKING:
+    from trainers.recording.compared_run import ComparedRun
     from trainers.recording.step_hooks import Recorder
     from trainers.texts.corpus import Corpus
+    from trajstore.store.writer import RunWriter
 
 __all__ = [
     "AnalysisProgress",
@@ -34,6 +36,9 @@ __all__ = [
     "StepsProgress",
     "stopped_by_signals",
 ]
+
+
+_WIDE = 120  # columns of a terminal that hold everything beside a bar
 
 
 class _Rate(ProgressColumn):
@@ -126,21 +131,27 @@ class RecordingProgress(_Bar):
     def __init__(self, steps: int) -> None:
         # Seconds between two looks at the loss, which may have to wait for the device.
         self._interval = 0.2 if err.is_terminal else 30.0
+        self._wide = err.width >= _WIDE
         super().__init__(
             TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=20),
+            BarColumn(bar_width=None),  # what the others leave
             _Rate(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[state]}"),
             speed_estimate_period=10,
+            expand=True,
         )
+        self._began: float | None = None
+        self._first: tuple[float, int] | None = None
+        self._last: tuple[float, int] | None = None
         self._steps = steps
         self.show(0, steps)
         self._next = 0.0  # the first step is shown at once
         self._waited = 0.0
 
     def show_corpus(self, corpus: Corpus) -> None:
-        """Say which text is trained on."""
+        """Say which text is trained on. The time that the recording takes is counted from here."""
+        self._began = time.monotonic()
         dead = int((corpus.counts() == 0).sum())
         err.print(
             f"Corpus: {corpus.name}, {corpus.size:,} bytes, {corpus.ids.size:,} tokens, "
@@ -165,24 +176,48 @@ class RecordingProgress(_Bar):
     def show_step(self, recorder: Recorder) -> None:
         """Show the step, its loss, what is recorded and how far the writer is behind."""
         now = time.monotonic()
+        self._last = now, recorder.step
+        self._first = self._first or self._last
         if now < self._next and recorder.step != self._steps:
             return
         self._next = now + self._interval
         state = f"loss {recorder.loss.item():.3f}"
         writer = recorder.writer
         if writer is not None:
-            state += (
-                f", {format_bytes(writer.bytes_recorded)} recorded, "
-                f"{format_bytes(writer.bytes_written)} on disk, "
-                f"{writer.rows - writer.committed_rows} rows to commit"
-            )
-            if writer.seconds_waited > self._waited:
-                state += f", waiting for the disk ({writer.seconds_waited:.1f} s so far)"
-                self._waited = writer.seconds_waited
+            state += self._written(writer)
         if err.is_terminal:
             self._bar.update(self._task, completed=recorder.step, state=state)
         else:
             err.print(f"step {recorder.step}/{self._steps}: {state}")
+
+    @property
+    def seconds(self) -> float | None:
+        """That the recording has taken so far; None before the first step."""
+        if self._began is None or self._last is None:
+            return None
+        return self._last[0] - self._began
+
+    @property
+    def rate(self) -> float | None:
+        """Steps a second, from the first one on; None before the second."""
+        if self._first is None or self._last is None or self._first == self._last:
+            return None
+        return (self._last[1] - self._first[1]) / max(self._last[0] - self._first[0], 1e-9)
+
+    def _written(self, writer: RunWriter | ComparedRun) -> str:
+        """How much is recorded, and where it is; in a narrow terminal, what matters most."""
+        waiting = writer.seconds_waited > self._waited
+        self._waited = writer.seconds_waited
+        if err.is_terminal and not self._wide:
+            shown = ", waiting for the disk" if waiting else ""
+            return shown or f", {format_bytes(writer.bytes_recorded)}"
+        state = f", {format_bytes(writer.bytes_recorded)} recorded"
+        if writer.bytes_written:
+            state += f", {format_bytes(writer.bytes_written)} on disk"
+        state += f", {writer.rows - writer.committed_rows} rows in memory"
+        if waiting:
+            state += f", waiting for the disk ({writer.seconds_waited:.1f} s so far)"
+        return state
 
 
 class AnalysisProgress(_Bar):

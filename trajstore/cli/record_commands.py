@@ -8,28 +8,44 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.text import Text
 
-from trajstore.byte_sizes import format_bytes
+from trajstore.cli.next_commands import print_interrupted, print_recorded
 from trajstore.cli.options import JSON, sentences
 from trajstore.cli.progress import RecordingProgress
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import err, out, print_json, print_plan
-from trajstore.errors import InvalidArgument
+from trajstore.errors import InvalidArgument, MissingExtra
 from trajstore.schema import ENCODINGS
 
 __all__ = ["fetch", "plan", "presets", "record"]
 
 
+def _preset_names(ctx: click.Context, option: click.Parameter, begun: str) -> list[str]:
+    """Presets that begin so, for the completion of a shell; none where they cannot be imported."""
+    try:
+        from trainers import PRESETS
+    except MissingExtra:
+        return []
+    return [name for name in PRESETS if name.startswith(begun)]
+
+
 def _configuration(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that make a configuration, the same for all commands that take one."""
     options = (
-        click.option("--preset", "preset_name", metavar="NAME", help="One of `trajstore presets`."),
+        click.option(
+            "--preset",
+            "preset_name",
+            metavar="NAME",
+            shell_complete=_preset_names,
+            help="One of `trajstore presets`.",
+        ),
         click.option(
             "--config",
             "config_file",
@@ -224,61 +240,56 @@ def record(
         raise InvalidArgument(f"cannot record to {output}: a run is recorded to a local folder")
     path = Path(output or f"{preset_name or Path(str(config_file)).stem}.zarr")
     changes = _assignments(assignments, variables, fields)
-    if source is None:
-        config = _configured(
-            preset_name, config_file, assignments, variables, fields, path if resume else None
-        )
-    else:
-        config = _forked(source, changes)
+    with StopRequest() as stop, _stopping_told(path):
+        if source is None:
+            config = _configured(
+                preset_name, config_file, assignments, variables, fields, path if resume else None
+            )
+        else:
+            config = _forked(source, changes)
+        with RecordingProgress(config.training.steps) as progress:
 
-    with StopRequest() as stop, RecordingProgress(config.training.steps) as progress:
+            def begin(text: Any) -> None:
+                progress.show_corpus(text)
+                stop.begin()
 
-        def begin(text: Any) -> None:
-            progress.show_corpus(text)
-            stop.begin()
-
-        common: dict[str, Any] = {
-            "corpus": corpus,
-            "tokenizer": tokenizer,
-            "overwrite": overwrite,
-            "fsync": fsync,
-            "strict_numerics": strict_numerics,
-            "stop": stop,
-            "on_corpus": begin,
-            "on_step": progress.show_step,
-            "on_note": progress.show_note,
-            "on_proof": progress.show_proof,
-        }
-        try:
+            common: dict[str, Any] = {
+                "corpus": corpus,
+                "tokenizer": tokenizer,
+                "overwrite": overwrite,
+                "fsync": fsync,
+                "strict_numerics": strict_numerics,
+                "stop": stop,
+                "on_corpus": begin,
+                "on_step": progress.show_step,
+                "on_note": progress.show_note,
+                "on_proof": progress.show_proof,
+            }
             if source is None or at is None:
                 trainers.record(config, path, resume=resume, **common)
             else:
                 trainers.fork(source, path, at=at, settings=changes, **common)
-        except SystemExit:
-            left = f"{path} is as it was" if path.exists() else "nothing has been recorded"
-            err.print(Text(f"Stopped before the training began; {left}."))
-            raise
     from trajstore.store.run_info import information
 
     facts = information(path)
     if as_json:
         print_json(facts)
     if facts["status"] == "interrupted":
-        again = f"trajstore record --resume -o {shlex.quote(str(path))}{' --fsync' * fsync}"
-        err.print(
-            Text(
-                f"Interrupted after step {facts['steps']['last']}; "
-                f"{facts['committed_rows']} rows are whole. Go on with: {again}"
-            )
-        )
+        print_interrupted(path, facts, fsync=fsync)
         sys.exit(stop.exit_code)
     if not as_json:
-        out.print(
-            f"Recorded {facts['committed_rows']} rows to {path}: "
-            f"{format_bytes(facts['bytes_native'])} in {format_bytes(facts['bytes_on_disk'])} "
-            f"on disk (ratio {facts['ratio']:.2f})."
-        )
-        out.print(f"Look at it with: trajstore summary {path}")
+        print_recorded(path, facts, progress.seconds, progress.rate)
+
+
+@contextmanager
+def _stopping_told(path: Path) -> Iterator[None]:
+    """Say what is there when a signal ends the command before its training."""
+    try:
+        yield
+    except SystemExit:
+        left = f"{path} is as it was" if path.exists() else "nothing has been recorded"
+        err.print(f"Stopped before the training began; {left}.")
+        raise
 
 
 def _check_fork(
@@ -379,7 +390,7 @@ def fetch(name: str, source: str | None, sha256: str | None, as_json: bool) -> N
 
 
 @click.command()
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=_preset_names)
 @JSON
 @sentences
 def presets(name: str | None, as_json: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
@@ -64,4 +65,5 @@ class StopRequest:
         if not self._begun:
             raise SystemExit(self.exit_code)
         # Not through a stream, which the interrupted code may be writing to.
-        os.write(2, b"Stopping after this step; a second signal stops at once.\n")
+        with suppress(OSError):  # nobody may be listening any more
+            os.write(2, b"Stopping after this step; a second signal stops at once.\n")

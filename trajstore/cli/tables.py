@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich import box
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from trajstore.byte_sizes import format_bytes
+from trajstore.cli.printable import PlainConsole, PlainTable
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "err",
+    "json_value",
     "out",
     "print_comparison",
     "print_description",
@@ -34,24 +34,33 @@ __all__ = [
     "print_plan",
     "print_repair",
     "print_replay",
+    "print_runs",
     "print_summary",
+    "print_table",
     "print_verification",
     "table",
 ]
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+_WIDE = 100  # columns of a terminal from which on tables have all of theirs
+
+out = PlainConsole(soft_wrap=True)
+err = PlainConsole(stderr=True, soft_wrap=True)
 for _console in (out, err):
     if not _console.is_terminal:
         _console.width = 160  # in a file or a pipe, tables are not squeezed
 
 
-def table(title: str, *columns: str) -> Table:
-    """Empty table; all columns but the first hold numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+def table(title: str, *columns: str) -> PlainTable:
+    """Empty table; all columns but the first, whose names are never cut, hold numbers."""
+    made = PlainTable(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for number, column in enumerate(columns):
-        made.add_column(column, justify="right" if number else "left")
+        made.add_column(column, justify="right" if number else "left", no_wrap=number == 0)
     return made
+
+
+def print_table(printed: PlainTable) -> None:
+    """Print a table that fits the terminal: what does not fit its column goes on below."""
+    out.print(printed, soft_wrap=False)
 
 
 def print_notes(notes: Iterable[str]) -> None:
@@ -62,14 +71,15 @@ def print_notes(notes: Iterable[str]) -> None:
 
 def print_json(facts: Any) -> None:
     """Print one JSON document; NaN and infinities, which JSON has not, become null."""
-    click.echo(json.dumps(_json_value(facts), indent=2))
+    click.echo(json.dumps(json_value(facts), indent=2))
 
 
-def _json_value(value: Any) -> Any:
+def json_value(value: Any) -> Any:
+    """A value that JSON has: NaN and infinities are null."""
     if isinstance(value, dict):
-        return {key: _json_value(item) for key, item in value.items()}
+        return {key: json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_value(item) for item in value]
+        return [json_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -82,7 +92,7 @@ def print_description(facts: dict[str, Any]) -> None:
         sizes = " × ".join(f"{dim} {size}" for dim, size in fact["sizes"].items())
         numbers = (f"{fact[key]:.6g}" for key in ("min", "mean", "max"))
         printed.add_row(name, sizes, *numbers, str(fact["nan"]), fact["units"])
-    out.print(printed)
+    print_table(printed)
 
 
 def print_comparison(facts: dict[str, Any]) -> None:
@@ -119,14 +129,17 @@ def print_comparison(facts: dict[str, Any]) -> None:
             *(f"{value:.6g}" for value in (distance[at], max(finite, default=math.nan))),
             f"{distance[-1]:.6g}",
         )
-    out.print(printed)
+    print_table(printed)
 
 
 def print_information(run: str, facts: dict[str, Any]) -> None:
     """Print what `trajstore.store.run_info.information` found."""
     steps = facts["steps"]
     span = f"steps {steps['first']} to {steps['last']}" if steps else "no steps"
-    out.print(Text(f"{run}: {facts['status']}, {facts['committed_rows']} rows, {span}"))
+    out.print(f"{run}: {_standing(facts)}, {facts['committed_rows']} rows, {span}")
+    parameter = (facts.get("recording") or {}).get("parameter")
+    if parameter:
+        out.print(f"Recorded is {parameter}.")
     out.print(
         f"Store format {facts['trajstore_format']}, encoding {facts['encoding']}, "
         f"blocks of {facts['block_rows']} rows, updated {facts['updated']}, {facts['files']} files."
@@ -135,24 +148,50 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
         out.print(Text(f"Run {facts['runs'][-1][1]}"))
         out.print(Text(f"content digest {facts['content_digest']}"))
         out.print(Text(f"fingerprint    {facts['fingerprint']}"))
-    printed = table("", "array", "shape", "type", "native", "on disk", "ratio", "chunk")
+    columns = ("array", "shape", "type", "native", "on disk", "ratio", "chunk")
+    # In a narrow terminal without the last one: what is there is not cut.
+    shown = len(columns) - (out.width < _WIDE)
+    printed = table("", *columns[:shown])
+    for column in printed.columns:
+        column.no_wrap = True
     for name, array in facts["arrays"].items():
-        printed.add_row(
-            name,
-            " × ".join(map(str, array["shape"])),
-            array["native_dtype"],
-            *_sizes(array),
-            " × ".join(map(str, array["chunk"])),
-        )
+        kind = "text" if array["native_dtype"].startswith("String") else array["native_dtype"]
+        row = (name, _shape(array["shape"]), kind, *_sizes(array), _shape(array["chunk"]))
+        printed.add_row(*row[:shown])
     printed.add_section()
-    printed.add_row("all", "", "", *_sizes(facts), "")
-    out.print(printed)
+    printed.add_row(*("all", "", "", *_sizes(facts), "")[:shown])
+    print_table(printed)
     for section in ("config", "optimizer", "provenance"):
         if facts.get(section):
-            out.print(f"[bold]{section}[/bold]")
+            out.print(section, style="bold")
             for name, value in _flat(facts[section]):
                 out.print(Text(f"  {name} = {value}"))
     print_notes(advice["sentence"] for advice in facts["advice"])
+
+
+def print_runs(found: dict[str, dict[str, Any]]) -> None:
+    """Print a line about each of several runs."""
+    printed = table("", "run", "status", "rows", "last step", "tokens", "on disk", "ratio")
+    for run, facts in found.items():
+        _, on_disk, ratio = _sizes(facts)
+        last = "" if facts["steps"] is None else f"{facts['steps']['last']:,}"
+        tokens = f"{facts['arrays']['token']['shape'][0]:,}"
+        row = (f"{facts['committed_rows']:,}", last, tokens, on_disk, ratio)
+        printed.add_row(run, _standing(facts), *row)
+    printed.columns[0].no_wrap = False  # a path goes on below rather than being cut
+    printed.columns[0].overflow = "fold"
+    printed.columns[1].justify = "left"
+    print_table(printed)
+
+
+def _standing(facts: dict[str, Any]) -> str:
+    """Status of a run, and whether it can be true."""
+    dead = facts["status"] == "recording" and facts["written_to"] is False
+    return f"{facts['status']}, but its process is gone" if dead else str(facts["status"])
+
+
+def _shape(sizes: Iterable[int]) -> str:
+    return " × ".join(map(str, sizes))
 
 
 def print_plan(facts: dict[str, Any]) -> None:
@@ -171,7 +210,7 @@ def print_plan(facts: dict[str, Any]) -> None:
             format_bytes(array["bytes_on_disk"]),
             " × ".join(map(str, array["chunk"])),
         )
-    out.print(printed)
+    print_table(printed)
     printed = table("Tiers", "tier", "native", "expected on disk", "memory", "rows a block")
     for tier, totals in facts["tiers"].items():
         printed.add_row(
@@ -181,7 +220,7 @@ def print_plan(facts: dict[str, Any]) -> None:
             format_bytes(totals["memory"]),
             str(totals["block_rows"]),
         )
-    out.print(printed)
+    print_table(printed)
     print_notes([*facts["notes"], *(advice["sentence"] for advice in facts["advice"])])
 
 
@@ -200,7 +239,7 @@ def print_replay(result: Replay) -> None:
             place = ", ".join(f"{key} {at}" for key, at in first.items() if at is not None)
             ulps = "" if compared.ulps is None else f"{compared.ulps:,}"
             printed.add_row(name, f"{compared.steps:,}", f"{compared.differing:,}", place, ulps)
-        out.print(printed)
+        print_table(printed)
     if result.rebuilt:
         out.print(f"Rebuilt from row 0, because it is not recorded: {', '.join(result.rebuilt)}.")
     for finding in result.findings:
@@ -243,14 +282,14 @@ def print_summary(summary: xr.Dataset) -> None:
     )
     if "grad_norms" in summary:
         printed = table("Gradient norms (L2)", "tokens", "step", "mean", "min", "max")
-        for population in (name for name in tokens if name != "all"):
+        for population in (name for name in tokens if name != "all" and tokens[name]):
             for when, step in steps.items():
                 norms = summary["grad_norms"].sel(population=population, when=when)
                 values = (norms.sel(statistic=name).item() for name in ("mean", "min", "max"))
                 printed.add_row(
                     f"{population} ({tokens[population]})", str(step), *(f"{v:.6e}" for v in values)
                 )
-        out.print(printed)
+        print_table(printed)
         largest = summary["max_dead_grad_norm"].item()
         if not tokens["dead"]:
             out.print("There are no dead tokens: every id occurs in the text.")
@@ -263,11 +302,13 @@ def print_summary(summary: xr.Dataset) -> None:
         f"Displacement from step {first} to {last}", "tokens", "mean", "median", "min", "max"
     )
     for population, number in tokens.items():
+        if not number:
+            continue
         moved = summary["displacement"].sel(population=population)
         values = (moved.sel(statistic=name).item() for name in ("mean", "median", "min", "max"))
         printed.add_row(f"{population} ({number})", *(f"{value:.4e}" for value in values))
-    out.print(printed)
-    for population in ("all", "dead"):
+    print_table(printed)
+    for population in ("all", "dead") if tokens["dead"] else ("all",):
         centroid = summary["centroid_norm"].sel(population=population).values
         out.print(
             f"Centroid norm of {population} tokens: "
@@ -302,7 +343,7 @@ def print_verification(found: Verification) -> None:
                 Text(os.path.relpath(problem.path, found.path.parent)),
                 Text(problem.message),
             )
-        out.print(printed)
+        print_table(printed)
     print_notes(found.notes)
     verdict = "sound" if found.clean else f"{_counted(len(found.problems), 'problem')}"
     out.print(

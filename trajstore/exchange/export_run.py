@@ -26,6 +26,7 @@ from trajstore.exchange.layouts import EXPORT_LAYOUTS, LAYOUTS
 from trajstore.exchange.selection import Selection, Steps, Tokens, select
 from trajstore.formats.hdf5 import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
+from trajstore.nearest_name import did_you_mean
 from trajstore.store.create import staged_file, staged_run
 from trajstore.store.tiled_reader import TiledRun, open_tiled
 from trajstore.threads import Progress
@@ -180,7 +181,8 @@ def _checked_format(format: str | None, layout: str, block_rows: int | None) -> 
         raise InvalidArgument(f"cannot export to {format!r}; choose from {', '.join(FORMATS)}")
     if layout not in EXPORT_LAYOUTS:
         raise InvalidArgument(
-            f"there is no layout {layout!r}; choose from {', '.join(EXPORT_LAYOUTS)}"
+            f"there is no layout {layout!r}{did_you_mean(layout, EXPORT_LAYOUTS)}; "
+            f"choose from {', '.join(EXPORT_LAYOUTS)}"
         )
     own = LAYOUTS[layout].format if layout != "native" else format or "safetensors"
     if format is not None and format != own:

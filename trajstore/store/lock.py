@@ -12,14 +12,17 @@ import fcntl
 import json
 import os
 import socket
+import time
 from pathlib import Path
 from typing import Any, Self
 
 from trajstore.errors import RunLocked
 from trajstore.store.zarr_json import utc_now
 
-__all__ = ["RunLock"]
+__all__ = ["RunLock", "is_written_to"]
 
+
+_TRIES = 3
 
 _held: set[int] = set()
 """Descriptors of the locks of this process."""
@@ -63,11 +66,11 @@ class RunLock:
         OSError
             If the lock file cannot be made.
         """
-        path = run.with_name(f".{run.name}.lock")
+        path = _lock_file(run)
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _take(descriptor)
             except BlockingIOError:
                 owner = _owner(descriptor)
                 os.close(descriptor)
@@ -113,6 +116,50 @@ class RunLock:
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+
+def is_written_to(run: str | os.PathLike[str]) -> bool | None:
+    """Whether a writer holds the lock of a run, as far as can be told from here.
+
+    Parameters
+    ----------
+    run : path-like
+        Which need not be there. It is not locked: a writer that begins meanwhile notices nothing.
+
+    Returns
+    -------
+    bool or None
+        None if the lock is that of another machine, which may not show here.
+    """
+    try:
+        descriptor = os.open(_lock_file(Path(run).absolute()), os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    else:
+        here = socket.gethostname()
+        return False if _owner(descriptor).get("host", here) == here else None
+    finally:
+        os.close(descriptor)
+
+
+def _lock_file(run: Path) -> Path:
+    return run.with_name(f".{run.name}.lock")
+
+
+def _take(descriptor: int) -> None:
+    """Lock a file, if need be after an instant: `is_written_to` holds it for microseconds."""
+    for left in reversed(range(_TRIES)):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not left:
+                raise
+            time.sleep(0.01)
 
 
 def _is_still(path: Path, descriptor: int) -> bool:

@@ -13,10 +13,11 @@ import numpy as np
 from trajstore.optimizer_advice import advise_run
 from trajstore.schema import STEP, VARIABLES
 from trajstore.store.array_reader import block_form
+from trajstore.store.lock import is_written_to
 from trajstore.store.open_group import open_group
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["digest_of_files", "information"]
+__all__ = ["digest_of_files", "information", "stored_bytes"]
 
 
 def information(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -33,7 +34,8 @@ def information(path: str | os.PathLike[str]) -> dict[str, Any]:
         The attributes of the root, and ``steps`` (first, last; None without rows), ``arrays`` (by
         name: shape, chunk, shard, native_dtype, bytes_native, bytes_on_disk, ratio), and
         ``bytes_native``, ``bytes_on_disk``, ``ratio``, ``files`` of the whole run. Bytes on disk
-        may include a block that is being written. ``advice``, what the types of the optimizer's
+        may include a block that is being written. ``written_to``, whether a process writes to it
+        (`trajstore.store.lock.is_written_to`). ``advice``, what the types of the optimizer's
         state and of W keep it from doing (`trajstore.optimizer_advice.Advice`).
 
     Raises
@@ -41,6 +43,8 @@ def information(path: str | os.PathLike[str]) -> dict[str, Any]:
     RunNotFound, FormatError
         If there is no run at `path`.
     """
+    # Before the root is read: whoever ends a recording says so there, and then lets go of the lock.
+    written_to = is_written_to(path)
     group = open_group(path)
     arrays: dict[str, dict[str, Any]] = {}
     for name, array in sorted(group.arrays(), key=lambda item: _order(item[0])):
@@ -71,8 +75,14 @@ def information(path: str | os.PathLike[str]) -> dict[str, Any]:
         "bytes_on_disk": total,
         "ratio": raw / total if total else None,
         "files": files,
+        "written_to": written_to,
         "advice": [one.facts() for one in advice],
     }
+
+
+def stored_bytes(path: str | os.PathLike[str]) -> int:
+    """Bytes of all files of a run, also of a block that is being written."""
+    return _usage(Path(path))[0]
 
 
 def digest_of_files(path: str | os.PathLike[str]) -> str:

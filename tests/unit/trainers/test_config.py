@@ -45,7 +45,7 @@ def test_the_presets_are_the_notebooks() -> None:
     [
         ("optimizer.lr=-1", "optimizer.lr = -1: input should be greater than 0"),
         ("optimizer.rate=1", "there is no field optimizer.rate; there are name, lr"),
-        ("optimiser.lr=1", "there is no field optimiser; there are model, data"),
+        ("optimiser.lr=1", r"no field optimiser \(did you mean 'optimizer'\?\); there are"),
         ("schedule.name=step", "schedule.name = 'step': input should be 'linear', 'cosine' or"),
         ("model.heads=3", "3 heads do not divide 64"),
         ("recording.record=[\"W\", \"speed\"]", "recording.record = .*cannot record 'speed'"),

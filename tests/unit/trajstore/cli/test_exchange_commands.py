@@ -61,6 +61,23 @@ def test_an_import_prints_the_table_too(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("run.parquet", "cannot tell from .parquet what"), ("run.csv", "say --format safetensors")],
+)
+def test_an_ending_of_no_format_is_refused(
+    tmp_path: Path, name: str, sentence: str, small_run: tuple[Path, dict[str, np.ndarray]]
+) -> None:
+    arguments = ["export", str(small_run[0]), "-o", str(tmp_path / name)]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2
+    assert sentence in done.stderr
+    assert not (tmp_path / name).exists()
+    done = CliRunner().invoke(main, [*arguments, "--format", "safetensors"])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "say where the run is to be"),

@@ -33,6 +33,45 @@ def test_every_command_is_in_the_readme(name: str) -> None:
     assert f"trajstore {name}" in (ROOT / "README.md").read_text()
 
 
+def test_alone_it_says_what_to_type_first() -> None:
+    result = CliRunner().invoke(main, [])
+    assert result.exit_code == 0
+    for line in result.output.splitlines():
+        if line.startswith("  trajstore "):
+            assert line.split()[1] in main.commands
+    assert "trajstore record --preset gatsby" in result.output
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("sumary", "summary"), ("what_if", "what-if"), ("Record", "record"), ("veryfy", "verify")],
+)
+def test_a_mistyped_command_is_told_the_nearest(typed: str, meant: str) -> None:
+    result = CliRunner().invoke(main, [typed, "gatsby.zarr"])
+    assert result.exit_code == 2
+    assert f"There is no command {typed!r} (did you mean {meant!r}?)." in result.stderr
+    assert "did you mean" not in CliRunner().invoke(main, ["xyz"]).stderr
+    assert CliRunner().invoke(main, ["--no-such-option"]).exit_code == 2
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_shell_completes_commands(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {"COMP_WORDS": "trajstore wat", "COMP_CWORD": "wat" if shell == "fish" else "1"}
+    environment = words | {"_TRAJSTORE_COMPLETE": f"{shell}_complete"}
+    done = CliRunner().invoke(main, [], prog_name="trajstore", env=environment)
+    assert "watch" in done.output
+    assert "verify" not in done.output
+
+
+def test_ctrl_c_is_a_sentence_and_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trajstore.store.run_info.information", interrupted)
+    result = CliRunner().invoke(main, ["info", "run.zarr"])
+    assert (result.exit_code, result.stderr) == (130, "trajstore: stopped by Ctrl-C\n")
+
+
 def test_a_missing_run_is_one_sentence(tmp_path: Path) -> None:
     for name in ("info", "summary"):
         result = CliRunner().invoke(main, [name, str(tmp_path / "nothing.zarr")])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trajstore import RunLocked
-from trajstore.store.lock import RunLock
+from trajstore.store.lock import RunLock, is_written_to
 
 HOLDER = """
 import sys, pathlib
@@ -116,3 +117,29 @@ def test_a_forked_child_does_not_keep_its_parents_lock(run: Path) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         lock._descriptor = None
+
+
+def test_whether_somebody_writes_is_told_and_changes_nothing(run: Path) -> None:
+    assert is_written_to(run) is False
+    assert not list(run.parent.iterdir())
+    with RunLock.acquire(run):
+        assert is_written_to(run) is True
+    assert is_written_to(run) is False
+    left = run.with_name(f".{run.name}.lock")
+    left.write_text(json.dumps({"process": 7}))
+    assert is_written_to(run) is False, "its process died, and the system let go of it"
+    left.write_text(json.dumps({"host": "elsewhere", "process": 7}))
+    assert is_written_to(run) is None
+    assert json.loads(left.read_text())["host"] == "elsewhere"
+
+
+def test_a_look_at_the_lock_does_not_keep_a_writer_from_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run.with_name(f".{run.name}.lock")
+    path.write_text("{}")
+    looking = os.open(path, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr("trajstore.store.lock.time.sleep", lambda _: os.close(looking))
+    with RunLock.acquire(run):
+        assert is_written_to(run) is True

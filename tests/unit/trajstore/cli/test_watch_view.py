@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from watched_runs import begin, extend
+
+from trajstore.cli.watch_view import facts, line, sparkline, view
+from trajstore.watching.bounded_curve import BoundedCurve
+from trajstore.watching.run_follower import Look, RunFollower
+
+
+def shown(look: Look, width: int, **options: Any) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console.print(view("run.zarr", look, width, **options))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.fixture
+def look(tmp_path: Path) -> Look:
+    with begin(tmp_path / "run.zarr") as run:
+        extend(run, range(20))
+        return RunFollower(tmp_path / "run.zarr").look()
+
+
+@pytest.mark.parametrize("width", [80, 140])
+@pytest.mark.parametrize("plain", [False, True])
+def test_the_view_fits_and_says_everything(look: Look, width: int, plain: bool) -> None:
+    lines = shown(look, width, plain=plain)
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    for part in (
+        "recording", "step 19 of 40", "47%", "loss", "3.1000", "|grad| dead", "|grad| live",
+        "still dead", "100.0%", "still live", "20 rows", "on disk", "last commit", "ago",
+        "learning rate 0.1", "largest gradient: token", "from grad", "from W",
+    ):  # fmt: skip
+        assert part in text, part
+    assert "…" in text
+    assert "read so far" not in text
+    assert ("█" in text) is not plain
+
+
+def test_token_texts_do_no_harm(tmp_path: Path) -> None:
+    for number, hostile in enumerate(
+        ("<script>alert(1)</script>", "\x1b[31mred\x07", "\u202e[b]x")
+    ):
+        path = tmp_path / f"{number}.zarr"
+        with begin(path, token_text=[hostile * 3] * 6) as run:
+            extend(run, range(4))
+            told = RunFollower(path).look()
+        assert told.largest is not None
+        text = "\n".join(shown(told, 80))
+        assert "\x1b" not in text
+        assert "\u202e" not in text
+        assert ("<script>" in text) is (number == 0)
+        assert len(text.splitlines()) == len(shown(told, 140))
+
+
+def test_a_line_says_the_same_without_colours(look: Look) -> None:
+    said = line("run\x1b.zarr", look)
+    assert said.startswith(r"run\x1b.zarr: recording, step 19 of 40, loss 3.1000, |grad| dead ")
+    assert "\n" not in said
+    told = facts("run.zarr", look)
+    assert told["last"]["loss"] == pytest.approx(3.1)
+    assert set(told["largest_gradient"]) == {"token", "norm"}
+
+
+@pytest.mark.parametrize(
+    ("standing", "sentence"),
+    [
+        ("absent", "waiting for it"),
+        ("abandoned", "The process that recorded it is gone"),
+        ("interrupted", "interrupted"),
+        ("complete", "complete"),
+    ],
+)
+def test_every_standing_is_said(standing: Any, sentence: str) -> None:
+    told = Look(standing=standing, commit_at=0.0, commit_age=1.0, curves={}, attributes={})
+    assert sentence in " ".join(shown(told, 80))
+    assert line("r", told)
+
+
+def test_a_late_commit_and_rows_that_were_not_read_are_said(look: Look) -> None:
+    config = {"recording": {"commit_every": 10.0}}
+    late = Look(
+        **{**vars(look), "commit_age": 41.0, "measured": 3, "attributes": {"config": config}}
+    )
+    text = "\n".join(shown(late, 80))
+    assert "The last commit is long ago" in text
+    assert "of 3 of 20 rows that were read so far" in text
+    soon = Look(**{**vars(late), "commit_age": 39.0})
+    assert "long ago" not in "\n".join(shown(soon, 80))
+
+
+def test_a_sparkline_of_anything() -> None:
+    def drawn(values: list[float], log: bool = False) -> str:
+        curve = BoundedCurve()
+        curve.add(0, values)
+        return sparkline(curve, 8, log=log, plain=True)
+
+    assert drawn([]) == ""
+    assert drawn([1, 2, 3, 4, 5, 6, 7]) == "_.-=+*#"
+    assert drawn([2, 2]) == "__"
+    assert drawn([math.nan, math.nan]) == "  "
+    assert drawn([0, 0], log=True) == "__"
+    assert drawn([0, 1e-9, 1, math.nan, 1e9], log=True) == "__= #"

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+
+from trajstore import InvalidArgument
+from trajstore.nearest_name import did_you_mean
+from trajstore.schema import resolve_record, variable
+
+
+@pytest.mark.parametrize(
+    ("typed", "known", "said"),
+    [
+        ("w", ["W", "grad"], " (did you mean 'W'?)"),
+        ("exp-avg", ["exp_avg", "exp_avg_sq"], " (did you mean 'exp_avg'?)"),
+        ("thimble7", ["thimble-6", "thimble-7"], " (did you mean 'thimble-7'?)"),
+        ("nothing", ["W", "grad"], ""),
+        ("", ["W"], ""),
+        ("W", [], ""),
+    ],
+)
+def test_the_nearest_name_is_told_if_there_is_one(typed: str, known: list[str], said: str) -> None:
+    assert did_you_mean(typed, known) == said
+
+
+def test_variables_that_are_mistyped_are_told() -> None:
+    with pytest.raises(InvalidArgument, match="'gard' \\(did you mean 'grad'\\?\\)"):
+        variable("gard")
+    with pytest.raises(InvalidArgument, match="'weigths' \\(did you mean 'weights'\\?\\)"):
+        resolve_record("weigths")
+    with pytest.raises(InvalidArgument, match="and 'loss, lr' leaves it out"):
+        resolve_record(("loss", "lr"))

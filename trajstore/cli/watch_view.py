@@ -1,0 +1,246 @@
+"""What `watch` shows: a view for a terminal, a line for anything else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from trajstore.byte_sizes import format_bytes
+from trajstore.cli.printable import printable
+
+if TYPE_CHECKING:
+    from trajstore.watching.bounded_curve import BoundedCurve
+    from trajstore.watching.run_follower import Look
+
+__all__ = ["facts", "line", "sparkline", "view"]
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_PLAIN_BLOCKS = "_.-=+*#"
+_COLOURS = {"loss": "default", "dead": "magenta", "live": "cyan", "all": "cyan"}
+_LATE = 4  # times the seconds between two commits
+_LONGEST = 24  # characters of a token's text
+_STANDINGS = {
+    "absent": "not there yet",
+    "recording": "recording",
+    "abandoned": "its process is gone",
+    "interrupted": "interrupted",
+    "complete": "complete",
+}
+
+
+def view(run: str, look: Look, width: int, *, plain: bool = False) -> Group:
+    """The view of a terminal.
+
+    Parameters
+    ----------
+    run : str
+        As it was named.
+    look : Look
+    width : int
+        Columns of the terminal.
+    plain : bool
+        Only characters of ASCII.
+    """
+    if look.standing == "absent":
+        return Group(Text(f"{printable(run)}: waiting for it; nothing is there yet"))
+    lines: list[Any] = [_title(run, look), _progress(look, width)]
+    if look.curves:
+        lines.append(_curves(look, width, plain=plain))
+    for number, text in enumerate(_tail(look)):
+        lines.append(Text(text, "dim" if number else "", no_wrap=True, overflow="ellipsis"))
+    return Group(*lines)
+
+
+def line(run: str, look: Look) -> str:
+    """One line with the same numbers."""
+    if look.standing == "absent":
+        return f"{printable(run)}: waiting for it; nothing is there yet"
+    said = [f"{printable(run)}: {_STANDINGS[look.standing]}", _step(look)]
+    for name, curve in look.curves.items():
+        said.append(f"{_label(name)} {_number(name, curve.last)}")
+    said += [
+        _speed(look),
+        _left(look),
+        f"{format_bytes(look.bytes_on_disk)} on disk",
+        _commit(look),
+    ]
+    return ", ".join(filter(None, said))
+
+
+def facts(run: str, look: Look) -> dict[str, Any]:
+    """The same as JSON values."""
+    left_out = ("curves", "attributes", "largest")
+    told = {name: value for name, value in vars(look).items() if name not in left_out}
+    last = {name: curve.last for name, curve in look.curves.items()}
+    largest = (
+        None if look.largest is None else dict(zip(("token", "norm"), look.largest, strict=True))
+    )
+    return {"run": run, **told, "last": last, "largest_gradient": largest}
+
+
+def sparkline(curve: BoundedCurve, width: int, *, log: bool = False, plain: bool = False) -> str:
+    """A curve in as many characters, from its least mean to its largest; blank where it has none.
+
+    >>> from trajstore.watching.bounded_curve import BoundedCurve
+    >>> curve = BoundedCurve()
+    >>> curve.add(0, [1, 10, 100, float("nan"), 1000])
+    >>> sparkline(curve, 5, log=True, plain=True)
+    '_-+ #'
+    """
+    means = curve.means(width).tolist()
+    heights = [_height(mean, log=log) for mean in means]
+    finite = [height for height in heights if math.isfinite(height)]
+    least, largest = min(finite, default=0.0), max(finite, default=0.0)
+    signs = _PLAIN_BLOCKS if plain else _BLOCKS
+
+    def sign(mean: float, height: float) -> str:
+        if math.isnan(mean):
+            return " "
+        if height == -math.inf or largest == least:
+            return signs[0]
+        return signs[round((height - least) / (largest - least) * (len(signs) - 1))]
+
+    return "".join(map(sign, means, heights))
+
+
+def _height(mean: float, *, log: bool) -> float:
+    if not log:
+        return mean
+    return math.log10(mean) if mean > 0 else (-math.inf if mean == 0 else math.nan)
+
+
+class _Bar:
+    """A progress bar that fits what is left of its line."""
+
+    def __init__(self, look: Look) -> None:
+        self._look = look
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        total = self._look.steps or None
+        done = self._look.step if total else 0
+        yield ProgressBar(total=total or 1, completed=done, width=options.max_width)
+
+
+def _title(run: str, look: Look) -> Text:
+    colour = {"recording": "green", "abandoned": "red"}.get(look.standing, "yellow")
+    if look.standing == "complete":
+        colour = "blue"
+    named = Text(printable(run), style="bold")
+    named.append(f"  {_STANDINGS[look.standing]}", style=colour)
+    provenance = look.attributes.get("provenance")
+    corpus = provenance.get("corpus") if isinstance(provenance, dict) else None
+    if isinstance(corpus, dict) and corpus.get("name"):
+        named.append(f"  on {printable(str(corpus['name']))}", style="dim")
+    return named
+
+
+def _progress(look: Look, width: int) -> Table:
+    grid = Table.grid(padding=(0, 1), expand=False)
+    grid.width = width
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True)
+    done = f"{min(look.step * 100 // look.steps, 100)}%" if look.steps else ""
+    grid.add_row(_step(look), _Bar(look) if look.steps else "", f"{done}  {_left(look)}".strip())
+    return grid
+
+
+def _curves(look: Look, width: int, *, plain: bool) -> Table:
+    grid = Table.grid(padding=(0, 1))
+    for justify in ("left", "right", "left", "right"):
+        grid.add_column(justify=justify, no_wrap=True)
+    rows = [_curve_cells(name, curve) for name, curve in look.curves.items()]
+    taken = sum(max(len(row[at]) for row in rows) for at in range(3)) + 3
+    for (label, value, span), (name, curve) in zip(rows, look.curves.items(), strict=True):
+        drawn = sparkline(curve, width - taken - 1, log=name.startswith("gradient"), plain=plain)
+        colour = _COLOURS.get(name.rpartition(" ")[2], "default")
+        style = "bold red" if not math.isfinite(curve.last) else "bold"
+        grid.add_row(label, Text(value, style), Text(drawn, colour), Text(span, "dim"))
+    return grid
+
+
+def _curve_cells(name: str, curve: BoundedCurve) -> tuple[str, str, str]:
+    span = f"{_number(name, curve.least)} … {_number(name, curve.largest)}"
+    return _label(name), _number(name, curve.last), span if math.isfinite(curve.least) else ""
+
+
+def _label(name: str) -> str:
+    """The measure as it is shown: ``gradient dead`` is ``|grad| dead``."""
+    return name.replace("gradient", "|grad|")
+
+
+def _number(name: str, value: float) -> str:
+    if name.startswith("gradient"):
+        return "0" if value == 0 else f"{value:.2e}"
+    if name.startswith("still"):
+        return f"{value:.1%}"
+    return f"{value:.4f}"
+
+
+def _tail(look: Look) -> Iterator[str]:
+    """What is below the curves: speed, size and commit first, then what the curves are made of."""
+    sizes = f"{format_bytes(look.bytes_recorded)} in {format_bytes(look.bytes_on_disk)} on disk"
+    yield "  ".join(filter(None, (_speed(look), sizes)))
+    yield _commit(look) + (f"; learning rate {look.lr:.3g}" if look.lr is not None else "")
+    if look.largest is not None:
+        token, norm = look.largest
+        yield f"largest gradient: token {_shortened(printable(token))}, {norm:.2e}"
+    made = []
+    if look.gradient_of:
+        made.append(
+            f"|grad|: mean over the tokens of its L2 norm, log scale; {_made_of(look.gradient_of)}"
+        )
+    if look.still_of:
+        made.append(f"still: tokens whose vector stayed the same; {_made_of(look.still_of)}")
+    yield from made
+    if made and look.measured < look.rows:
+        yield f"of {look.measured:,} of {look.rows:,} rows that were read so far, the newest first"
+    if look.standing == "abandoned":
+        yield "The process that recorded it is gone; what is committed is whole."
+    if look.standing == "recording" and look.commit_age > _LATE * _commit_every(look):
+        yield "The last commit is long ago: the training waits, or stands still."
+
+
+def _made_of(variable: str) -> str:
+    return f"from {variable}" + (", W in bfloat16" if variable == "cells" else "")
+
+
+def _commit_every(look: Look) -> float:
+    recording = (look.attributes.get("config") or {}).get("recording", {})
+    seconds = recording.get("commit_every")
+    return float(seconds) if isinstance(seconds, int | float) and seconds > 0 else math.inf
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 2 * _LONGEST else f"{text[:_LONGEST]}…{text[-_LONGEST:]}"
+
+
+def _step(look: Look) -> str:
+    if not look.rows:
+        return "no rows yet"
+    return f"step {look.step:,}" + (f" of {look.steps:,}" if look.steps else "")
+
+
+def _left(look: Look) -> str:
+    if look.remaining is None:
+        return ""
+    return f"{timedelta(seconds=round(look.remaining))} left"
+
+
+def _speed(look: Look) -> str:
+    rows = f"{look.rows:,} rows"
+    return rows if look.rows_per_second is None else f"{rows}, {look.rows_per_second:.3g} a second"
+
+
+def _commit(look: Look) -> str:
+    at = datetime.fromtimestamp(look.commit_at, UTC).astimezone()
+    if look.standing not in ("recording", "abandoned"):
+        return f"last commit {at:%Y-%m-%d %H:%M:%S}"
+    return f"last commit {timedelta(seconds=round(look.commit_age))} ago, at {at:%H:%M:%S}"
