@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trajstore.errors import FormatError
+from trajstore.errors import FormatError, InvalidArgument
 from trajstore.exchange.file_numbers import places_of
 from trajstore.exchange.imported_file import ImportedRun, Understood
 from trajstore.exchange.key_names import HDF5_TEXTS
 from trajstore.exchange.layouts import LAYOUTS, Layout
-from trajstore.exchange.overrules import Overrules
+from trajstore.exchange.overrules import OTHERS, Overrules
 from trajstore.exchange.recognition import Recognised, Taken, abridged, recognise
 from trajstore.exchange.run_parts import run_parts
 from trajstore.exchange.run_reading import RunReading
@@ -41,6 +41,7 @@ def read_arrays(file: ArrayFile, overrules: Overrules) -> Understood:
     recognised = recognise(file, mapped, ignored=(*overrules.ignored, *hidden))
     own = file.format == "hdf5" and HDF5_TEXTS["attributes"] in file.keys
     _check_anchor(file, recognised)
+    _check_bits(file, recognised, overrules)
     name = layout.name if layout else file.format if own else _layout_name(file, recognised)
     runs = tuple(
         RunReading(file, part, overrules, layout or LAYOUTS.get(name), own=own).run()
@@ -115,6 +116,19 @@ def _check_anchor(file: ArrayFile, recognised: Recognised) -> None:
         f"{file.path} holds no W of (step, token, hidden), nor its changes: {holds}{more}; --map "
         "W=NAME says which array it is"
     )
+
+
+def _check_bits(file: ArrayFile, recognised: Recognised, overrules: Overrules) -> None:
+    """Whether what the user says of 16 bits is said of arrays that have them."""
+    for name in overrules.bits:
+        alike = [one for one in recognised.found if name in (one.key, one.role.name)]
+        if name == OTHERS or any(one.dtype in ("uint16", "int16", "float16") for one in alike):
+            continue
+        what = f"{alike[0].key} is {alike[0].dtype}" if alike else "it holds none"
+        raise InvalidArgument(
+            f"{file.path}: --bits {name}=… says what uint16 or float16 are, and {what}; leave it "
+            "out"
+        )
 
 
 def _table(

@@ -348,7 +348,7 @@ class RunReading:
     def _native(self, one: Found) -> NativeType:
         """Type as which the values of an array are read."""
         if one.dtype in ("uint16", "int16"):
-            return NATIVE_TYPES[self.overrules.bits or "bfloat16"]
+            return NATIVE_TYPES[self.overrules.bits_of(one.role.name, one.key) or "bfloat16"]
         if one.dtype not in NATIVE_TYPES:
             raise FormatError(
                 f"{self.file.path}: {one.key} is of type {one.dtype}, expected "
