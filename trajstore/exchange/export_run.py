@@ -24,7 +24,7 @@ from trajstore.exchange.exported_file import ExportedFile
 from trajstore.exchange.key_names import KEPT_ATTRIBUTES
 from trajstore.exchange.layouts import EXPORT_LAYOUTS, LAYOUTS
 from trajstore.exchange.selection import Selection, Steps, Tokens, select
-from trajstore.formats.hdf5 import write_hdf5
+from trajstore.formats.hdf5_writing import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
 from trajstore.store.create import staged_file, staged_run
 from trajstore.store.tiled_reader import TiledRun, open_tiled

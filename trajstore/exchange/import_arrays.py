@@ -16,7 +16,7 @@ from trajstore.exchange.run_parts import run_parts
 from trajstore.exchange.run_reading import RunReading
 from trajstore.exchange.token_tables import TABLES
 from trajstore.formats.array_file import ArrayFile
-from trajstore.schema import STEP
+from trajstore.schema import STEP, TRAJECTORIES
 
 __all__ = ["read_arrays"]
 
@@ -49,6 +49,9 @@ def read_arrays(file: ArrayFile, overrules: Overrules) -> Understood:
     )
     table = (*_table(recognised, runs, overrules), *recognised.left_out)
     left = [line.name for line in recognised.left_out if line.name not in hidden]
+    if recognised.guessed:
+        note = f"{recognised.guessed[0]} was taken for W by its shape alone (--map W=NAME)"
+        runs = tuple(replace(run, notes=(note, *run.notes)) for run in runs)
     if left:
         runs = tuple(
             replace(run, notes=(*run.notes, f"left out: {', '.join(left)} (see the table)"))
@@ -105,13 +108,15 @@ def _layout_name(file: ArrayFile, recognised: Recognised) -> str:
 
 
 def _check_anchor(file: ArrayFile, recognised: Recognised) -> None:
-    if recognised.of("W") or recognised.of("delta"):
+    if any(recognised.of(role) for role in TRAJECTORIES):
         return
     holds = f"it holds {abridged(file.keys)}"
     tables = [one.key for one in recognised.found if one.role.name in TABLES]
     more = ""
     if tables:
         more = f"; it tells tokens ({', '.join(tables)}), for --masks of another import"
+    if file.passed_over:
+        more += f"; not read are {abridged(file.passed_over)}"
     raise FormatError(
         f"{file.path} holds no W of (step, token, hidden), nor its changes: {holds}{more}; --map "
         "W=NAME says which array it is"
@@ -163,7 +168,6 @@ def _table(
         )
     for key, values in recognised.vectors.items():
         if key not in [one.key for one in recognised.found]:
-            shape = (len(values),)
-            yield Taken(
-                name=key, dtype="float", shape=shape, role=places.get(key, ""), why="one a run"
-            )
+            role = places.get(key, "") if len(runs) > 1 else ""
+            told = "one a run" if len(runs) > 1 else "several numbers, and one run"
+            yield Taken(name=key, dtype="float", shape=(len(values),), role=role, why=told)

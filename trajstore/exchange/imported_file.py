@@ -14,6 +14,7 @@ from trajstore.errors import FormatError
 from trajstore.exchange.key_names import KEPT_ATTRIBUTES
 from trajstore.exchange.recognition import Taken
 from trajstore.formats.array_file import ArrayFile
+from trajstore.schema import TRAJECTORIES
 from trajstore.strict_json import parse
 from trajstore.values.native_types import NativeType, is_zero_or_nan, narrow, widen
 from trajstore.values.rounding import as_bfloat16, is_bfloat16
@@ -195,7 +196,7 @@ class ImportedRun:
     @property
     def hidden(self) -> int:
         """Length of the hidden dimension."""
-        return next(v.row_shape[1] for v in self.variables if v.variable in ("W", "delta"))
+        return next(v.row_shape[1] for v in self.variables if v.variable in TRAJECTORIES)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,8 +112,10 @@ def told_tables(file: ArrayFile, recognised: Recognised, *, of: str = "") -> lis
         values = values_of(file, one.key)
         name = f"{one.key}{of}"
         if values.ndim != 1:
+            differs = ", as it differs from file to file" if file.format == "folder" else ""
             raise FormatError(
-                f"{file.path}: {name} has shape {values.shape}, expected one dimension"
+                f"{file.path}: {name} has shape {values.shape}{differs}, expected one dimension; "
+                f"leave it out with --map ignore={one.key}"
             )
         if one.role.kind == "truth":
             if values.dtype != bool and ((values < 0) | (values > 1)).any():
