@@ -137,6 +137,7 @@ def export(
     recorded = open_tiled(run)
     selection = select(recorded, steps=steps, tokens=tokens, variables=variables)
     notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     if format == "zarr":
         with staged_run(file, overwrite=overwrite) as path:
             write_zarr(
@@ -158,6 +159,7 @@ def export(
         with staged_file(file, overwrite=overwrite) as path:
             rounded = _write(format, path, content, on_progress)
         notes = (*content.notes, *_on_rounding(rounded, layout))
+        left_out = content.left_out
     tokens_written = len(selection.along_token(recorded.coordinates["token"]))
     if layout != "native" and LAYOUTS[layout].only_dead:
         is_dead = selection.along_token(recorded.coordinates["is_dead"]).astype(bool)
@@ -168,7 +170,7 @@ def export(
         layout=layout,
         rows=len(selection.rows),
         tokens=tokens_written,
-        variables=selection.variables,
+        variables=tuple(name for name in selection.variables if name not in left_out),
         bytes=_size(Path(file)),
         notes=notes,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,8 @@ from trajstore.formats.array_file import ArrayFile, values_of
 from trajstore.formats.open_file import open_file
 
 __all__ = ["OTHERS", "Overrules", "overrules"]
+
+_OF_THE_DEAD = "ids whose name says nothing, taken for those of the dead tokens"
 
 OTHERS = "*"
 """Name of all variables that are not named."""
@@ -137,14 +139,20 @@ def overrules(
 def _tables_of(masks: str | os.PathLike[str]) -> list[Told]:
     """Tables of tokens that another file tells."""
     with open_file(masks) as file:
-        recognised = recognise(file, _nameless_ids(file))
+        nameless = _nameless_ids(file)
+        recognised = recognise(file, nameless)
         told = told_tables(file, recognised, of=f" of {Path(masks).name}")
         if not told:
             raise FormatError(
                 f"{masks} tells no tokens: it holds {abridged(file.keys)}, expected masks or lists "
                 "of ids (dead_mask, untrained_mask, live_ids, trained_indices, token_counts, …)"
             )
-    return [one for one in told if one.role in TABLES]
+    note = ", ".join(nameless) + f" of {Path(masks).name}: {_OF_THE_DEAD}" if nameless else ""
+    return [
+        replace(one, is_beside=True, note=note if one.role == "dead_ids" else "")
+        for one in told
+        if one.role in TABLES
+    ]
 
 
 def _nameless_ids(file: ArrayFile) -> dict[str, str]:
