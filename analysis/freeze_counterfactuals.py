@@ -96,8 +96,8 @@ def freeze_blame(
         If one of the variables or the optimizer is not known.
     InvalidArgument
         If steps are missing; for another optimizer, or amsgrad; if `window` is below 1; for
-        another lattice than that of W; and for rows without the beginning of a run with skipped steps, which do not count in the bias
-        correction.
+        another lattice than that of W; and for rows without the beginning of a run with skipped
+        steps, which do not count in the bias correction.
 
     Examples
     --------
