@@ -267,7 +267,7 @@ def print_summary(summary: xr.Dataset) -> None:
         values = (moved.sel(statistic=name).item() for name in ("mean", "median", "min", "max"))
         printed.add_row(f"{population} ({number})", *(f"{value:.4e}" for value in values))
     out.print(printed)
-    for population in ("all", "dead"):
+    for population in ("all", "dead") if "centroid_norm" in summary else ():
         centroid = summary["centroid_norm"].sel(population=population).values
         out.print(
             f"Centroid norm of {population} tokens: "
