@@ -20,7 +20,7 @@ from trajstore.exchange.roles import Scalar, scalar_of
 from trajstore.exchange.selection import Selection
 from trajstore.exchange.variable_tensor import variable_tensor
 from trajstore.formats.streamed_tensor import Part, Tensor, constant
-from trajstore.schema import VARIABLES
+from trajstore.schema import TRAJECTORIES, VARIABLES
 from trajstore.store.tiled_reader import Tile, TiledRun, TiledVariable, attribute, positions
 from trajstore.values.native_types import is_nan, native_type
 from trajstore.version import __version__
@@ -198,7 +198,7 @@ def _is_sgd(run: TiledRun) -> bool:
 
 def _zeros(column: Column, run: TiledRun, selection: Selection, rows: int) -> Tensor:
     """Moments of an optimizer that has none, as their files had them."""
-    like = next(run.series[name] for name in ("W", "grad", "delta") if name in run.series)
+    like = next(run.series[name] for name in (*TRAJECTORIES, "grad") if name in run.series)
     tokens = like.shape[1] if selection.tokens is None else len(selection.tokens)
     shape = (rows, tokens, like.shape[2])
     dtype = native_type(column.dtype)
