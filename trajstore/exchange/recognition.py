@@ -201,6 +201,7 @@ def recognise(
         if any(len(one.shape) > 2 and one.shape[one.extra] > 1 for one in anchors):
             numbers[key] = number_of_one(file, key)
             del vectors[key]
+            found = [one for one in found if one.key != key]
     if anchors and all(len(one.shape) == 2 for one in anchors):
         found += alone  # values of the one state that the file holds
     found, others = _once(file, found)

@@ -27,8 +27,7 @@ _ENDINGS = (".safetensors", ".npy", ".npz", ".pt", ".pth", ".bin", ".h5", ".hdf5
 _NUMBER = re.compile(r"(\d+)(?!.*\d)")
 _MODELS = ("model.safetensors", "pytorch_model.bin")
 _MOST_OPEN = 8
-_NO_STEP = "a file whose name says no step"
-_NO_FORMAT = "no file of arrays"
+_MOST_NAMED = 20
 _READ_BESIDE = ("trainer_state.json",)
 _LAST_STEP = (1 << 63) - 1
 
@@ -53,13 +52,13 @@ def step_entries(path: Path, passed_over: dict[str, str] | None = None) -> list[
         If two have the same number, one is too large, or there are none.
     """
     found: dict[int, Path] = {}
+    others: list[Path] = []
     for entry in sorted(path.iterdir()):
         is_checkpoint = entry.is_dir() and entry.name.startswith("checkpoint")
         number = _NUMBER.search(entry.stem if entry.is_file() else entry.name)
         if number is None or not (is_checkpoint or entry.suffix in _ENDINGS):
-            if passed_over is not None and entry.name not in _READ_BESIDE:
-                is_known = is_checkpoint or entry.suffix in _ENDINGS
-                passed_over[entry.name] = _NO_STEP if is_known else _NO_FORMAT
+            if entry.name not in _READ_BESIDE:
+                others.append(entry)
             continue
         step = int(number[1])
         if step > _LAST_STEP:
@@ -76,7 +75,18 @@ def step_entries(path: Path, passed_over: dict[str, str] | None = None) -> list[
             f"{path} holds no files whose names say a step, such as step_00100.safetensors or "
             "checkpoint-100"
         )
+    if passed_over is not None:
+        passed_over |= {entry.name: _why_none(entry) for entry in others[:_MOST_NAMED]}
+        if others[_MOST_NAMED:]:
+            passed_over[f"{len(others) - _MOST_NAMED} more files"] = "no files of steps, either"
     return sorted(found.items())
+
+
+def _why_none(entry: Path) -> str:
+    if entry.is_dir() and not entry.name.startswith("checkpoint"):
+        return "a folder that is no checkpoint"
+    is_known = entry.is_dir() or entry.suffix in _ENDINGS
+    return "its name says no step" if is_known else "no file of arrays"
 
 
 class StepFolder:
@@ -189,6 +199,7 @@ class StepFolder:
         kinds: dict[str, tuple[tuple[int, ...], str, int]] = {}
         told: list[dict[str, Any]] = []
         tables: dict[str, Array] = {}
+        unread: dict[tuple[str, str], list[str]] = {}
         for row, (_, path) in enumerate(self._entries):
             file = self._file(row)
             here = {key: (file.shape(key), file.dtype(key)) for key in file.keys}
@@ -211,8 +222,8 @@ class StepFolder:
             if row < 2:
                 kinds |= {key: (*kind, row) for key, kind in here.items() if key not in kinds}
             told.append(dict(file.attributes))
-            self.passed_over |= {f"{key} of {path.name}": why
-                                 for key, why in file.passed_over.items()}  # fmt: skip
+            for key, why in file.passed_over.items():
+                unread.setdefault((key, why), []).append(path.name)
             self._compare_tables(tables, file, here, row)
         for key, values in tables.items():
             del kinds[key]
@@ -224,6 +235,9 @@ class StepFolder:
         series, left = numbers_of_steps(told, lambda row: self._entries[row][1].name)
         self._series = {key: each for key, each in series.items() if key not in kinds}
         self.passed_over |= left
+        for (key, why), names in unread.items():
+            more = f" and {len(names) - 1} more files" if len(names) > 1 else ""
+            self.passed_over[f"{key} of {names[0]}{more}"] = why
         return kinds
 
     def _compare_tables(

@@ -56,9 +56,18 @@ def test_masks_and_numbers_in_each_file(tmp_path: Path) -> None:
     assert np.allclose(ds.loss.values, [np.nan, 4, 3], equal_nan=True)
     assert ds.attrs["optimizer"]["hyperparameters"]["initial_lr"] == 1e-3
     left = {line.name: line.why for line in done.table if not line.role}
-    assert left["step_final.npz"] == "a file whose name says no step"
+    assert left["step_final.npz"] == "its name says no step"
     assert left["notes_3.md"] == "no file of arrays"
     assert any("step_final.npz" in note for note in done.notes)
+
+
+def test_many_files_that_are_passed_over_are_counted(tmp_path: Path) -> None:
+    np.save(tmp_path / "W_0.npy", np.ones((4, 3), "f4"))
+    for number in range(30):
+        (tmp_path / f"log-{number}.txt").write_text("")
+    with open_file(tmp_path) as file:
+        assert len(file.passed_over) == 21
+        assert file.passed_over["10 more files"] == "no files of steps, either"
 
 
 def test_masks_that_differ_from_file_to_file(tmp_path: Path) -> None:
@@ -88,7 +97,7 @@ def test_numbers_of_torch_files_and_tensors_that_are_not_read(tmp_path: Path) ->
     assert (ds.is_dead.values == DEAD).all()
     assert ds.attrs["optimizer"]["hyperparameters"] == {"betas": [0.9, 0.95], "initial_lr": 0.25}
     left = {line.name: line.why for line in done.table if not line.role}
-    assert left["odd of W_0.pt"] == "a tensor of type complex64"
-    assert "sparse" in left["sparse of W_5.pt"]
+    assert left["odd of W_0.pt and 2 more files"] == "a tensor of type complex64"
+    assert "sparse" in left["sparse of W_0.pt and 2 more files"]
     with open_file(path / "W_0.pt") as file:
         assert set(file.passed_over) == {"odd", "sparse"}
