@@ -54,6 +54,7 @@ def _block_kernel(
     groups: Array,
     kernel: Kernel,
     record: np.dtype[Any],
+    are_changes: bool,
 ) -> npt.NDArray[np.void]:
     parts = [part[0] for part in chunks]
     before = _rows_of([part[0][0] for part in boundary])
@@ -62,6 +63,7 @@ def _block_kernel(
     members = [slice(None) if group.all() else np.nonzero(group)[0] for group in groups]
     for row in range(rows):
         now = _rows_of([part[row] for part in parts])
+        before = np.zeros_like(now) if are_changes else before
         for number, (group, at) in enumerate(zip(groups, members, strict=True)):
             if group.any():
                 # A NaN or an infinity among the tokens is an answer, not a mishap.
@@ -127,6 +129,7 @@ def _per_population(
         groups=groups,
         kernel=kernel,
         record=dtype,
+        are_changes=points.are_changes,
         dtype=dtype,
         new_axes={"p": len(groups)},
         align_arrays=False,
@@ -238,7 +241,7 @@ def bulk_thermal(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
     Parameters
     ----------
     ds : Dataset
-        With ``W`` (step, token, hidden).
+        With ``W`` (step, token, hidden), or ``delta`` of every step.
     population : {'dead', 'live', 'all'}, optional
         Only this one; the result then has no dimension population.
 
@@ -265,7 +268,7 @@ def bulk_thermal(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
 def build_bulk_thermal(history: Scan, population: str | None = None) -> xr.Dataset:
     """`bulk_thermal` of a prepared Dataset."""
     unit = f"{history.units} per step"
-    hidden = history.variable("W").sizes["hidden"]
+    hidden = history.recorded().blocks.shape[2]
     facts = {
         "bulk_velocity": (f"({hidden},)f8", "mean velocity", unit),
         "bulk_speed": ("f8", "length of the mean velocity", unit),
@@ -293,7 +296,7 @@ def coherence(ds: xr.Dataset, population: str | None = None) -> xr.DataArray:
     Parameters
     ----------
     ds : Dataset
-        With ``W`` (step, token, hidden).
+        With ``W`` (step, token, hidden), or ``delta`` of every step.
     population : {'dead', 'live', 'all'}, optional
         Only this one; the result then has no dimension population.
 

@@ -13,6 +13,7 @@ import xarray as xr
 from analysis import input_checks
 from analysis.adam_rule import AdamRule, next_weights
 from analysis.consecutive_rows import tiles
+from analysis.lattice_points import chosen_type
 from analysis.moment_rule import MOMENTS
 from analysis.moments import Recurrence, last_row, per_row, waiting
 from analysis.streaming_scan import Scan, native_dtype, over_hidden
@@ -43,7 +44,10 @@ _NOTHING = np.r_[np.zeros(2 + _KINDS), np.full(_KINDS, np.nan)]
 
 
 def freeze_blame(
-    ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None, window: int = 100
+    ds: xr.Dataset,
+    optimizer: Mapping[str, Any] | None = None,
+    window: int = 100,
+    lattice: str = "native",
 ) -> xr.Dataset:
     """What of the optimizer keeps each frozen token where it is.
 
@@ -70,6 +74,8 @@ def freeze_blame(
         ``class`` and ``hyperparameters``; by default the attribute ``optimizer`` of the run.
     window : int
         Optimizer steps after the last motion that are tried, or fewer where there are not so many.
+    lattice : 'native'
+        The only one: each of these things changes how W itself is rounded.
 
     Returns
     -------
@@ -89,9 +95,9 @@ def freeze_blame(
     VariableNotRecorded
         If one of the variables or the optimizer is not known.
     InvalidArgument
-        If steps are missing; for another optimizer, or amsgrad; if `window` is below 1; and for
-        rows without the beginning of a run with skipped steps, which do not count in the bias
-        correction.
+        If steps are missing; for another optimizer, or amsgrad; if `window` is below 1; for
+        another lattice than that of W; and for rows without the beginning of a run with skipped
+        steps, which do not count in the bias correction.
 
     Examples
     --------
@@ -99,13 +105,17 @@ def freeze_blame(
     >>> census.sel(population="dead").to_series()[["recorded", "exact_moments"]].to_dict()
     {'recorded': 0, 'exact_moments': 118}
     """
-    return build_freeze_blame(Scan(ds), optimizer, window)
+    return build_freeze_blame(Scan(ds), optimizer, window, lattice)
 
 
 def build_freeze_blame(
-    history: Scan, optimizer: Mapping[str, Any] | None = None, window: int = 100
+    history: Scan,
+    optimizer: Mapping[str, Any] | None = None,
+    window: int = 100,
+    lattice: str = "native",
 ) -> xr.Dataset:
     """`freeze_blame` of a prepared Dataset."""
+    _check_lattice(history, lattice)
     if window < 1:
         raise InvalidArgument(f"got window={window}, expected at least 1 step")
     input_checks.variables(history.ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
@@ -144,6 +154,17 @@ def build_freeze_blame(
         }
     )
     return result.assign_coords(counterfactual=list(COUNTERFACTUALS), outcome_name=list(OUTCOMES))
+
+
+def _check_lattice(history: Scan, lattice: str) -> None:
+    """Refuse any lattice but that of the type in which W was trained."""
+    native = native_dtype(history.variable("W"))
+    if chosen_type(lattice, native) != native:
+        raise InvalidArgument(
+            f"freeze_blame asks what keeps W where it is as it was trained, in {native}, and got "
+            f"lattice={lattice!r}; freeze_cause answers on a lattice of choice, where below_cell "
+            "says that W moved and its cell did not"
+        )
 
 
 def _facts(recurrence: Recurrence, rule: AdamRule, window: int) -> da.Array:

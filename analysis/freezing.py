@@ -87,8 +87,8 @@ def freeze(ds: xr.Dataset, min_still: int = 1, lattice: str = "native") -> xr.Da
     Parameters
     ----------
     ds : Dataset
-        With ``W`` (step, token, hidden), or a stored ``W_ulp_l1`` for the native lattice, or
-        ``cells`` for that of bfloat16.
+        With ``W`` (step, token, hidden), or a stored ``W_ulp_l1`` or ``delta`` of every step for
+        the native lattice, or ``cells`` for that of bfloat16.
     min_still : int
         Steps without motion that count as stillness, at least 1.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}

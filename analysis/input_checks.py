@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from analysis.recorded_changes import hold_only_changes
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.schema import TIERS
 from trajstore.store.fork_provenance import steps_of_another_optimizer
@@ -30,6 +31,12 @@ def variables(ds: xr.Dataset, *names: str) -> None:
             None,
         )
         remedy = f"; record it with --record {tier}" if tier else ""
+        if "W" in missing and hold_only_changes(ds):
+            remedy = (
+                "; it holds delta, the changes of W, which answer how far tokens move (velocity, "
+                "speed, acceleration, displacement, freeze, bulk_thermal, coherence), and not "
+                "where they are"
+            )
         raise VariableNotRecorded(
             f"this question needs {', '.join(missing)}, which the run does not hold{remedy}"
         )

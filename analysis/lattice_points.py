@@ -26,23 +26,26 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Points:
-    """A matrix whose values are points of a lattice.
+    """A matrix whose values are points of a lattice, or the ways between such points.
 
     Attributes
     ----------
     variable : str
-        What was rounded: ``W``, or ``cells``.
+        What was rounded: ``W``, or ``cells``; or ``delta``.
     type : str
         Whose values are the points.
     blocks : dask Array, (step, token, hidden)
     boundaries : dask Array, (1 per block, token, hidden)
         Row before each block.
+    are_changes : bool
+        Whether a row is the way that led to it, and not a place.
     """
 
     variable: str
     type: str
     blocks: da.Array
     boundaries: da.Array
+    are_changes: bool = False
 
 
 def chosen_type(lattice: str, native: str) -> str:

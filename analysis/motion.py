@@ -33,7 +33,7 @@ def _velocity(history: Scan) -> xr.DataArray:
 
 
 def _result(da: xr.DataArray, history: Scan, name: str, long_name: str) -> xr.DataArray:
-    dtype = result_dtype(history.blocks("W").dtype)
+    dtype = result_dtype(history.recorded().blocks.dtype)
     return (
         da.astype(dtype)
         .rename(name)
@@ -47,7 +47,7 @@ def velocity(ds: xr.Dataset) -> xr.DataArray:
     Parameters
     ----------
     ds : Dataset
-        With ``W`` (step, token, hidden).
+        With ``W`` (step, token, hidden), or ``delta`` of every step.
 
     Returns
     -------
@@ -73,7 +73,7 @@ def speed(ds: xr.Dataset) -> xr.DataArray:
     Parameters
     ----------
     ds : Dataset
-        With ``W``, or a stored ``W_step_norm``.
+        With ``W``, a stored ``W_step_norm``, or ``delta`` of every step.
 
     Returns
     -------
@@ -105,7 +105,7 @@ def acceleration(ds: xr.Dataset) -> xr.DataArray:
     Parameters
     ----------
     ds : Dataset
-        With ``W`` (step, token, hidden).
+        With ``W`` (step, token, hidden), or ``delta`` of every step.
 
     Returns
     -------

@@ -10,6 +10,7 @@ import xarray as xr
 
 from analysis import input_checks
 from analysis.consecutive_rows import measure_rows
+from analysis.recorded_changes import cumulated, hold_only_changes
 from analysis.streaming_scan import Scan, over_hidden
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import result_dtype
@@ -108,7 +109,8 @@ def displacement(ds: xr.Dataset, since: int | Literal["previous"] = 0) -> xr.Dat
     Parameters
     ----------
     ds : Dataset
-        With ``W`` (step, token, hidden).
+        With ``W`` (step, token, hidden), or ``delta`` of every step: of a run that holds no W, the
+        changes are added up in float64, and are as exact as the file has them.
     since : int or 'previous'
         Step number of the reference, or the row before each. For ``'previous'`` a stored
         ``W_step_norm`` is used where every row of the run is there.
@@ -143,8 +145,20 @@ def build_displacement(history: Scan, since: int | Literal["previous"] = 0) -> x
         origin = "the previous row"
     else:
         row = input_checks.row_of_step(history.ds, int(since))
-        distance = _measured(history, "W", history.blocks("W")[row])
+        distance = (
+            _by_changes(history, row)
+            if hold_only_changes(history.ds)
+            else _measured(history, "W", history.blocks("W")[row])
+        )
         origin = f"step {since}"
     return distance.rename("displacement").assign_attrs(
         long_name=f"distance from {origin}", units=history.units
     )
+
+
+def _by_changes(history: Scan, row: int) -> xr.DataArray:
+    """Distance from a row, where only changes are known."""
+    changes = history.recorded()
+    places = cumulated(changes.blocks)
+    data = over_hidden(measure_rows, places, places[row], order=2, dtype=np.float64)
+    return history.wrap(data.astype(result_dtype(changes.blocks.dtype)), changes.variable)

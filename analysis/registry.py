@@ -50,10 +50,13 @@ class Quantity:
         From a `Scan` and the options of the public function to its result.
     measures : tuple of str
         What it needs of the way between rows, with default options.
+    only_native : bool
+        Whether it refuses any lattice but that of W itself.
     """
 
     build: Callable[..., xr.DataArray | xr.Dataset]
     measures: tuple[str, ...] = ()
+    only_native: bool = False
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -78,7 +81,7 @@ QUANTITIES: dict[str, Quantity] = {
     "lifecycle": Quantity(build=build_lifecycle, measures=("regime",)),
     "adam_update": Quantity(build=build_adam_update),
     "freeze_cause": Quantity(build=build_freeze_cause),
-    "freeze_blame": Quantity(build=build_freeze_blame),
+    "freeze_blame": Quantity(build=build_freeze_blame, only_native=True),
     "exact_moments": Quantity(build=build_exact_moments),
     "moment_error": Quantity(build=build_moment_error),
     "moment_stuck": Quantity(build=build_moment_stuck),
@@ -154,7 +157,13 @@ def compute(ds: xr.Dataset, names: Sequence[str], lattice: str = "native") -> xr
 
 def _check_lattice(names: Sequence[str], lattice: str) -> None:
     """Refuse a lattice that none of these quantities knows of."""
-    those = [name for name, quantity in QUANTITIES.items() if quantity.on(lattice)]
+    those = [
+        name
+        for name, quantity in QUANTITIES.items()
+        if quantity.on(lattice) and not quantity.only_native
+    ]
+    if all(QUANTITIES[name].only_native for name in names):
+        return  # it says itself what else there is
     if lattice != "native" and not set(names) & set(those):
         raise InvalidArgument(
             f"got lattice={lattice!r} with {', '.join(names)}, and a lattice goes with "

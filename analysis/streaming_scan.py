@@ -15,10 +15,12 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis import input_checks
-from analysis.consecutive_rows import measure_pairs, pair_dtype
+from analysis.consecutive_rows import measure_pairs, measure_rows, pair_dtype
 from analysis.lattice_points import Points, chosen_type, place_on_lattice
+from analysis.recorded_changes import check_every_step, hold_only_changes, moved_kernel
 from analysis.token_populations import with_mostly_dead
 from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.values.token_norms import result_dtype
 
 __all__ = ["Scan", "native_dtype", "over_hidden"]
 
@@ -83,6 +85,10 @@ def _apply_between_rows(
     block: Array, boundary: Array, kernel: Callable[[Array, Array], Array]
 ) -> Array:
     return np.concatenate([kernel(block[:1], boundary), kernel(block[1:], block[:-1])])
+
+
+def _apply_to_changes(block: Array, kernel: Callable[[Array, Array], Array]) -> Array:
+    return kernel(block, np.zeros_like(block))
 
 
 def _rows_before(blocks: da.Array) -> da.Array:
@@ -229,7 +235,24 @@ class Scan:
         return self._points[lattice]
 
     def recorded(self) -> Points:
-        """W as it is stored, whatever its type."""
+        """W as it is stored, whatever its type; without it, the recorded changes.
+
+        Raises
+        ------
+        VariableNotRecorded
+            If there is neither.
+        InvalidArgument
+            If the changes are not the ways between rows, as some step has none.
+        """
+        if hold_only_changes(self.ds):
+            check_every_step(self.steps)
+            return Points(
+                variable="delta",
+                type=native_dtype(self.variable("delta")),
+                blocks=self.blocks("delta"),
+                boundaries=self.boundaries("delta"),
+                are_changes=True,
+            )
         return Points(
             variable="W",
             type=native_dtype(self.variable("W")),
@@ -323,7 +346,8 @@ class Scan:
     @property
     def units(self) -> str:
         """Units of W."""
-        return str(self.ds["W"].attrs.get("units", "1")) if "W" in self.ds else "1"
+        held = next((name for name in ("W", "delta") if name in self.ds), None)
+        return "1" if held is None else str(self.ds[held].attrs.get("units", "1"))
 
     @property
     def _every_row(self) -> bool:
@@ -340,7 +364,17 @@ class Scan:
     def step_norm(self) -> xr.DataArray:
         """Length of the way between rows, float32 (step, token)."""
         stored = self._stored("W_step_norm")
+        if stored is None and hold_only_changes(self.ds):
+            dtype = result_dtype(self.blocks("delta").dtype)
+            return self._of_changes(measure_rows, dtype)
         return self.pair("step_norm") if stored is None else stored
+
+    def _of_changes(self, kernel: Callable[[Array], Array], dtype: npt.DTypeLike) -> xr.DataArray:
+        """Measure of each recorded change, but of that which led to the first row."""
+        self.require_rows(1, "a question about motion")
+        points = self.recorded()
+        measured = over_hidden(kernel, points.blocks, dtype=dtype)
+        return self.wrap(measured[1:], points.variable, rows=slice(1, None))
 
     def ulp_l1(self, lattice: str = "native") -> xr.DataArray:
         """Lattice spacings of the way between rows, float32 (step, token)."""
@@ -350,6 +384,8 @@ class Scan:
     def moved(self, lattice: str = "native") -> xr.DataArray:
         """Whether any bit of a token changed between rows, bool (step, token)."""
         stored = self._stored_hops(lattice)
+        if stored is None and lattice == "native" and hold_only_changes(self.ds):
+            return self._of_changes(moved_kernel, np.bool_)
         # A changed NaN has hops of NaN, which are not 0 either.
         return self.pair("moved", lattice) if stored is None else stored != 0
 
@@ -392,13 +428,13 @@ class Scan:
             One row fewer than the Dataset.
         """
         self.require_rows(1, "a question about motion")
+        apply, arrays = (
+            (_apply_to_changes, (points.blocks,))
+            if points.are_changes
+            else (_apply_between_rows, (points.blocks, points.boundaries))
+        )
         data = da.map_blocks(
-            _apply_between_rows,
-            points.blocks,
-            points.boundaries,
-            kernel=kernel,
-            dtype=dtype,
-            meta=np.empty((0, 0, 0), dtype),
+            apply, *arrays, kernel=kernel, dtype=dtype, meta=np.empty((0, 0, 0), dtype)
         )[1:]
         return self.wrap(data, points.variable, rows=slice(1, None), dims=_DIMS)
 

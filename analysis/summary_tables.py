@@ -10,6 +10,7 @@ import xarray as xr
 
 from analysis import input_checks
 from analysis.norms import displacement, grad_norms
+from analysis.recorded_changes import hold_only_changes
 from analysis.streaming_scan import Scan
 from analysis.token_populations import by_population, members, populations, with_mostly_dead
 from trajstore.errors import InvalidArgument
@@ -38,13 +39,30 @@ def _centroid_norms(W: npt.NDArray[Any], groups: npt.NDArray[np.bool_]) -> npt.N
     return np.stack([vector_norm(centroid) for centroid in centroids], -1)
 
 
+def _ends(ds: xr.Dataset, groups: npt.NDArray[np.bool_], populations: int) -> xr.DataArray:
+    """Norm of the centroids at the first and the last row, (state, population)."""
+    ends = ds["W"].isel(step=[0, -1])
+    result: xr.DataArray = xr.apply_ufunc(
+        _centroid_norms,
+        ends.chunk({"step": -1, "token": -1}) if ends.chunks is not None else ends,
+        kwargs={"groups": groups},
+        input_core_dims=[["step", "token", "hidden"]],
+        output_core_dims=[["state", "population"]],
+        dask="parallelized",
+        output_dtypes=[np.float64],
+        dask_gufunc_kwargs={"output_sizes": {"state": 2, "population": populations}},
+    )
+    return result
+
+
 def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     """First and last step at a glance: gradients, displacement, centroid, logits, loss.
 
     Parameters
     ----------
     ds : Dataset
-        A run with at least one step. What was not recorded is left out.
+        A run with at least one step. What was not recorded is left out; without W, but with
+        ``delta`` of every step, ``centroid_norm``.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
         Type that W is rounded to for ``displacement`` and ``centroid_norm``; that of bfloat16 is
         also known of a run of ``cells`` without W.
@@ -76,7 +94,8 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
         ds = ds.assign(
             W=history.wrap(points.blocks, points.variable, dims=("step", "token", "hidden"))
         )
-    input_checks.variables(ds, "W")
+    if not hold_only_changes(ds):
+        input_checks.variables(ds, "W")
     members(ds)  # says what is missing
     ds = with_mostly_dead(ds)
     names, groups = populations(ds)
@@ -98,17 +117,8 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     if "loss" in ds:
         parts["loss"] = ds["loss"].isel(step=trained).rename(step="when").drop_vars("when")
     parts["displacement"] = _table(displacement(ds, since=int(steps[0])).isel(step=-1, drop=True))
-    ends = ds["W"].isel(step=[0, -1])
-    parts["centroid_norm"] = xr.apply_ufunc(
-        _centroid_norms,
-        ends.chunk({"step": -1, "token": -1}) if ends.chunks is not None else ends,
-        kwargs={"groups": groups},
-        input_core_dims=[["step", "token", "hidden"]],
-        output_core_dims=[["state", "population"]],
-        dask="parallelized",
-        output_dtypes=[np.float64],
-        dask_gufunc_kwargs={"output_sizes": {"state": 2, "population": len(names)}},
-    )
+    if "W" in ds:
+        parts["centroid_norm"] = _ends(ds, groups, len(names))
     if "logits" in ds:
         logits = ds["logits"].isel(step=1, drop=True).astype(np.float64)
         statistics = {

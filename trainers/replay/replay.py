@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from trainers.replay.cell_checks import CellChecks
 from trainers.replay.findings import Comparisons, Findings, UnreplayedSteps
 from trainers.replay.pending_mismatch import OpenMismatch
 from trainers.replay.recorded_rows import RecordedRow, RecordedRows
@@ -65,7 +66,8 @@ def replay(
     device = replay_device(source.attributes)
     findings, unreplayed = Findings(), UnreplayedSteps()
     summaries = SummaryChecks(rows)
-    names = summaries.names if device.exact else set()
+    cells = CellChecks(rows)
+    names = (summaries.names if device.exact else set()) | cells.names
     steps: StepReplay | None = None
     with torch_threads(device.threads):
         with unreplayed.collect(*rows.steps[1:].tolist()):
@@ -83,6 +85,7 @@ def replay(
         check_skipped(rows, findings)
         previous: RecordedRow | None = None
         for row in rows.read(names):
+            cells.compare(row)
             if previous is None:
                 previous = checked_first_row(row, rows, findings)
             else:
@@ -95,6 +98,7 @@ def replay(
                 on_progress(row.number + 1, len(rows))
         proven = ProvenSteps() if steps is None else steps.conclude()
         summaries.conclude(findings, proven.steps)
+        cells.conclude(findings)
     return Replay(
         path=os.fspath(path),
         optimizer=attribute(source.attributes, "optimizer", "class"),
@@ -105,7 +109,9 @@ def replay(
         replayed=len(proven.steps),
         skipped=proven.skipped,
         rebuilt=proven.rebuilt,
-        variables=proven.variables | summaries.comparisons.variables,
+        variables=(
+            proven.variables | summaries.comparisons.variables | cells.comparisons.variables
+        ),
         findings=findings.first(),
         total=findings.total,
         unreplayed=unreplayed.all(),

@@ -110,7 +110,12 @@ def _format_of(output: str) -> str:
     help="The array that has a role, such as W=embedding_history; ignore=NAME leaves one out. "
     "Repeatable.",
 )
-@click.option("--bits", metavar="TYPE", help="What 16 bits are: bfloat16 or float16.")
+@click.option(
+    "--bits",
+    metavar="TYPE",
+    multiple=True,
+    help="What 16 bits are: bfloat16 or float16; of one variable with W=bfloat16. Repeatable.",
+)
 @click.option(
     "--labels",
     metavar="steps=…",
@@ -151,6 +156,7 @@ def import_(
     dry_run: bool,
     mapped: tuple[str, ...],
     labels: str | None,
+    bits: tuple[str, ...],
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -172,7 +178,7 @@ def import_(
     for role, name in map(_assignment, mapped):
         roles[role] = (*roles.get(role, ()), name)
     labelled = dict([_assignment(labels)]) if labels else None
-    said = options | {"map": roles, "labels": labelled}
+    said = options | {"map": roles, "labels": labelled, "bits": _bits(bits)}
     if dry_run:
         _preview(file, said, as_json=as_json)
         return
@@ -202,6 +208,16 @@ def _assignment(text: str) -> tuple[str, str]:
     if not (name and equals and value):
         raise InvalidArgument(f"got {text!r}, expected ROLE=NAME, such as W=embedding_history")
     return name, value
+
+
+def _bits(texts: tuple[str, ...]) -> dict[str, str]:
+    """What 16 bits are, by variable; of those that are not named under ``*``."""
+    said: dict[str, str] = {}
+    for text in texts:
+        name, type = _assignment(text) if "=" in text else ("*", text)
+        if said.setdefault(name, type) != type:
+            raise InvalidArgument(f"got --bits {said[name]} and {type} of the same; name one")
+    return said
 
 
 def _preview(file: str, said: dict[str, Any], *, as_json: bool) -> None:

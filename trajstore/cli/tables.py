@@ -308,7 +308,8 @@ def print_summary(summary: xr.Dataset) -> None:
         values = (moved.sel(statistic=name).item() for name in ("mean", "median", "min", "max"))
         printed.add_row(f"{population} ({number})", *(f"{value:.4e}" for value in values))
     print_table(printed)
-    for population in ("all", "dead") if tokens["dead"] else ("all",):
+    clouds = ("all", "dead") if tokens["dead"] else ("all",)
+    for population in clouds if "centroid_norm" in summary else ():
         centroid = summary["centroid_norm"].sel(population=population).values
         out.print(
             f"Centroid norm of {population} tokens: "

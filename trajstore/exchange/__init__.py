@@ -6,7 +6,8 @@
 ``upgrade_run`` makes a run of the present format of an older one.
 
 ``import_file`` makes runs of a file. ``roles`` is the table of what arrays can be, by names, types
-and dimensions; ``recognition`` finds out what the arrays of a file are, ``overrules`` is what its
+and dimensions; ``recognition`` finds out what the arrays of a file are, with ``number_reading`` and
+``tied_matrices``; ``overrules`` is what its
 user says of them; ``import_arrays`` makes runs of them: ``run_parts`` says which arrays each has,
 and ``run_reading`` puts it together, with ``step_labels``, ``row_alignment``,
 ``token_tables``, ``file_numbers`` and ``learning_rates``, to what ``imported_file`` describes;

@@ -20,7 +20,7 @@ from trajstore.exchange.roles import Scalar, scalar_of
 from trajstore.exchange.selection import Selection
 from trajstore.exchange.variable_tensor import variable_tensor
 from trajstore.formats.streamed_tensor import Part, Tensor, constant
-from trajstore.schema import VARIABLES
+from trajstore.schema import TRAJECTORIES, VARIABLES
 from trajstore.store.tiled_reader import Tile, TiledRun, TiledVariable, attribute, positions
 from trajstore.values.native_types import is_nan, native_type
 from trajstore.version import __version__
@@ -49,6 +49,9 @@ def layout_file(layout: Layout, run: TiledRun, selection: Selection) -> Exported
         selection = _only_dead(layout, run, selection)
         notes.append("the file has rows of the dead tokens only")
     columns, absent = _columns(layout, run, selection, steps)
+    placeless = _without_place(layout, run, selection)
+    if placeless:
+        notes.append(f"{', '.join(placeless)} left out, as layout {layout.name} has none")
     numbers = dict(_numbers(layout, run, selection))
     metadata = {
         "exporter": "trajstore",
@@ -73,8 +76,21 @@ def layout_file(layout: Layout, run: TiledRun, selection: Selection) -> Exported
         chunk_rows=layout.chunk_rows,
         gzip=layout.gzip,
         float16_as_bits=any(column.as_bits for column in layout.columns),
+        left_out=tuple(name for name in placeless if name in VARIABLES),
         notes=(*notes, *absent, *_notes(layout, run, steps, columns.keys(), numbers.keys())),
     )
+
+
+def _without_place(layout: Layout, run: TiledRun, selection: Selection) -> list[str]:
+    """Variables and coordinates of the run that the layout has no place for."""
+    held = {column.variable for column in layout.columns}
+    if "W" not in run.series and any(column.time == "change" for column in layout.columns):
+        held.add("delta")
+    told = {"token", "is_dead"} if layout.tells_dead else {"token"}
+    return [
+        *(name for name in selection.variables if name not in held),
+        *(name for name in run.coordinates if name not in told),
+    ]
 
 
 def _only_dead(layout: Layout, run: TiledRun, selection: Selection) -> Selection:
@@ -182,7 +198,7 @@ def _is_sgd(run: TiledRun) -> bool:
 
 def _zeros(column: Column, run: TiledRun, selection: Selection, rows: int) -> Tensor:
     """Moments of an optimizer that has none, as their files had them."""
-    like = next(run.series[name] for name in ("W", "grad", "delta") if name in run.series)
+    like = next(run.series[name] for name in (*TRAJECTORIES, "grad") if name in run.series)
     tokens = like.shape[1] if selection.tokens is None else len(selection.tokens)
     shape = (rows, tokens, like.shape[2])
     dtype = native_type(column.dtype)

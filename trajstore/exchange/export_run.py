@@ -24,7 +24,7 @@ from trajstore.exchange.exported_file import ExportedFile
 from trajstore.exchange.key_names import KEPT_ATTRIBUTES
 from trajstore.exchange.layouts import EXPORT_LAYOUTS, LAYOUTS
 from trajstore.exchange.selection import Selection, Steps, Tokens, select
-from trajstore.formats.hdf5 import write_hdf5
+from trajstore.formats.hdf5_writing import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
 from trajstore.nearest_name import did_you_mean
 from trajstore.store.create import staged_file, staged_run
@@ -138,6 +138,7 @@ def export(
     recorded = open_tiled(run)
     selection = select(recorded, steps=steps, tokens=tokens, variables=variables)
     notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     if format == "zarr":
         with staged_run(file, overwrite=overwrite) as path:
             write_zarr(
@@ -159,6 +160,7 @@ def export(
         with staged_file(file, overwrite=overwrite) as path:
             rounded = _write(format, path, content, on_progress)
         notes = (*content.notes, *_on_rounding(rounded, layout))
+        left_out = content.left_out
     tokens_written = len(selection.along_token(recorded.coordinates["token"]))
     if layout != "native" and LAYOUTS[layout].only_dead:
         is_dead = selection.along_token(recorded.coordinates["is_dead"]).astype(bool)
@@ -169,7 +171,7 @@ def export(
         layout=layout,
         rows=len(selection.rows),
         tokens=tokens_written,
-        variables=selection.variables,
+        variables=tuple(name for name in selection.variables if name not in left_out),
         bytes=_size(Path(file)),
         notes=notes,
     )

@@ -31,6 +31,8 @@ class ExportedFile:
         Level of compression in HDF5; 0 for none.
     float16_as_bits : bool
         Whether float16 too is written to HDF5 as its bits; bfloat16 always is.
+    left_out : tuple of str
+        Variables that were selected, and that it has no place for.
     notes : tuple of str
         What whoever reads the file should know.
     """
@@ -41,6 +43,7 @@ class ExportedFile:
     chunk_rows: int = 1
     gzip: int = 0
     float16_as_bits: bool = True
+    left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 

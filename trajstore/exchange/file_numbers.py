@@ -93,8 +93,8 @@ def _placed(
 ) -> Iterator[tuple[str, tuple[str, ...], Any]]:
     for key, value in numbers.items():
         lower = key.lower()
-        if lower in POPULATION_SIZES or lower in STARTING_STEP or "." in key:
-            continue  # checked, not kept; or of one of many parts of a checkpoint
+        if lower in (*POPULATION_SIZES, *STARTING_STEP):
+            continue  # checked, not kept
         if lower in ROLES[STEP.name].names:
             continue  # the label of a row
         if isinstance(value, float) and not math.isfinite(value):
@@ -102,6 +102,8 @@ def _placed(
         if isinstance(value, int) and abs(value) >= 1 << 63:
             continue
         scalar = _scalar(key, mapped)
+        if scalar is None and "." in key:
+            continue  # of one of many parts of a checkpoint
         words = {} if scalar is None else scalar.words
         if scalar is None or (scalar.codes and value not in words):
             yield key, (*_ELSEWHERE, key), value

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trajstore.errors import FormatError
+from trajstore.errors import FormatError, InvalidArgument
 from trajstore.exchange.file_numbers import places_of
 from trajstore.exchange.imported_file import ImportedRun, Understood
 from trajstore.exchange.key_names import HDF5_TEXTS
 from trajstore.exchange.layouts import LAYOUTS, Layout
-from trajstore.exchange.overrules import Overrules
+from trajstore.exchange.overrules import OTHERS, Overrules
 from trajstore.exchange.recognition import Recognised, Taken, abridged, recognise
 from trajstore.exchange.run_parts import run_parts
 from trajstore.exchange.run_reading import RunReading
 from trajstore.exchange.token_tables import TABLES
 from trajstore.formats.array_file import ArrayFile
-from trajstore.schema import STEP
+from trajstore.schema import STEP, TRAJECTORIES
 
 __all__ = ["read_arrays"]
 
@@ -41,6 +41,7 @@ def read_arrays(file: ArrayFile, overrules: Overrules) -> Understood:
     recognised = recognise(file, mapped, ignored=(*overrules.ignored, *hidden))
     own = file.format == "hdf5" and HDF5_TEXTS["attributes"] in file.keys
     _check_anchor(file, recognised)
+    _check_bits(file, recognised, overrules)
     name = layout.name if layout else file.format if own else _layout_name(file, recognised)
     runs = tuple(
         RunReading(file, part, overrules, layout or LAYOUTS.get(name), own=own).run()
@@ -48,6 +49,9 @@ def read_arrays(file: ArrayFile, overrules: Overrules) -> Understood:
     )
     table = (*_table(recognised, runs, overrules), *recognised.left_out)
     left = [line.name for line in recognised.left_out if line.name not in hidden]
+    if recognised.guessed:
+        note = f"{recognised.guessed[0]} was taken for W by its shape alone (--map W=NAME)"
+        runs = tuple(replace(run, notes=(note, *run.notes)) for run in runs)
     if left:
         runs = tuple(
             replace(run, notes=(*run.notes, f"left out: {', '.join(left)} (see the table)"))
@@ -104,17 +108,32 @@ def _layout_name(file: ArrayFile, recognised: Recognised) -> str:
 
 
 def _check_anchor(file: ArrayFile, recognised: Recognised) -> None:
-    if recognised.of("W") or recognised.of("delta"):
+    if any(recognised.of(role) for role in TRAJECTORIES):
         return
     holds = f"it holds {abridged(file.keys)}"
     tables = [one.key for one in recognised.found if one.role.name in TABLES]
     more = ""
     if tables:
         more = f"; it tells tokens ({', '.join(tables)}), for --masks of another import"
+    if file.passed_over:
+        more += f"; not read are {abridged(file.passed_over)}"
     raise FormatError(
         f"{file.path} holds no W of (step, token, hidden), nor its changes: {holds}{more}; --map "
         "W=NAME says which array it is"
     )
+
+
+def _check_bits(file: ArrayFile, recognised: Recognised, overrules: Overrules) -> None:
+    """Whether what the user says of 16 bits is said of arrays that have them."""
+    for name in overrules.bits:
+        alike = [one for one in recognised.found if name in (one.key, one.role.name)]
+        if name == OTHERS or any(one.dtype in ("uint16", "int16", "float16") for one in alike):
+            continue
+        what = f"{alike[0].key} is {alike[0].dtype}" if alike else "it holds none"
+        raise InvalidArgument(
+            f"{file.path}: --bits {name}=… says what uint16 or float16 are, and {what}; leave it "
+            "out"
+        )
 
 
 def _table(
@@ -149,7 +168,6 @@ def _table(
         )
     for key, values in recognised.vectors.items():
         if key not in [one.key for one in recognised.found]:
-            shape = (len(values),)
-            yield Taken(
-                name=key, dtype="float", shape=shape, role=places.get(key, ""), why="one a run"
-            )
+            role = places.get(key, "") if len(runs) > 1 else ""
+            told = "one a run" if len(runs) > 1 else "several numbers, and one run"
+            yield Taken(name=key, dtype="float", shape=(len(values),), role=role, why=told)

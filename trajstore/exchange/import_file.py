@@ -137,7 +137,7 @@ def import_file(
     *,
     layout: str | None = None,
     map: Mapping[str, str | Iterable[str]] | None = None,
-    bits: str | None = None,
+    bits: str | Mapping[str, str] | None = None,
     labels: Mapping[str, str] | None = None,
     first_row: int | None = None,
     masks: str | os.PathLike[str] | None = None,
@@ -165,8 +165,9 @@ def import_file(
     map : mapping of str to str or iterable of str, optional
         Arrays by their roles, such as ``{"W": "weights_0", "loss": "nll"}``; those of ``ignore``
         are left out.
-    bits : {'bfloat16', 'float16'}, optional
-        What uint16 are bits of (bfloat16 without it), and what float16 was before.
+    bits : {'bfloat16', 'float16'} or mapping of str to them, optional
+        What uint16 are bits of (bfloat16 without it), and what float16 was before: of all arrays,
+        or by variable or name, such as ``{"W": "bfloat16"}``; ``*`` stands for all others.
     labels : mapping of str to str, optional
         ``{"steps": "cs"}`` or ``{"steps": "0:2001:50"}``: labels of the rows.
     first_row : {0, 1}, optional

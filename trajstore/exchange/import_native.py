@@ -19,7 +19,7 @@ from trajstore.exchange.imported_file import (
 from trajstore.exchange.recognition import Taken, abridged
 from trajstore.exchange.step_labels import true_steps
 from trajstore.formats.safetensors import SafetensorsFile
-from trajstore.schema import COORDINATES, STEP, VARIABLES
+from trajstore.schema import COORDINATES, STEP, TRAJECTORIES, VARIABLES
 from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["read_native"]
@@ -68,10 +68,13 @@ def read_native(file: SafetensorsFile) -> Understood:
 
 def _variables(file: SafetensorsFile, rows: int, tokens: int) -> tuple[ImportedVariable, ...]:
     """Variables of the file, their shapes and types checked."""
-    hidden = next((file.shape(key)[-1] for key in ("W", "delta") if key in file.keys
+    hidden = next((file.shape(key)[-1] for key in TRAJECTORIES if key in file.keys
                    and len(file.shape(key)) == 3), None)  # fmt: skip
     if hidden is None:
-        raise FormatError(f"{file.path}: it holds no W, without which there is no run")
+        raise FormatError(
+            f"{file.path}: it holds none of {', '.join(TRAJECTORIES)}, without which there is "
+            "no run"
+        )
     found = []
     for name, entry in VARIABLES.items():
         if name not in file.keys:

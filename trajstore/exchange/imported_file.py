@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,11 +14,13 @@ from trajstore.errors import FormatError
 from trajstore.exchange.key_names import KEPT_ATTRIBUTES
 from trajstore.exchange.recognition import Taken
 from trajstore.formats.array_file import ArrayFile
+from trajstore.schema import TRAJECTORIES
 from trajstore.strict_json import parse
 from trajstore.values.native_types import NativeType, is_zero_or_nan, narrow, widen
 from trajstore.values.rounding import as_bfloat16, is_bfloat16
 
 __all__ = [
+    "HalfForm",
     "ImportedRun",
     "ImportedVariable",
     "Source",
@@ -31,6 +33,9 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
+
+HalfForm = Literal["values", "bits", "either"]
+"""Whether float16 holds values of bfloat16, could only be its bits, or is 0 either way."""
 
 Time = Literal["after", "before"]
 """Whether a row holds the state after its step, or before it."""
@@ -140,14 +145,26 @@ class ImportedVariable:
 
     def holds_bfloat16(self) -> bool:
         """Whether every value is one of bfloat16."""
+        return all(self._are_bfloat16(bits) for bits in self._batches())
+
+    def half_form(self) -> HalfForm:
+        """What its float16 may be, if they were bfloat16 before."""
+        blank = True
+        for bits in self._batches():
+            if not self._are_bfloat16(bits):
+                return "bits"
+            blank = blank and not (bits & (self.native.sign_mask - 1)).any()
+        return "either" if blank else "values"
+
+    def _are_bfloat16(self, bits: Array) -> bool:
+        if self.native.name == "float16":
+            bits = widen(bits, self.native).view(np.uint32)
+        return bool(is_bfloat16(bits))
+
+    def _batches(self) -> Iterator[Array]:
         rows = max(1, _BATCH // max(self.row_bytes, 1))
         for start in range(0, self.rows, rows):
-            bits = self.read(start, min(start + rows, self.rows))
-            if self.native.name == "float16":
-                bits = widen(bits, self.native).view(np.uint32)
-            if not is_bfloat16(bits):
-                return False
-        return True
+            yield self.read(start, min(start + rows, self.rows))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +196,7 @@ class ImportedRun:
     @property
     def hidden(self) -> int:
         """Length of the hidden dimension."""
-        return next(v.row_shape[1] for v in self.variables if v.variable in ("W", "delta"))
+        return next(v.row_shape[1] for v in self.variables if v.variable in TRAJECTORIES)
 
 
 @dataclass(frozen=True, kw_only=True)

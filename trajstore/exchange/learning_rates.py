@@ -18,7 +18,7 @@ __all__ = ["completed_rule", "scheduled_rates", "with_rates"]
 Array = npt.NDArray[Any]
 Variables = tuple[ImportedVariable, ...]
 
-_ADAMW = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+_ADAMW: dict[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
 """Defaults of `torch.optim.AdamW`."""
 
 
@@ -54,8 +54,14 @@ def with_rates(
             "the file holds the learning rate of each step itself; leave the schedule out"
         )
     rates = scheduled_rates(schedule, peak, steps)
-    rule, note = completed_rule(attributes.get("optimizer", {}), has_moments=_moved(variables))
+    told = attributes.get("config", {}).get("scalars", {})
+    betas = tuple(told.get(f"adam_beta{number}") for number in (1, 2))
+    rule, note, added = completed_rule(
+        attributes.get("optimizer", {}), has_moments=_moved(variables), betas=betas
+    )
     given = {"lr": {"schedule": schedule, "learning_rate": peak}, "optimizer": note}
+    if added:
+        given["defaults"] = added
     double = NATIVE_TYPES["float64"]
     made = ImportedVariable(
         variable="lr",
@@ -124,7 +130,12 @@ def scheduled_rates(schedule: str, peak: float, steps: Array) -> npt.NDArray[np.
     return np.where(steps == 0, np.nan, rates)
 
 
-def completed_rule(optimizer: dict[str, Any], *, has_moments: bool) -> tuple[dict[str, Any], str]:
+def completed_rule(
+    optimizer: dict[str, Any],
+    *,
+    has_moments: bool,
+    betas: tuple[float | None, ...] = (None, None),
+) -> tuple[dict[str, Any], str, dict[str, Any]]:
     """Optimizer of a run whose file names no class, and what was added to it.
 
     A file tells some of Adam's numbers and never the class. Without momentum and squares it was
@@ -137,20 +148,32 @@ def completed_rule(optimizer: dict[str, Any], *, has_moments: bool) -> tuple[dic
         ``hyperparameters``, as far as they are told.
     has_moments : bool
         Whether some moment is not 0.
+    betas : tuple of float or None
+        Those of the two that are told, where not both are.
 
     Returns
     -------
     optimizer : dict
     note : str
+    added : dict
+        What is not of the file, but of the defaults.
     """
     given = dict(optimizer.get("hyperparameters", {}))
     if not has_moments and given.get("betas") == [0.0, 0.0]:
         rule = {"class": "torch.optim.sgd.SGD", "hyperparameters": given}
-        return rule, "betas and moments of 0 were taken for SGD"
+        return rule, "betas and moments of 0 were taken for SGD", {}
     added = {name: value for name, value in _ADAMW.items() if name not in given}
+    if "betas" in added and betas != (None, None):
+        default = added.pop("betas")
+        given["betas"] = [default[at] if beta is None else beta for at, beta in enumerate(betas)]
+        added |= {
+            f"adam_beta{at + 1}": default[at] for at, beta in enumerate(betas) if beta is None
+        }
     told = "".join(f", {name} {value}" for name, value in added.items())
+    known = {name: value for name, value in added.items() if name in _ADAMW}
     return (
-        {"class": "torch.optim.adamw.AdamW", "hyperparameters": added | given},
+        {"class": "torch.optim.adamw.AdamW", "hyperparameters": known | given},
         f"the file names no optimizer; taken for AdamW of torch{told}: for another one pass "
         "optimizer= to what asks for its rule",
+        added,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,12 @@ from trajstore.exchange.token_tables import TABLES, Told, told_tables
 from trajstore.formats.array_file import ArrayFile, values_of
 from trajstore.formats.open_file import open_file
 
-__all__ = ["Overrules", "overrules"]
+__all__ = ["OTHERS", "Overrules", "overrules"]
+
+_OF_THE_DEAD = "ids whose name says nothing, taken for those of the dead tokens"
+
+OTHERS = "*"
+"""Name of all variables that are not named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +37,8 @@ class Overrules:
         Keys, and the roles that they have.
     ignored : tuple of str
         Keys that are left out.
-    bits : {'bfloat16', 'float16'}, optional
-        What 16 bits are.
+    bits : dict of str to str
+        What 16 bits are, bfloat16 or float16, by variables and keys; of all others under `OTHERS`.
     steps : str, optional
         Labels of the rows: a key, or numbers such as ``0:2001:50``.
     first_row : {0, 1}, optional
@@ -47,18 +52,27 @@ class Overrules:
     layout: str | None = None
     mapped: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
-    bits: str | None = None
+    bits: Mapping[str, str] = field(default_factory=dict)
     steps: str | None = None
     first_row: int | None = None
     schedule: str | None = None
     masks: tuple[Told, ...] = ()
+
+    def bits_of(self, variable: str, *keys: str) -> str | None:
+        """What the 16 bits of arrays of a variable are, if the user says it."""
+        names = (*keys, variable, OTHERS)
+        return next((self.bits[name] for name in names if name in self.bits), None)
+
+    def names_bits(self, variable: str, *keys: str) -> bool:
+        """Whether the user says it of this variable by its name."""
+        return any(name in self.bits for name in (*keys, variable))
 
 
 def overrules(
     *,
     layout: str | None = None,
     map: Mapping[str, str | Iterable[str]] | None = None,
-    bits: str | None = None,
+    bits: str | Mapping[str, str] | None = None,
     labels: Mapping[str, str] | None = None,
     first_row: int | None = None,
     masks: str | os.PathLike[str] | None = None,
@@ -72,7 +86,8 @@ def overrules(
     map : mapping of str to str or iterable of str, optional
         Name of the array that has each role, or several of a file with several runs; those of
         ``ignore`` are left out.
-    bits : {'bfloat16', 'float16'}, optional
+    bits : {'bfloat16', 'float16'} or mapping of str to them, optional
+        Of all arrays, or by variables and names of arrays.
     labels : mapping of str to str, optional
         ``steps``: the name of an array, or numbers such as ``0:2001:50``.
     first_row : {0, 1}, optional
@@ -90,8 +105,10 @@ def overrules(
         raise InvalidArgument(
             f"there is no layout {layout!r}; choose from {', '.join(IMPORT_LAYOUTS)}"
         )
-    if bits not in (None, "bfloat16", "float16"):
-        raise InvalidArgument(f"16 bits are bfloat16 or float16, got {bits!r}")
+    bits_of = {} if bits is None else {OTHERS: bits} if isinstance(bits, str) else dict(bits)
+    for type in bits_of.values():
+        if type not in ("bfloat16", "float16"):
+            raise InvalidArgument(f"16 bits are bfloat16 or float16, got {type!r}")
     if first_row not in (None, 0, 1):
         raise InvalidArgument(f"the first row is that of step 0 or 1, got {first_row!r}")
     unknown = set(labels or {}) - {"steps"}
@@ -111,7 +128,7 @@ def overrules(
         layout=layout,
         mapped=mapped,
         ignored=tuple(ignored),
-        bits=bits,
+        bits=bits_of,
         steps=(labels or {}).get("steps"),
         first_row=first_row,
         schedule=schedule,
@@ -122,14 +139,20 @@ def overrules(
 def _tables_of(masks: str | os.PathLike[str]) -> list[Told]:
     """Tables of tokens that another file tells."""
     with open_file(masks) as file:
-        recognised = recognise(file, _nameless_ids(file))
+        nameless = _nameless_ids(file)
+        recognised = recognise(file, nameless)
         told = told_tables(file, recognised, of=f" of {Path(masks).name}")
         if not told:
             raise FormatError(
                 f"{masks} tells no tokens: it holds {abridged(file.keys)}, expected masks or lists "
                 "of ids (dead_mask, untrained_mask, live_ids, trained_indices, token_counts, …)"
             )
-    return [one for one in told if one.role in TABLES]
+    note = ", ".join(nameless) + f" of {Path(masks).name}: {_OF_THE_DEAD}" if nameless else ""
+    return [
+        replace(one, is_beside=True, note=note if one.role == "dead_ids" else "")
+        for one in told
+        if one.role in TABLES
+    ]
 
 
 def _nameless_ids(file: ArrayFile) -> dict[str, str]:

@@ -7,13 +7,12 @@ and listed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from trajstore.errors import FormatError, InvalidArgument
+from trajstore.exchange.number_reading import number_of_one, numbers_beside, vectors_beside
 from trajstore.exchange.roles import (
     AMBIGUOUS,
     ROLES,
@@ -25,7 +24,9 @@ from trajstore.exchange.roles import (
     named,
     scalar_of,
 )
-from trajstore.formats.array_file import ArrayFile, values_of
+from trajstore.exchange.tied_matrices import tied
+from trajstore.formats.array_file import ArrayFile, is_number, values_of
+from trajstore.schema import TRAJECTORIES
 from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["IGNORE", "Found", "Recognised", "Taken", "abridged", "recognise"]
@@ -34,7 +35,6 @@ IGNORE = "ignore"
 """Role of arrays that are to be left out."""
 
 _BITS = ("uint16", "int16")
-_LONGEST_TEXT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +97,15 @@ class Recognised:
     vectors : dict of str to list
         One number for each run, by their keys.
     left_out : tuple of Taken
+    guessed : tuple of str
+        Keys of arrays that are W by their shape alone.
     """
 
     found: tuple[Found, ...]
     numbers: dict[str, Any]
     vectors: dict[str, list[Any]]
     left_out: tuple[Taken, ...]
+    guessed: tuple[str, ...] = ()
 
     def of(self, role: str) -> tuple[Found, ...]:
         """Arrays of a role."""
@@ -125,7 +128,8 @@ def recognise(
     Raises
     ------
     FormatError
-        If a name fits no array of such a type or rank, or two names fit one role.
+        If a name fits no array of such a type or rank, two names fit one role, or the only array
+        that could be W has no name that says it, beside others that have names.
     InvalidArgument
         If a role or a key does not exist.
     """
@@ -133,9 +137,9 @@ def recognise(
     _check_map(file, mapped, ignored)
     taken = {ROLES[role].name for role in mapped.values() if role in ROLES}
     found: list[Found] = []
-    left: list[Taken] = []
-    numbers = dict(_numbers(file, ignored))
-    vectors: dict[str, list[Any]] = {}
+    left = _passed_over(file, ignored)
+    numbers = numbers_beside(file, ignored)
+    vectors = vectors_beside(file, ignored)
     unknown: list[Found] = []
     alone: list[Found] = []
     for key in file.keys:
@@ -162,7 +166,7 @@ def recognise(
         if name.role is not None and name.role.name == "token_ids":
             name = _described(file, key, name)
         if not shape:
-            if name.role is not None and not _is_number(dtype):
+            if name.role is not None and not is_number(dtype):
                 raise _unfit(file, _found(key, dtype, shape, name))
             if name.role is not None and name.role.is_variable and dtype in NATIVE_TYPES:
                 alone.append(_found(key, dtype, shape, name))
@@ -177,6 +181,8 @@ def recognise(
                 left.append(replace(line, why="of another parameter"))
                 continue
             found.append(_fitting(file, one))
+        elif key in numbers or f"{key}[0]" in numbers:
+            continue
         elif len(shape) == 1 and scalar_of(key) is not None:
             vectors[key] = values_of(file, key).tolist()
         elif is_derived(key):
@@ -187,9 +193,15 @@ def recognise(
             unknown.append(_found(key, dtype, shape, replace(name, role=ROLES["W"])))
         else:
             left.append(replace(line, why="not known"))
-    chosen, more = _by_shape_alone(found, unknown)
+    chosen, more = _by_shape_alone(file, found, unknown)
     found, dropped = _of_one_parameter(found + chosen)
-    anchors = [one for one in found if one.role.name in ("W", "delta")]
+    anchors = [one for one in found if one.role.name in TRAJECTORIES]
+    for key in [key for key, values in vectors.items() if len(values) == 1]:
+        # One rate for all rows, unless there is but one row.
+        if any(len(one.shape) > 2 and one.shape[one.extra] > 1 for one in anchors):
+            numbers[key] = number_of_one(file, key)
+            del vectors[key]
+            found = [one for one in found if one.key != key]
     if anchors and all(len(one.shape) == 2 for one in anchors):
         found += alone  # values of the one state that the file holds
     found, others = _once(file, found)
@@ -198,7 +210,16 @@ def recognise(
         numbers=numbers,
         vectors=vectors,
         left_out=(*left, *more, *dropped, *others),
+        guessed=tuple(one.key for one in chosen),
     )
+
+
+def _passed_over(file: ArrayFile, ignored: tuple[str, ...]) -> list[Taken]:
+    """What the file holds besides, which its format does not offer."""
+    return [
+        Taken(name=key, dtype="", shape=(), role="", why="as you said" if key in ignored else why)
+        for key, why in file.passed_over.items()
+    ]
 
 
 def _check_map(file: ArrayFile, mapped: Mapping[str, str], ignored: tuple[str, ...]) -> None:
@@ -210,42 +231,12 @@ def _check_map(file: ArrayFile, mapped: Mapping[str, str], ignored: tuple[str, .
         if key not in file.keys and key not in file.attributes:
             raise InvalidArgument(f"{file.path} holds no {key!r}; it holds {abridged(file.keys)}")
     for key in ignored:
-        if key not in file.keys and key not in file.attributes:
+        if key not in (*file.keys, *file.attributes, *file.passed_over):
             raise InvalidArgument(f"{file.path} holds no {key!r}; it holds {abridged(file.keys)}")
 
 
 def _mapped_to(mapped: Mapping[str, str], role: Role) -> str:
     return next(key for key, name in mapped.items() if name == role.name)
-
-
-def _numbers(file: ArrayFile, ignored: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Numbers beside the arrays: attributes, texts that are numbers, and arrays without axes."""
-    for key, value in file.attributes.items():
-        number = _number(value) if isinstance(value, str) else value
-        if number is not None and key not in ignored:
-            yield key, number
-    for key in file.keys:
-        if file.shape(key) == () and key not in ignored and _is_number(file.dtype(key)):
-            held: Any = values_of(file, key)[()]
-            if not isinstance(held, np.floating):
-                yield key, held.item()
-            elif np.isfinite(held):
-                # The shortest decimal that is this number, as 0.001 was written.
-                yield key, float(str(held))
-
-
-def _number(text: str) -> int | float | None:
-    if len(text) > _LONGEST_TEXT:
-        return None
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        number = float(text)
-    except ValueError:
-        return None
-    return number if np.isfinite(number) else None
 
 
 def _found(key: str, dtype: str, shape: tuple[int, ...], name: Name) -> Found:
@@ -269,10 +260,6 @@ def _described(file: ArrayFile, key: str, name: Name) -> Name:
     if population is None:
         return name
     return replace(name, role=ROLES[f"{population}_ids"], is_described=True)
-
-
-def _is_number(dtype: str) -> bool:
-    return dtype in NATIVE_TYPES or dtype == "bool" or "int" in dtype
 
 
 def _is_float(dtype: str) -> bool:
@@ -309,19 +296,30 @@ def _unfit(file: ArrayFile, one: Found) -> FormatError:
 
 
 def _by_shape_alone(
-    found: list[Found], unknown: list[Found]
+    file: ArrayFile, found: list[Found], unknown: list[Found]
 ) -> tuple[list[Found], tuple[Taken, ...]]:
     """W, where no name says which array it is and one alone has its rank; the others."""
-    anchors = [one for one in found if one.role.name in ("W", "delta")]
+    anchors = [one for one in found if one.role.name in TRAJECTORIES]
     ranks = sorted({len(one.shape) for one in unknown}, reverse=True)
     for rank in ranks if not anchors else ():
         alike = [one for one in unknown if len(one.shape) == rank]
         runs = {one.run for one in alike}
         if len(alike) == len(runs):
+            _check_alone(file, alike[0], found)
             rest = [one for one in unknown if one not in alike]
             return alike, tuple(_left(one, "not known") for one in rest)
         break
     return [], tuple(_left(one, "not known; say what it is with --map") for one in unknown)
+
+
+def _check_alone(file: ArrayFile, one: Found, found: list[Found]) -> None:
+    """Whether an array without a name that says it may be W: not beside others that have names."""
+    beside = [other.key for other in found if other.role.is_variable]
+    if beside:
+        raise FormatError(
+            f"{file.path} holds {abridged(beside)} and no W: {one.key} of shape {one.shape} could "
+            f"be it, and its name does not say so; say it with --map W={one.key}"
+        )
 
 
 def _left(one: Found, why: str) -> Taken:
@@ -361,10 +359,10 @@ def _once(file: ArrayFile, found: list[Found]) -> tuple[list[Found], list[Taken]
                 f"which it is with --map {one.role.name}={one.key}"
             )
     if untied:
-        tied = _tied(file, [one for one in found if one.role.name == "W"])
-        if tied is not None:
-            left.append(_left(tied, "the same values as the other matrix, which it is tied to"))
-            found = [replace(one, matrix=None) for one in found if one is not tied]
+        same = tied(file, [one for one in found if one.role.name == "W"])
+        if same is not None:
+            left.append(_left(same, "the same values as the other matrix, which it is tied to"))
+            found = [replace(one, matrix=None) for one in found if one is not same]
         else:
             # A W beside an E is the other matrix of an untied model.
             found = [
@@ -375,16 +373,6 @@ def _once(file: ArrayFile, found: list[Found]) -> tuple[list[Found], list[Taken]
     else:
         found = [replace(one, matrix=None) for one in found]
     return found, left
-
-
-def _tied(file: ArrayFile, matrices: list[Found]) -> Found | None:
-    """The unembedding of a model that is its embedding; untied histories have names."""
-    if len(matrices) != 2 or any("." not in one.key for one in matrices):
-        return None
-    one, other = sorted(matrices, key=lambda each: each.matrix or "W")
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return None
-    return other if np.array_equal(file.read(one.key), file.read(other.key)) else None
 
 
 def abridged(keys: Any) -> str:

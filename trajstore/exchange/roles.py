@@ -18,12 +18,14 @@ from trajstore.schema import STEP, VARIABLES
 __all__ = [
     "AMBIGUOUS",
     "ROLES",
+    "RULE",
     "SCALARS",
     "Name",
     "Role",
     "Scalar",
     "described_population",
     "is_derived",
+    "is_pair",
     "named",
     "scalar_of",
 ]
@@ -220,13 +222,26 @@ def named(key: str) -> Name:
     text, run = key, None
     if match := _RUN.fullmatch(text):
         run, text = int(match[1]), match[2]
-    stem = re.sub(r"[\s\-/]+", "_", text.lower().rstrip("'"))
-    for wording, matrix, population in _readings(stem):
+    *groups, last = text.lower().rstrip("'").split("/")
+    stems = [_stem("/".join((*groups, last)))]
+    # A group that has a name of the table itself, or one of what follows from the rest, says more
+    # than the name in it.
+    if groups and not any(_says_something(_stem(group)) for group in groups):
+        stems.append(_stem(last))
+    for wording, matrix, population in (each for stem in stems for each in _readings(stem)):
         role = _by_name().get(wording)
         if role is not None and (population is None or role.is_variable):
             told = _OF_MATRIX.get(wording.partition(".")[0]) if role.name == "W" else None
             return Name(role=role, run=run, matrix=matrix or told, population=population)
     return Name(role=None, run=run)
+
+
+def _stem(text: str) -> str:
+    return re.sub(r"[\s\-/]+", "_", text)
+
+
+def _says_something(group: str) -> bool:
+    return is_derived(group) or any(wording in _by_name() for wording, *_ in _readings(group))
 
 
 def _readings(stem: str) -> Iterator[tuple[str, str | None, str | None]]:
@@ -300,7 +315,8 @@ class Scalar:
         return {code: word for word, code in reversed(list(self.codes.items()))}
 
 
-_GIVEN = ("optimizer", "hyperparameters")
+RULE = ("optimizer", "hyperparameters")
+"""Where the attributes of a run have the numbers of the optimizer's rule."""
 
 
 def _scalar(names: str, *paths: tuple[str, ...], **codes: int) -> Scalar:
@@ -313,14 +329,14 @@ SCALARS: dict[str, Scalar] = {
     for scalar in (
         _scalar(
             "learning_rate lr peak_lr base_lr",
-            (*_GIVEN, "initial_lr"),
+            (*RULE, "initial_lr"),
             ("config", "optimizer", "lr"),
-            (*_GIVEN, "lr"),
+            (*RULE, "lr"),
         ),
-        _scalar("weight_decay wd", (*_GIVEN, "weight_decay")),
-        _scalar("adam_beta1 beta1", (*_GIVEN, "betas", "0")),
-        _scalar("adam_beta2 beta2", (*_GIVEN, "betas", "1")),
-        _scalar("adam_epsilon adam_eps epsilon eps", (*_GIVEN, "eps")),
+        _scalar("weight_decay wd", (*RULE, "weight_decay")),
+        _scalar("adam_beta1 beta1 beta_1 betas[0] adam_betas[0]", (*RULE, "betas", "0")),
+        _scalar("adam_beta2 beta2 beta_2 betas[1] adam_betas[1]", (*RULE, "betas", "1")),
+        _scalar("adam_epsilon adam_eps epsilon eps", (*RULE, "eps")),
         _scalar("init_sigma init_scale init_std", ("config", "initialisation", "sigma")),
         # How the start was drawn: 0 in float32, then rounded, as a point is unless it says so; 1 in
         # bfloat16.
@@ -345,9 +361,22 @@ SCALARS: dict[str, Scalar] = {
 """By name; whatever other numbers a file holds go to ``config.scalars`` under their own names."""
 
 
+_CONFIGURATION = re.compile(
+    r"^(?:(?:config|cfg|args|hparams|hyper_?parameters|hyperparams|settings|param_groups)[./])+"
+)
+"""Groups in which people keep such numbers."""
+
+
+def is_pair(key: str) -> bool:
+    """Whether a name is one of two numbers: of both betas of Adam."""
+    return _CONFIGURATION.sub("", key.lower()) in ("betas", "adam_betas")
+
+
 def scalar_of(key: str) -> Scalar | None:
     """Scalar of a name, or of its plural, which has a number for each run; None for others."""
-    stem = key.lower()
+    stem = _CONFIGURATION.sub("", key.lower())
+    if pair := re.fullmatch(r"(.+)[./]([01])", stem):
+        stem = f"{pair[1]}[{pair[2]}]" if is_pair(pair[1]) else stem
     for wording in (stem, stem.removesuffix("s")):
         for scalar in SCALARS.values():
             if wording in scalar.names:

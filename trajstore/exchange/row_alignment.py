@@ -97,7 +97,8 @@ def _is_before(where: Any, variables: Variables, rows: Alignment) -> bool:
     """Whether W and the moments are those before the step of their row.
 
     Then rows 0 and 1 of each are the same, both before step 1; and the moments know nothing of the
-    gradient of row 1. Where there are no moments to tell, names that are those of such a layout do.
+    gradient of row 1. Where there are no moments to tell, and the names are those of such a layout,
+    that is not decided by itself.
     """
     if rows.first_row_is_given and not rows.is_before:
         return False
@@ -113,8 +114,14 @@ def _is_before(where: Any, variables: Variables, rows: Alignment) -> bool:
         )
     if not all(same) or "grad" not in held or held["grad"].missing:
         return False
-    if rows.is_before or (len(states) == 1 and rows.fits_before and not rows.labelled):
+    if rows.is_before:
         return True
+    if len(states) == 1 and rows.fits_before and not rows.labelled:
+        raise FormatError(
+            f"{where}: {held['W'].key} is the same in rows 0 and 1, as in files of 1.12a, which "
+            "hold W before the step of each row, and as after a first step with a learning rate "
+            "of 0; no moments tell which: say --layout 1.12a, or --first-row 0"
+        )
     gradient, last = held["grad"], len(rows.steps) - 1
     pushed = not is_zero_or_nan(gradient.read(1, 2), gradient.native).all()
     moments = any(

@@ -9,9 +9,16 @@ from typing import Any
 from trajstore.errors import FormatError
 from trajstore.exchange.recognition import Found, Recognised
 from trajstore.formats.array_file import ArrayFile
-from trajstore.schema import VARIABLES
+from trajstore.schema import TRAJECTORIES, VARIABLES
 
-__all__ = ["RunPart", "run_parts"]
+__all__ = ["RUN_COUNTS", "RunPart", "run_parts"]
+
+RUN_COUNTS = tuple(
+    f"{prefix}{noun}"
+    for noun in ("runs", "trials", "replicates")
+    for prefix in ("n_", "num_", "number_of_")
+)
+"""Names of how many runs a file holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +54,7 @@ def run_parts(file: ArrayFile, recognised: Recognised) -> Iterator[RunPart]:
         If arrays do not agree on how many runs there are, or one does not say of which it is.
     """
     found = recognised.found
-    anchors = [one for one in found if one.role.name in ("W", "delta")]
+    anchors = [one for one in found if one.role.name in TRAJECTORIES]
     numbered = sorted({one.run for one in anchors if one.run is not None})
     lengths = {one.key: one.shape[0] for one in found if one.extra == 1 and one.role.is_variable}
     along = [lengths[one.key] for one in anchors if one.extra == 1]
@@ -58,11 +65,9 @@ def run_parts(file: ArrayFile, recognised: Recognised) -> Iterator[RunPart]:
                     f"{file.path}: {anchors[0].key} has {along[0]} runs along its first axis, and "
                     f"{key} {length}"
                 )
-        said = recognised.numbers.get("n_runs")
-        if said is not None and said != along[0]:
-            raise FormatError(f"{file.path}: n_runs is {said}, and {anchors[0].key} has {along[0]}")
     if numbered and along:
         raise FormatError(f"{file.path}: {anchors[0].key} has both a number and an axis of runs")
+    _check_count(file, recognised, anchors[0], numbered, along[0] if along else None)
     for one in found:
         of_all = one.run is None and one.extra < 1
         if (numbered or along) and one.role.is_variable and of_all and one.role.name != "lr":
@@ -96,3 +101,26 @@ def run_parts(file: ArrayFile, recognised: Recognised) -> Iterator[RunPart]:
             used = tuple(one for one in mine if one.key not in numbers or one.role.is_variable)
             labels = [str(each) for each in (number, matrix) if each is not None]
             yield RunPart(label=".".join(labels), found=used, numbers=numbers, outer=outer)
+
+
+def _check_count(
+    file: ArrayFile, recognised: Recognised, anchor: Found, numbered: list[int], along: int | None
+) -> None:
+    """Whether what the file says of its runs is what its arrays say."""
+    count = len(numbered) or along or 1
+    what = (
+        f"the names of arrays number {count} ({', '.join(map(str, numbered[:12]))})" if numbered
+        else f"{anchor.key} of shape {anchor.shape} has {count}"
+    )  # fmt: skip
+    for key, value in recognised.numbers.items():
+        if key.lower() in RUN_COUNTS and value != count:
+            raise FormatError(
+                f"{file.path}: {key} is {value}, and {what}; leave it out with --map ignore={key}"
+            )
+    for key, values in recognised.vectors.items():
+        of_rows = any(one.key == key for one in recognised.found)
+        if len(values) not in (1, count) and count > 1 and not of_rows:
+            raise FormatError(
+                f"{file.path}: {key} has {len(values)} values, and {what} runs; leave it out with "
+                f"--map ignore={key}"
+            )

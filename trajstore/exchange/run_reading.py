@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import FormatError
+from trajstore.errors import FormatError, InvalidArgument
 from trajstore.exchange.file_numbers import STARTING_STEP, attributes_of, number_of
 from trajstore.exchange.imported_file import (
     ImportedRun,
@@ -23,13 +23,13 @@ from trajstore.exchange.layouts import Layout
 from trajstore.exchange.learning_rates import with_rates
 from trajstore.exchange.overrules import Overrules
 from trajstore.exchange.recognition import Found, Recognised
-from trajstore.exchange.roles import ROLES
+from trajstore.exchange.roles import ROLES, RULE, is_pair, scalar_of
 from trajstore.exchange.row_alignment import Alignment, aligned
 from trajstore.exchange.run_parts import RunPart
 from trajstore.exchange.step_labels import named_steps, true_steps, unlabelled_steps
 from trajstore.exchange.token_tables import TokenTable, Told, token_table, told_tables
 from trajstore.formats.array_file import ArrayFile, values_of
-from trajstore.schema import STEP, VARIABLES
+from trajstore.schema import STEP, TRAJECTORIES, VARIABLES
 from trajstore.values.native_types import NATIVE_TYPES, NativeType
 
 __all__ = ["RunReading"]
@@ -100,6 +100,7 @@ class RunReading:
             self.notes += notes
         attributes = self._attributes(variables)
         if self.overrules.schedule is not None:
+            self._check_rule_is_read()
             peak = number_of(file.path, self.part.numbers, "learning_rate", self.overrules.mapped)
             variables, attributes, notes = with_rates(
                 variables, attributes, self.overrules.schedule, float(peak), self.steps
@@ -123,11 +124,13 @@ class RunReading:
 
     def _anchor(self) -> Found:
         """The array whose shape the others must have: W, or its changes."""
-        for role in ("W", "delta"):
+        for role in TRAJECTORIES:
             held = [one for one in self.found if one.role.name == role]
             if held:
                 return held[0]
-        raise FormatError(f"{self.file.path}: run {self.part.label} holds no W, nor its changes")
+        raise FormatError(
+            f"{self.file.path}: run {self.part.label} holds no W, nor its changes or its cells"
+        )
 
     def _steps(self) -> Array:
         """Steps of the rows."""
@@ -348,7 +351,7 @@ class RunReading:
     def _native(self, one: Found) -> NativeType:
         """Type as which the values of an array are read."""
         if one.dtype in ("uint16", "int16"):
-            return NATIVE_TYPES[self.overrules.bits or "bfloat16"]
+            return NATIVE_TYPES[self.overrules.bits_of(one.role.name, one.key) or "bfloat16"]
         if one.dtype not in NATIVE_TYPES:
             raise FormatError(
                 f"{self.file.path}: {one.key} is of type {one.dtype}, expected "
@@ -378,11 +381,24 @@ class RunReading:
                 )
         return attributes_of(self.file.path, self.part.numbers, self.overrules.mapped)
 
+    def _check_rule_is_read(self) -> None:
+        """Whether no default would stand for what the file says and its format does not offer."""
+        for key, why in self.file.passed_over.items():
+            scalar = scalar_of(key)
+            is_of_rule = scalar is not None and scalar.paths[0][:2] == RULE
+            if (is_of_rule or is_pair(key)) and key not in self.overrules.ignored:
+                raise InvalidArgument(
+                    f"{self.file.path}: {key} is {why}, so --schedule would put a default in its "
+                    f"place; write it as a number, or allow the default with --map ignore={key}"
+                )
+
     def _say_what_is_missing(self, variables: tuple[ImportedVariable, ...]) -> None:
         names = {held.variable for held in variables}
         if self.own:
             return
-        if "W" not in names:
+        if self.anchor.role.name == "cells":
+            self.notes.append("the file holds W rounded to bfloat16, as cells, and no W")
+        elif "W" not in names:
             self.notes.append(
                 f"{self.anchor.key} became delta; the file holds no initial W, hence no W"
             )

@@ -52,6 +52,10 @@ class Told:
         Whether it counts the places along the token axis, not the ids of the vocabulary.
     is_described : bool
         Whether a description says the role, not the name.
+    is_beside : bool
+        Whether it is of another file than the rows, which was given for it.
+    note : str
+        How its role was found, if not by its name.
     """
 
     name: str
@@ -59,6 +63,8 @@ class Told:
     values: Array
     by_place: bool = False
     is_described: bool = False
+    is_beside: bool = False
+    note: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +118,10 @@ def told_tables(file: ArrayFile, recognised: Recognised, *, of: str = "") -> lis
         values = values_of(file, one.key)
         name = f"{one.key}{of}"
         if values.ndim != 1:
+            differs = ", as it differs from file to file" if file.format == "folder" else ""
             raise FormatError(
-                f"{file.path}: {name} has shape {values.shape}, expected one dimension"
+                f"{file.path}: {name} has shape {values.shape}{differs}, expected one dimension; "
+                f"leave it out with --map ignore={one.key}"
             )
         if one.role.kind == "truth":
             if values.dtype != bool and ((values < 0) | (values > 1)).any():
@@ -164,7 +172,7 @@ def token_table(
     FormatError
         If two that are told contradict each other, or do not fit the axis.
     """
-    told, notes = _settled(tokens, list(told))
+    told, notes = _settled(where, tokens, list(told))
     told = _counted_by_place(tokens, told, by_place=by_place)
     length, from_ = _vocabulary(where, told, numbers)
     token, restricted = _rows(where, tokens, told, length, from_, rows_of)
@@ -221,21 +229,30 @@ def _counted_by_place(tokens: int, told: list[Told], *, by_place: bool) -> list[
         dense = each.role.endswith("_mask") or each.role == "token_count"
         listed = each.role in ("dead_ids", "live_ids")
         places = len(each.values) == tokens if dense else listed and by_place
-        made.append(replace(each, by_place=places and " of " not in each.name))
+        made.append(replace(each, by_place=places and not each.is_beside))
     return made
 
 
-def _settled(tokens: int, told: list[Told]) -> tuple[list[Told], list[str]]:
+def _settled(where: Any, tokens: int, told: list[Told]) -> tuple[list[Told], list[str]]:
     """The tables, lists of which nobody says what they list taken for the ids of the rows."""
     made, notes = [], []
     for each in told:
         if each.is_described:
             population = each.role.removesuffix("_ids")
             notes.append(f"{each.name}: {population} tokens, as a description in its file says")
+        notes += [each.note] if each.note else []
         if each.role != "token_ids":
             made.append(each)
         elif len(each.values) == tokens:
-            made.append(Told(name=each.name, role="token", values=each.values))
+            made.append(replace(each, role="token"))
+            if each.is_beside:
+                notes.append(f"{each.name}: which tokens the rows are, as many as there are rows")
+        elif each.is_beside:
+            raise FormatError(
+                f"{where}: {each.name} lists {len(each.values)} tokens, and there are rows of "
+                f"{tokens}, so they are not the tokens of the rows; if they are the dead ones, or "
+                "the live ones, name the array, or the .npy, dead_ids or live_ids"
+            )
         else:
             notes.append(
                 f"{each.name} lists {len(each.values)} tokens and nothing says of what kind, so it "

@@ -12,7 +12,7 @@ from trajstore.byte_sizes import EXCHANGE_MEMORY, parse_bytes
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.exchange.import_arrays import read_arrays
 from trajstore.exchange.import_native import read_native
-from trajstore.exchange.imported_file import ImportedRun, ImportedVariable, Understood
+from trajstore.exchange.imported_file import HalfForm, ImportedRun, ImportedVariable, Understood
 from trajstore.exchange.layouts import LAYOUTS
 from trajstore.exchange.overrules import Overrules
 from trajstore.formats.open_file import open_file
@@ -79,16 +79,14 @@ def understood(file: Any, said: Overrules | None = None) -> Understood:
         return read_native(file)
     found = read_arrays(file, said)
     own = file.format == "hdf5" and found.layout == "hdf5" and _says_types(found)
-    return (
-        found if own else replace(found, runs=tuple(_typed(run, said.bits) for run in found.runs))
-    )
+    return found if own else replace(found, runs=tuple(_typed(run, said) for run in found.runs))
 
 
 def _check_nothing_is_said(file: SafetensorsFile, said: Overrules) -> None:
     """Whether the user leaves to a file of the native layout what it says itself."""
     options = {
         "--map": said.mapped or said.ignored,
-        "--bits": said.bits is not None,
+        "--bits": said.bits,
         "--labels": said.steps is not None,
         "--first-row": said.first_row is not None,
         "--masks": said.masks,
@@ -107,48 +105,78 @@ def _says_types(found: Understood) -> bool:
                if held.file is not None)  # fmt: skip
 
 
-def _typed(run: ImportedRun, bits: str | None) -> ImportedRun:
+def _typed(run: ImportedRun, said: Overrules) -> ImportedRun:
     """The run with types as narrow as every value allows, and what there is to say of them."""
-    notes = list(run.notes)
-    made, narrowed, warned, reread = [], [], [], []
+    halves = _halves(run, said)
+    made, narrowed, warned, valued, reread = [], [], [], [], []
     for held in run.variables:
-        if held.given is not None or held.native.name not in ("float32", "float16"):
-            made.append(held)
-            continue
-        if held.native.name == "float16" and bits == "float16":
-            made.append(held)
-            continue
-        is_bfloat16 = held.holds_bfloat16()
-        if held.native.name == "float32":
-            narrowed += [held.variable] if is_bfloat16 else []
-            made.append(_as_bfloat16(held) if is_bfloat16 else held)
-        elif bits is None:
-            warned += [held.variable] if is_bfloat16 else []
-            made.append(held)
-        elif is_bfloat16:
-            reread.append(held.variable)
+        form = halves.get(held.variable)
+        is_float32 = held.given is None and held.native.name == "float32"
+        if form is None and is_float32 and held.holds_bfloat16():
+            narrowed.append(held.variable)
             made.append(_as_bfloat16(held))
-        else:
+        elif form is None or said.bits_of(held.variable, *_keys(held)) is None:
+            warned += [held.variable] if form in ("values", "either") else []
+            made.append(held)
+        elif form == "bits":
             native = NATIVE_TYPES["bfloat16"]
-            notes.append(f"{held.key}: the bits of its float16 were read as those of bfloat16")
+            reread.append(held.key)
             made.append(replace(held, native=native, wanted=native))
+        else:
+            valued.append(held.variable)
+            made.append(_as_bfloat16(held))
+    notes = [f"{key}: the bits of its float16 were read as those of bfloat16" for key in reread]
     if narrowed:
         notes.append(
             f"{', '.join(narrowed)}: float32 in the file, bfloat16 in the run, as every value is "
             "one"
         )
-    if reread:
+    if valued:
         notes.append(
-            f"{', '.join(reread)}: float16 in the file, bfloat16 in the run, as every value is "
+            f"{', '.join(valued)}: float16 in the file, bfloat16 in the run, as every value is "
             "one; what float16 is too small for was lost in the file"
         )
     if warned:
+        some = len(warned) < len(halves)
+        option = " ".join(f"--bits {name}=bfloat16" for name in warned) if some else ""
         notes.append(
             f"{', '.join(warned)}: float16, and every value is one of bfloat16, so it was most "
             "likely bfloat16 before: values below 6e-5 have lost precision and those below 3e-8 "
-            "are 0 in the file; --bits bfloat16 has the run hold bfloat16, whose lattice is another"
+            f"are 0 in the file; {option or '--bits bfloat16'} has the run hold bfloat16, whose "
+            "lattice is another"
         )
-    return replace(run, variables=tuple(made), notes=tuple(notes))
+    return replace(run, variables=tuple(made), notes=(*run.notes, *notes))
+
+
+def _halves(run: ImportedRun, said: Overrules) -> dict[str, HalfForm]:
+    """What float16 arrays hold that the user does not say to be float16, by variable.
+
+    Raises
+    ------
+    InvalidArgument
+        If the user says of all of them that they are bfloat16, and that means different things.
+    """
+    found: dict[str, HalfForm] = {}
+    unnamed: dict[str, str] = {}
+    for held in run.variables:
+        type = said.bits_of(held.variable, *_keys(held))
+        if held.given is not None or held.native.name != "float16" or type == "float16":
+            continue
+        form = found[held.variable] = held.half_form()
+        if type == "bfloat16" and not said.names_bits(held.variable, *_keys(held)):
+            unnamed.setdefault(form, held.variable)
+    if {"values", "bits"} <= set(unnamed):
+        valued, other = unnamed["values"], unnamed["bits"]
+        raise InvalidArgument(
+            f"--bits bfloat16 would mean two things: every value of {valued} is one of bfloat16, "
+            f"and not every one of {other}, whose bits it would be; name those that it is true of, "
+            f"such as --bits {valued}=bfloat16"
+        )
+    return found
+
+
+def _keys(held: ImportedVariable) -> Iterator[str]:
+    return (source.key for source in held.sources)
 
 
 def _as_bfloat16(held: ImportedVariable) -> ImportedVariable:

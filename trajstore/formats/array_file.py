@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from trajstore.values.native_types import NATIVE_TYPES, widen
 
-__all__ = ["ArrayFile", "row_range", "values_of"]
+__all__ = ["ArrayFile", "is_number", "plain_number", "row_range", "values_of"]
 
 Array = npt.NDArray[Any]
 
@@ -37,7 +37,11 @@ class ArrayFile(Protocol):
 
     @property
     def attributes(self) -> Mapping[str, Any]:
-        """Texts and numbers beside the arrays."""
+        """Texts, numbers and lists of numbers beside the arrays."""
+
+    @property
+    def passed_over(self) -> Mapping[str, str]:
+        """What it holds and does not offer, and why: ``{"names": "a text of any length"}``."""
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of an array."""
@@ -78,6 +82,22 @@ def values_of(file: ArrayFile, key: str) -> Array:
         return values
     native = NATIVE_TYPES[dtype]
     return np.asarray(widen(np.atleast_1d(values), native)).reshape(values.shape)
+
+
+def is_number(dtype: str) -> bool:
+    """Whether a type is one of numbers or truths."""
+    return dtype in NATIVE_TYPES or dtype == "bool" or "int" in dtype
+
+
+def plain_number(held: Any) -> int | float | bool | None:
+    """A value of NumPy as one of Python; None if it is not finite.
+
+    Of a float the shortest decimal that is this number, as 0.001 was written.
+    """
+    if not isinstance(held, np.floating):
+        value: int | bool = held.item()
+        return value
+    return float(str(held)) if np.isfinite(held) else None
 
 
 def row_range(

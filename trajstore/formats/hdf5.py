@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,11 +18,9 @@ import numpy.typing as npt
 from trajstore.byte_sizes import DEFAULT_MEMORY, format_bytes
 from trajstore.errors import FormatError, InvalidArgument, MissingExtra, RunNotFound
 from trajstore.formats.hdf5_chunks import LARGE_CHUNK, ChunkStream, filters, is_streamed
-from trajstore.formats.streamed_tensor import Part, Tensor
-from trajstore.threads import Progress, in_parallel
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["Hdf5File", "write_hdf5"]
+__all__ = ["Hdf5File", "load_h5py"]
 
 Array = npt.NDArray[Any]
 
@@ -31,9 +28,9 @@ _UNSOUND = (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeErr
 """What the library raises when it reads a damaged file."""
 
 _MOST_CHUNKS = 1 << 22
-_COMPRESSED_AT_ONCE = 64 << 20
 _MOST_ITEMS = 1 << 14
 _DEEPEST_GROUP = 4
+_MOST_NUMBERS = 1 << 12
 
 
 class Hdf5File:
@@ -51,8 +48,10 @@ class Hdf5File:
     format : str
     keys : tuple of str
         Of the datasets; those in groups have the names of these before theirs, and slashes.
-    attributes : dict of str to str, int, float or bool
-        Of the root; texts of any length are left out.
+    attributes : dict of str to str, int, float, bool or list of them
+        Of the root: single values, and a few of them.
+    passed_over : dict of str to str
+        Links, which are not followed, texts of any length, and what no variable is.
 
     Raises
     ------
@@ -67,7 +66,7 @@ class Hdf5File:
     format = "hdf5"
 
     def __init__(self, path: str | os.PathLike[str], memory: int = DEFAULT_MEMORY) -> None:
-        h5py = _load_h5py()
+        h5py = load_h5py()
         self.path = Path(path)
         if not self.path.is_file():
             raise RunNotFound(f"there is no file at {path}")
@@ -79,6 +78,7 @@ class Hdf5File:
         self._memory = memory
         self._streams: dict[str, ChunkStream] = {}
         self._held: dict[str, tuple[tuple[int, ...], Array]] = {}
+        self.passed_over: dict[str, str] = {}
         try:
             self._datasets = dict(self._sound(h5py))
             self.attributes = self._numbers()
@@ -120,7 +120,7 @@ class Hdf5File:
         try:
             if "native_dtype" not in attributes:
                 return None
-            # A text of any length would be read from the heap; see `write_hdf5`.
+            # A text of any length would be read from the heap; see `hdf5_writing`.
             fixed = attributes.get_id("native_dtype").dtype.kind == "S"
             return attributes["native_dtype"].decode() if fixed else "of any length"
         except _UNSOUND as error:
@@ -231,32 +231,63 @@ class Hdf5File:
                 raise ValueError(f"the name {name!r} is no text")
             link = group.get(name, getlink=True)
             if not isinstance(link, h5py.HardLink):
-                continue  # an external one would read another file
+                # An external one would read another file.
+                self.passed_over[f"{prefix}{name}"] = _told(h5py, link)
+                continue
             item = group[name]
             if isinstance(item, h5py.Group) and depth < _DEEPEST_GROUP:
                 yield from self._items(h5py, item, f"{prefix}{name}/", depth + 1, left)
-            # No variable is a text, and texts of any length are not read; see `write_hdf5`.
+            # No variable is a text, and texts of any length are not read; see `hdf5_writing`.
             elif isinstance(item, h5py.Dataset) and item.dtype.kind in "biufS":
                 _check_stored(f"{prefix}{name}", item)
                 yield f"{prefix}{name}", item
+            elif isinstance(item, h5py.Group):
+                self.passed_over[f"{prefix}{name}"] = "a group too deep in others"
+            elif isinstance(item, h5py.Dataset):
+                self.passed_over[f"{prefix}{name}"] = _kind(item.dtype)
 
     def _numbers(self) -> dict[str, Any]:
-        """Attributes of the root that are one number or a text of fixed length."""
+        """Attributes of the root that are a few numbers, or a text of fixed length."""
         found: dict[str, Any] = {}
         try:
             for name in self._file.attrs:
                 if not isinstance(name, str):
                     raise ValueError(f"the name {name!r} is no text")
                 opened = self._file.attrs.get_id(name)
-                if opened.shape == () and opened.dtype.kind in "biufS":
-                    value = self._file.attrs[name]
-                    found[name] = value.decode() if isinstance(value, bytes) else value.item()
+                if opened.dtype.kind not in "biufS":
+                    self.passed_over[name] = _kind(opened.dtype)
+                elif opened.shape is None or math.prod(opened.shape) > _MOST_NUMBERS:
+                    self.passed_over[name] = f"an attribute of shape {opened.shape}"
+                elif opened.shape == ():
+                    found[name] = _plain(self._file.attrs[name])
+                else:
+                    values = np.asarray(self._file.attrs[name]).reshape(-1)
+                    found[name] = [_plain(value) for value in values]
         except _UNSOUND as error:
             raise FormatError(f"{self.path} is not a sound HDF5 file: {error}") from None
         return found
 
     def _wrong(self, key: str, error: Exception) -> FormatError:
         return FormatError(f"{self.path} is not a sound HDF5 file: {key} cannot be read ({error})")
+
+
+def _told(h5py: Any, link: Any) -> str:
+    """Where a link leads, which is not followed."""
+    if isinstance(link, h5py.ExternalLink):
+        return f"a link to {link.path} of {link.filename}, which is not followed"
+    return f"a link to {getattr(link, 'path', 'elsewhere')}, which is not followed"
+
+
+def _kind(dtype: Any) -> str:
+    """What a value is that is not read."""
+    return "a text of any length, which is not read" if dtype.kind == "O" else f"of type {dtype}"
+
+
+def _plain(value: Any) -> Any:
+    """A value of an attribute; of float32 the shortest decimal that it is, as 0.001 was written."""
+    if isinstance(value, bytes):
+        return value.decode()
+    return float(str(value)) if value.dtype.kind == "f" else value.item()
 
 
 def _check_stored(name: str, dataset: Any) -> None:
@@ -297,97 +328,7 @@ def _must_be_held(dataset: Any) -> bool:
     return large and bool(filters(dataset))
 
 
-def write_hdf5(
-    path: Path,
-    tensors: Sequence[Tensor],
-    texts: Mapping[str, str],
-    on_progress: Progress | None = None,
-    *,
-    attributes: Mapping[str, Any] | None = None,
-    chunk_rows: int = 1,
-    gzip: int = 0,
-    float16_as_bits: bool = True,
-) -> dict[str, int]:
-    """Write a file, part by part; a tensor with a row per step in chunks of some rows.
-
-    Parameters
-    ----------
-    path : Path
-        An existing file, which is overwritten.
-    tensors : sequence of Tensor
-    texts : mapping of str to str
-        Each becomes a dataset of bytes.
-    on_progress : callable, optional
-    attributes : mapping of str to str, int or float, optional
-        Of the root; texts are of fixed length.
-    chunk_rows : int, default 1
-    gzip : int
-        Level of compression; 0 for none.
-    float16_as_bits : bool
-        Whether float16 is written as uint16 bits, as bfloat16 must be.
-
-    Returns
-    -------
-    dict of str to int
-        Values that had to be rounded, by key.
-
-    Raises
-    ------
-    MissingExtra
-        If h5py is not installed.
-    """
-    h5py = _load_h5py()
-    total = sum(tensor.nbytes for tensor in tensors)
-    rounded = {tensor.key: 0 for tensor in tensors}
-    done = 0
-    # Parts of several compressed chunks are written in turn; each should be compressed once.
-    cache = {"rdcc_nbytes": _COMPRESSED_AT_ONCE} if gzip else {}
-    with h5py.File(path, "w", libver=("earliest", "v110"), **cache) as file:
-        # HDF5 keeps texts of any length in a heap, whose damage makes its library loop for ever,
-        # and pads those of one length with the NUL that a token may end with.
-        for key, text in texts.items():
-            file.create_dataset(key, data=np.frombuffer(text.encode(), np.uint8))
-        for name, value in (attributes or {}).items():
-            file.attrs[name] = np.bytes_(value) if isinstance(value, str) else value
-        as_bits = ("bfloat16", "float16") if float16_as_bits else ("bfloat16",)
-        datasets = {
-            tensor.key: _create(file, tensor, as_bits, chunk_rows, gzip) for tensor in tensors
-        }
-        jobs = (partial(_read, tensor.key, part) for tensor in tensors for part in tensor.parts())
-        for key, where, bits, changed in in_parallel(jobs):
-            datasets[key][where] = bits.view(datasets[key].dtype)
-            rounded[key] += changed
-            done += bits.nbytes
-            if on_progress is not None:
-                on_progress(done, total)
-    return rounded
-
-
-def _create(file: Any, tensor: Tensor, as_bits: Sequence[str], rows: int, gzip: int) -> Any:
-    series = len(tensor.shape) > 1
-    sixteen = tensor.dtype in as_bits
-    dataset = file.create_dataset(
-        tensor.key,
-        shape=tensor.shape,
-        dtype="uint16" if sixteen else tensor.dtype,
-        # One step a chunk, as loops that append a step write it, or as many as a layout has.
-        chunks=(min(rows, tensor.shape[0]), *tensor.shape[1:]) if series else None,
-        compression="gzip" if series and gzip else None,
-        compression_opts=gzip if series and gzip else None,
-        # Every value is written; filling the chunks first would write them twice.
-        fill_time="never" if series else None,
-    )
-    if sixteen:
-        dataset.attrs["native_dtype"] = np.bytes_(tensor.dtype)
-        dataset.attrs["description"] = np.bytes_(f"bit patterns of {tensor.dtype} as uint16")
-    return dataset
-
-
-def _read(key: str, part: Part) -> tuple[str, tuple[slice, ...], Array, int]:
-    return key, part.where, *part.read()
-
-
-def _load_h5py() -> Any:
+def load_h5py() -> Any:
     """The library; MissingExtra if it is not installed."""
     try:
         import h5py

@@ -16,8 +16,10 @@ from typing import IO, Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.byte_sizes import DEFAULT_MEMORY
 from trajstore.errors import FormatError, RunNotFound
 from trajstore.formats.array_file import row_range
+from trajstore.formats.fortran_rows import FortranRows
 from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["NpyFile", "NpzFile"]
@@ -34,8 +36,13 @@ _UNSOUND = (
 NotImplementedError is zipfile's for a compression or a version that it does not know.
 """
 
+_PICKLED = "it holds Python objects, which could run code and are never loaded"
 _DEFLATED_AT_MOST = 1100
 """No deflated byte stands for more bytes than these."""
+
+
+class _Pickled(ValueError):
+    """An array of Python objects."""
 
 
 class _Member:
@@ -46,7 +53,11 @@ class _Member:
     shape : tuple of int
     dtype : numpy.dtype
         As it is written.
+    rows : FortranRows, optional
+        How they are read where they do not lie in one piece each.
     """
+
+    rows: FortranRows | None = None
 
     def __init__(self, file: IO[bytes], size: int) -> None:
         self._file = file
@@ -65,7 +76,7 @@ class _Member:
             raise ValueError(f"it has shape {self.shape}")
         need = math.prod(self.shape) * self.dtype.itemsize
         if self.dtype.hasobject:
-            raise ValueError("it holds Python objects, which would have to be unpickled")
+            raise _Pickled(_PICKLED)
         if size - self._begin != need:
             raise ValueError(f"it needs {need} bytes, and {size - self._begin} are there")
 
@@ -76,10 +87,8 @@ class _Member:
 
     def read(self, start: int | None, stop: int | None, outer: int | None) -> Array:
         shape, offset = row_range(self.shape, start, stop, outer)
-        if self.is_fortran and len(self.shape) > 1:
-            whole = self._bytes(math.prod(self.shape), 0).reshape(self.shape, order="F")
-            inner = whole if outer is None else whole[outer]
-            values = np.ascontiguousarray(inner[start:stop])
+        if self.rows is not None:
+            values = self.rows.read(start, stop, outer)
         else:
             values = self._bytes(math.prod(shape), offset).reshape(shape)
         if self.dtype.kind == "V":
@@ -88,6 +97,15 @@ class _Member:
         if self.name in NATIVE_TYPES:
             return values.reshape(-1).view(NATIVE_TYPES[self.name].bits).reshape(values.shape)
         return values
+
+    def hold_rows(self, memory: int) -> None:
+        """Have so many bytes for rows that do not lie in one piece each."""
+        self.rows = FortranRows(tuple(self.shape), self.dtype, self._bytes, memory)
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether rows do not lie in one piece each."""
+        return bool(self.is_fortran) and len(self.shape) > 1
 
     def _bytes(self, count: int, before: int) -> Array:
         values = np.empty(count, self.dtype)
@@ -107,6 +125,7 @@ class _NumpyFile:
 
     path: Path
     attributes: Mapping[str, Any]
+    passed_over: dict[str, str]
     _members: dict[str, _Member]
     _opened: list[IO[bytes] | zipfile.ZipFile]  # in the order in which they are closed
 
@@ -124,6 +143,12 @@ class _NumpyFile:
     def _close(self) -> None:
         for opened in self._opened:
             opened.close()
+
+    def _share(self, memory: int) -> None:
+        """Share out what may be held of rows that do not lie in one piece each."""
+        scattered = [member for member in self._members.values() if member.is_scattered]
+        for member in scattered:
+            member.hold_rows(memory // len(scattered))
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of an array."""
@@ -164,6 +189,8 @@ class NpyFile(_NumpyFile):
     Parameters
     ----------
     path : path-like
+    memory : int
+        Bytes of rows of an array in Fortran order that may be held.
 
     Raises
     ------
@@ -175,9 +202,10 @@ class NpyFile(_NumpyFile):
 
     format = "npy"
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], memory: int = DEFAULT_MEMORY) -> None:
         self.path = _existing(path)
         self.attributes = {}
+        self.passed_over = {}
         file = self.path.open("rb")
         self._opened = [file]
         try:
@@ -188,6 +216,7 @@ class NpyFile(_NumpyFile):
                 raise FormatError(f"{path} is not a sound .npy file: {error}") from None
             raise
         self._members = {self.path.stem: member}
+        self._share(memory)
 
 
 class NpzFile(_NumpyFile):
@@ -198,6 +227,13 @@ class NpzFile(_NumpyFile):
     Parameters
     ----------
     path : path-like
+    memory : int
+        Bytes of rows of arrays in Fortran order that may be held.
+
+    Attributes
+    ----------
+    passed_over : dict of str to str
+        Members that hold objects of Python.
 
     Raises
     ------
@@ -209,9 +245,10 @@ class NpzFile(_NumpyFile):
 
     format = "npz"
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], memory: int = DEFAULT_MEMORY) -> None:
         self.path = _existing(path)
         self.attributes = {}
+        self.passed_over = {}
         self._members = {}
         try:
             self._zip = zipfile.ZipFile(self.path)
@@ -220,12 +257,17 @@ class NpzFile(_NumpyFile):
         self._opened = [self._zip]
         try:
             for info in self._zip.infolist():
-                self._members[info.filename.removesuffix(".npy")] = self._member(info)
+                name = info.filename.removesuffix(".npy")
+                try:
+                    self._members[name] = self._member(info)
+                except _Pickled as error:
+                    self.passed_over[name] = str(error)
         except BaseException as error:
             self._close()
             if isinstance(error, _UNSOUND):
                 raise FormatError(f"{path} is not a sound .npz file: {error}") from None
             raise
+        self._share(memory)
 
     def _member(self, info: zipfile.ZipInfo) -> _Member:
         if not info.filename.endswith(".npy"):
@@ -240,6 +282,8 @@ class NpzFile(_NumpyFile):
         try:
             return _Member(opened, info.file_size)
         except _UNSOUND as error:
+            if isinstance(error, _Pickled):
+                raise
             raise ValueError(f"{info.filename}: {error}") from None
 
 

@@ -42,7 +42,8 @@ def open_file(path: str | os.PathLike[str], memory: int = DEFAULT_MEMORY) -> Arr
     ----------
     path : path-like
     memory : int
-        Bytes of large compressed chunks of HDF5 that may be held at once.
+        Bytes that may be held at once of what cannot be read row by row: large compressed chunks of
+        HDF5, arrays of NumPy in Fortran order.
 
     Raises
     ------
@@ -66,11 +67,11 @@ def open_file(path: str | os.PathLike[str], memory: int = DEFAULT_MEMORY) -> Arr
     if begin.startswith(_HDF5_SIGNATURE):
         return Hdf5File(found, memory)
     if begin.startswith(_NPY_SIGNATURE):
-        return NpyFile(found)
+        return NpyFile(found, memory)
     if begin.startswith(_OLD_TORCH):
         return TorchFile(found)
     if begin.startswith(_ZIP_SIGNATURES):
-        return TorchFile(found) if _is_of_torch(found) else NpzFile(found)
+        return TorchFile(found) if _is_of_torch(found) else NpzFile(found, memory)
     return SafetensorsFile(found)
 
 

@@ -87,6 +87,8 @@ class SafetensorsFile:
         Its metadata.
     keys : tuple of str
         Of the tensors.
+    passed_over : dict of str to str
+        Empty: every tensor is offered.
 
     Raises
     ------
@@ -109,6 +111,7 @@ class SafetensorsFile:
             self._file.close()
             raise
         self.keys = tuple(self.entries)
+        self.passed_over: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
-from trajstore.formats.array_file import ArrayFile
+from trajstore.formats.array_file import ArrayFile, is_number, plain_number, values_of
+from trajstore.formats.step_numbers import common_numbers, numbers_of_steps
+from trajstore.formats.trainer_state import logged_rows
 
 __all__ = ["STEPS", "StepFolder", "TrainerCheckpoint", "is_checkpoint", "step_entries"]
 
@@ -25,6 +27,8 @@ _ENDINGS = (".safetensors", ".npy", ".npz", ".pt", ".pth", ".bin", ".h5", ".hdf5
 _NUMBER = re.compile(r"(\d+)(?!.*\d)")
 _MODELS = ("model.safetensors", "pytorch_model.bin")
 _MOST_OPEN = 8
+_MOST_NAMED = 20
+_READ_BESIDE = ("trainer_state.json",)
 _LAST_STEP = (1 << 63) - 1
 
 # What stands before the number of a step and does not name an array.
@@ -33,8 +37,14 @@ _STEP = re.compile(
 )
 
 
-def step_entries(path: Path) -> list[tuple[int, Path]]:
+def step_entries(path: Path, passed_over: dict[str, str] | None = None) -> list[tuple[int, Path]]:
     """Files of a folder, or checkpoints in it, by the last number of their names.
+
+    Parameters
+    ----------
+    path : Path
+    passed_over : dict, optional
+        Gets the names of others, and why they are none.
 
     Raises
     ------
@@ -42,10 +52,13 @@ def step_entries(path: Path) -> list[tuple[int, Path]]:
         If two have the same number, one is too large, or there are none.
     """
     found: dict[int, Path] = {}
+    others: list[Path] = []
     for entry in sorted(path.iterdir()):
         is_checkpoint = entry.is_dir() and entry.name.startswith("checkpoint")
         number = _NUMBER.search(entry.stem if entry.is_file() else entry.name)
         if number is None or not (is_checkpoint or entry.suffix in _ENDINGS):
+            if entry.name not in _READ_BESIDE:
+                others.append(entry)
             continue
         step = int(number[1])
         if step > _LAST_STEP:
@@ -62,7 +75,18 @@ def step_entries(path: Path) -> list[tuple[int, Path]]:
             f"{path} holds no files whose names say a step, such as step_00100.safetensors or "
             "checkpoint-100"
         )
+    if passed_over is not None:
+        passed_over |= {entry.name: _why_none(entry) for entry in others[:_MOST_NAMED]}
+        if others[_MOST_NAMED:]:
+            passed_over[f"{len(others) - _MOST_NAMED} more files"] = "no files of steps, either"
     return sorted(found.items())
+
+
+def _why_none(entry: Path) -> str:
+    if entry.is_dir() and not entry.name.startswith("checkpoint"):
+        return "a folder that is no checkpoint"
+    is_known = entry.is_dir() or entry.suffix in _ENDINGS
+    return "its name says no step" if is_known else "no file of arrays"
 
 
 class StepFolder:
@@ -78,9 +102,12 @@ class StepFolder:
     ----------
     format : str
     keys : tuple of str
-        Of the files, and `STEPS`.
+        Of the files, and `STEPS`. Numbers that differ from file to file have a row per file; tables
+        of whole numbers that are the same in all files have none.
     attributes : dict
         Those that are the same in all files.
+    passed_over : dict of str to str
+        Files whose names say no step, and what of the others is not read.
 
     Raises
     ------
@@ -93,14 +120,19 @@ class StepFolder:
     def __init__(self, path: Path, opened: Callable[[Path], ArrayFile]) -> None:
         self.path = path
         self._opened = opened
-        self._entries = step_entries(path)
+        self.passed_over: dict[str, str] = {}
+        self._entries = step_entries(path, self.passed_over)
+        self._once: dict[str, Array] = {}
+        self._series: dict[str, tuple[int, Array]] = {}
         self._cache: OrderedDict[int, ArrayFile] = OrderedDict()
         try:
-            self._kinds, self.attributes = self._agreed()
+            self._kinds = self._agreed()
+            if any(entry.is_dir() for _, entry in self._entries):
+                self._add_log()
         except BaseException:
             self._close()
             raise
-        self.keys = (STEPS, *self._kinds)
+        self.keys = (STEPS, *self._kinds, *self._once, *self._series)
 
     def __enter__(self) -> Self:
         return self
@@ -112,11 +144,15 @@ class StepFolder:
         """Shape of an array, its rows first."""
         if key == STEPS:
             return (len(self._entries),)
+        if key in self._once or key in self._series:
+            return (self._once[key] if key in self._once else self._series[key][1]).shape
         shape, _, first = self._kinds[key]
         return (len(self._entries) - first, *shape)
 
     def dtype(self, key: str) -> str:
         """Type of an array."""
+        if key in self._once or key in self._series:
+            return (self._once[key] if key in self._once else self._series[key][1]).dtype.name
         return "int64" if key == STEPS else self._kinds[key][1]
 
     def read(
@@ -133,6 +169,11 @@ class StepFolder:
             raise FormatError(f"{self.path}: {key} of a folder has no axis before its steps")
         if key == STEPS:
             return np.array([step for step, _ in self._entries], np.int64)[start:stop]
+        if key in self._once:
+            return self._once[key][start:stop]
+        if key in self._series:
+            rows_of_it = self._series[key][1][start:stop]
+            return rows_of_it.view(np.uint64) if _is_float(rows_of_it) else rows_of_it
         first = self._kinds[key][2]
         rows = range(len(self._entries) - first)[start:stop]
         return np.stack(
@@ -153,10 +194,12 @@ class StepFolder:
         self._cache[row] = self._opened(self._entries[row][1])
         return self._cache[row]
 
-    def _agreed(self) -> tuple[dict[str, tuple[tuple[int, ...], str, int]], dict[str, Any]]:
-        """Shape, type and first row of each array, and what all files say besides."""
+    def _agreed(self) -> dict[str, tuple[tuple[int, ...], str, int]]:
+        """Shape, type and first row of each array; and what else the files say, row by row."""
         kinds: dict[str, tuple[tuple[int, ...], str, int]] = {}
-        attributes: dict[str, Any] = {}
+        told: list[dict[str, Any]] = []
+        tables: dict[str, Array] = {}
+        unread: dict[tuple[str, str], list[str]] = {}
         for row, (_, path) in enumerate(self._entries):
             file = self._file(row)
             here = {key: (file.shape(key), file.dtype(key)) for key in file.keys}
@@ -178,12 +221,48 @@ class StepFolder:
                     raise FormatError(f"{self.path}: {key} is in {first} and not in {path.name}")
             if row < 2:
                 kinds |= {key: (*kind, row) for key, kind in here.items() if key not in kinds}
-            told = dict(file.attributes)
-            attributes = (
-                told if row == 0
-                else {key: value for key, value in attributes.items() if told.get(key) == value}
-            )  # fmt: skip
-        return kinds, attributes
+            told.append(dict(file.attributes))
+            for key, why in file.passed_over.items():
+                unread.setdefault((key, why), []).append(path.name)
+            self._compare_tables(tables, file, here, row)
+        for key, values in tables.items():
+            del kinds[key]
+            if values.ndim:
+                self._once[key] = values
+            elif np.isfinite(values):
+                told = [each | {key: plain_number(values[()])} for each in told]
+        self.attributes = common_numbers(told)
+        series, left = numbers_of_steps(told, lambda row: self._entries[row][1].name)
+        self._series = {key: each for key, each in series.items() if key not in kinds}
+        self.passed_over |= left
+        for (key, why), names in unread.items():
+            more = f" and {len(names) - 1} more files" if len(names) > 1 else ""
+            self.passed_over[f"{key} of {names[0]}{more}"] = why
+        return kinds
+
+    def _compare_tables(
+        self, tables: dict[str, Array], file: ArrayFile, here: Mapping[str, Any], row: int
+    ) -> None:
+        """Keep of the first file what may be one table of all steps, as long as it is."""
+        if row == 0 and len(self._entries) > 1 and file.format != "npy":
+            for key, (shape, dtype) in here.items():
+                is_whole = "int" in dtype or dtype == "bool"
+                if (len(shape) == 1 and is_whole) or (not shape and is_number(dtype)):
+                    tables[key] = values_of(file, key)
+            return
+        for key in list(tables):
+            if not np.array_equal(
+                tables[key], values_of(file, key), equal_nan=_is_float(tables[key])
+            ):
+                del tables[key]
+
+    def _add_log(self) -> None:
+        """Take what a Trainer logged in these steps, where its checkpoints do not say it."""
+        logged, left = logged_rows(self.path, self._entries)
+        self.passed_over |= left
+        for key, rows in logged.items():
+            if key not in self._kinds and key not in self._series and key not in self.attributes:
+                self._series[key] = 0, rows
 
     def _close(self) -> None:
         while self._cache:
@@ -205,6 +284,8 @@ class TrainerCheckpoint:
     keys : tuple of str
         Of the model's tensors; those of the optimizer begin with ``optimizer.``.
     attributes : dict
+    passed_over : dict of str to str
+        Of its files.
 
     Raises
     ------
@@ -222,6 +303,7 @@ class TrainerCheckpoint:
         self._files: list[ArrayFile] = []
         self._where: dict[str, tuple[ArrayFile, str]] = {}
         self.attributes: dict[str, Any] = {}
+        self.passed_over: dict[str, str] = {}
         try:
             for model in models:
                 self._add(opened(model), "")
@@ -236,6 +318,7 @@ class TrainerCheckpoint:
         self._files.append(file)
         self._where |= {f"{prefix}{key}": (file, key) for key in file.keys}
         self.attributes |= {f"{prefix}{key}": value for key, value in file.attributes.items()}
+        self.passed_over |= {f"{prefix}{key}": why for key, why in file.passed_over.items()}
 
     def __enter__(self) -> Self:
         return self
@@ -260,6 +343,11 @@ class TrainerCheckpoint:
         """Values of a tensor."""
         file, name = self._where[key]
         return file.read(name, start, stop, outer)
+
+
+def _is_float(values: Array) -> bool:
+    """Whether an array is one of floating-point numbers."""
+    return values.dtype.kind == "f"
 
 
 def _array_name(path: Path) -> str:

@@ -45,6 +45,8 @@ class TorchFile:
         Of the tensors: the keys that lead to each, with points between.
     attributes : dict of str to str, int, float or bool
         Plain values, named likewise.
+    passed_over : dict of str to str
+        Tensors of types, layouts or devices that are not read.
 
     Raises
     ------
@@ -71,8 +73,10 @@ class TorchFile:
             raise RunNotFound(f"there is no file at {path}")
         self._tensors: dict[str, torch.Tensor] = {}
         self.attributes: dict[str, Any] = {}
+        self.passed_over: dict[str, str] = {}
         for key, value in _leaves(self._loaded(torch), "", 0):
-            if len(self._tensors) + len(self.attributes) >= _MOST_ITEMS:
+            held = len(self._tensors) + len(self.attributes) + len(self.passed_over)
+            if held >= _MOST_ITEMS:
                 raise FormatError(f"{path} holds more than {_MOST_ITEMS} values")
             if isinstance(value, torch.Tensor):
                 self._take(torch, key, value)
@@ -151,7 +155,14 @@ class TorchFile:
         dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
         # Strides of 0 could announce any size in a few bytes.
         held = tensor.untyped_storage().nbytes() if dense else 0
-        if dense and dtype in _TYPES and tensor.numel() * tensor.element_size() <= held:
+        if not dense:
+            layout = str(tensor.layout).removeprefix("torch.")
+            self.passed_over[key] = f"a tensor of layout {layout} on {tensor.device.type}"
+        elif dtype not in _TYPES:
+            self.passed_over[key] = f"a tensor of type {dtype}"
+        elif tensor.numel() * tensor.element_size() > held:
+            self.passed_over[key] = "a tensor that repeats its values, with strides of 0"
+        else:
             self._tensors[key] = tensor
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.errors import InvalidArgument
+from trajstore.integrity.cells_checks import check_cells
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.checkpoint_checks import check_checkpoints
 from trajstore.integrity.chunk_checks import CheckedChunks, check_chunks
@@ -182,6 +183,8 @@ def _check_once(
     checkpoints = check_checkpoints(metadata.path)
     sound = not coordinates.problems
     fingerprint = check_fingerprint(metadata, chunks) if sound else []
+    whole = sound and not metadata.problems and not chunks.problems
+    cells = check_cells(metadata.path) if whole and _has_both(metadata) else []
     return CheckedRun(
         metadata=metadata,
         leftovers=leftovers,
@@ -191,6 +194,7 @@ def _check_once(
             *chunks.problems,
             *coordinates.problems,
             *fingerprint,
+            *cells,
             *checkpoints,
         ),
         notes=(
@@ -204,3 +208,7 @@ def _check_once(
         chunks=chunks.chunks + coordinates.chunks,
         bytes=chunks.bytes + coordinates.bytes,
     )
+
+
+def _has_both(metadata: CheckedMetadata) -> bool:
+    return {"W", "cells"} <= set(metadata.arrays)

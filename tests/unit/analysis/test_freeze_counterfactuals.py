@@ -179,6 +179,19 @@ def test_what_is_not_known_is_said():
         analysis.freeze_blame(ds.isel(step=[]))
 
 
+def test_other_lattices_are_refused():
+    ds = resting("AdamW, bfloat16")
+    got = analysis.freeze_blame(ds, lattice="bfloat16")
+    xr.testing.assert_identical(got, analysis.freeze_blame(ds))
+    for ask in (
+        lambda: analysis.freeze_blame(ds, lattice="float16"),
+        lambda: analysis.compute(ds, ["freeze_cause", "freeze_blame"], "float16"),
+        lambda: analysis.answer(ds, ["freeze_blame"], lattice="float16"),
+    ):
+        with pytest.raises(InvalidArgument, match=r"lattice='float16'; freeze_cause answers on"):
+            ask()
+
+
 def test_each_chunk_is_read_once():
     reads: Counter = Counter()
 

@@ -38,7 +38,17 @@ def test_without_a_file_it_lists_what_it_understands() -> None:
 
 
 def test_a_dry_run_prints_the_table_and_writes_nothing(file: Path) -> None:
-    printed = call(file, "--dry-run", "--map", "loss=nll", "--labels", "steps=0:60:10").stdout
+    said = (
+        "--map",
+        "W=x",
+        "--map",
+        "loss=nll",
+        "--labels",
+        "steps=0:60:10",
+        "--bits",
+        "W=bfloat16",
+    )
+    printed = call(file, "--dry-run", *said).stdout
     lines = {line.split()[0]: line for line in printed.splitlines() if line.split()}
     assert "uint16" in lines["x"]
     assert "bits of bfloat16" in lines["x"]
@@ -50,7 +60,7 @@ def test_a_dry_run_prints_the_table_and_writes_nothing(file: Path) -> None:
 
 
 def test_an_import_prints_the_table_too(file: Path, tmp_path: Path) -> None:
-    printed = call(file, "-o", tmp_path / "run.zarr", "--map", "loss=nll").stdout
+    printed = call(file, "-o", tmp_path / "run.zarr", "--map", "W=x", "--map", "loss=nll").stdout
     assert "Imported" in printed
     assert "follows from the rest" in printed
     facts = json.loads(

@@ -334,3 +334,42 @@ def test_what_is_preview_is_what_is_made(tmp_path: Path) -> None:
     roles = {line.name: (line.role, line.why) for line in seen.table}
     assert roles["W"] == ("W", "bits of bfloat16")
     assert roles["centroid"] == ("", "follows from the rest")
+
+
+def test_a_first_step_that_does_not_move_under_the_names_of_another_layout(tmp_path: Path) -> None:
+    """Nothing tells files of 1.12a without moments from a warm-up: the user decides."""
+    W = np.concatenate([series("W")[:1], series("W")[:-1]])
+    arrays = {"W": W, "grads": series("grad"), "loss": series("loss")}
+    with pytest.raises(FormatError, match=r"say --layout 1\.12a, or --first-row 0"):
+        imported(tmp_path, arrays, "safetensors")
+    ds, _ = imported(tmp_path, arrays, "safetensors", first_row=0)
+    assert (ds.W.values == W).all()
+    ds, _ = imported(tmp_path, arrays, "safetensors", layout="1.12a")
+    assert (ds.W.values[:-1] == KNOWN.values["W"][:-1]).all()
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hdf5"])
+def test_a_run_of_cells_comes_back(tmp_path: Path, form: str) -> None:
+    from exchange_runs import assert_same_run, write_run
+
+    write_run(tmp_path / "a.zarr", {"cells": "bfloat16", "loss": "float32"}, rows=5, tokens=4,
+              hidden=3)  # fmt: skip
+    trajstore.export(tmp_path / "a.zarr", tmp_path / "f", format=form)
+    trajstore.import_file(tmp_path / "f", tmp_path / "b.zarr")
+    assert_same_run(tmp_path / "a.zarr", tmp_path / "b.zarr")
+
+
+def test_cells_of_a_file_of_others(tmp_path: Path) -> None:
+    ds, done = imported(tmp_path, {"cells": series("W", "uint16"), "dead_mask": KNOWN.dead})
+    assert same(ds, "cells", KNOWN.values["W"])
+    assert "the file holds W rounded to bfloat16, as cells, and no W" in done.notes
+
+
+def test_objects_of_numpy_are_left_out_and_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "f.npz", W=series("W"), config=np.array({"lr": 1}, dtype=object))
+    done = trajstore.import_file(tmp_path / "f.npz", tmp_path / "run.zarr")
+    left = {line.name: line.why for line in done.table if not line.role}
+    assert left["config"] == "it holds Python objects, which could run code and are never loaded"
+    np.savez(tmp_path / "f.npz", W=np.array([series("W")[0], None], dtype=object))
+    with pytest.raises(FormatError, match=r"holds no W .* not read are W"):
+        trajstore.import_file(tmp_path / "f.npz", tmp_path / "other.zarr")

@@ -185,7 +185,7 @@ def test_the_dummy_logits_of_1_12a_are_left_out_and_said(tmp_path: Path) -> None
         tmp_path / "f",
         metadata={"learning_rate": "0.001", "n_layers": "2"},
     )
-    done = trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr")
+    done = trajstore.import_file(tmp_path / "f", tmp_path / "run.zarr", layout="1.12a")
     assert any("forward pass that no step made" in note for note in done.notes)
     ds = trajstore.open_run(tmp_path / "run.zarr")
     assert np.isnan(ds.logits.values[0]).all()

@@ -64,7 +64,7 @@ def test_15_1a(run: Any, tmp_path: Path) -> None:
     path, values = run
     done = trajstore.export(path, tmp_path / "f", layout="15.1a")
     file = load_file(tmp_path / "f")
-    assert done.notes == ()
+    assert done.notes == ("token_count, token_text left out, as layout 15.1a has none",)
     assert file["recorded_steps"].tolist() == list(range(ROWS))
     assert file["recorded_steps"].dtype == np.int64
     assert file["dead_token_ids"].tolist() == DEAD
@@ -396,3 +396,24 @@ def test_a_run_of_w_alone_and_one_without_dead_tokens(tmp_path: Path) -> None:
     assert any("does not tell which tokens are dead" in note for note in done.notes)
     with pytest.raises(VariableNotRecorded, match="rows of the dead tokens only"):
         trajstore.export(tmp_path / "run.zarr", tmp_path / "g", layout="thimble-8")
+
+
+def test_what_a_layout_has_no_place_for_is_said(tmp_path: Path) -> None:
+    types = {"W": "bfloat16", "loss": "float32", "lr": "float64", "hidden_mean": "float32"}
+    with trajstore.RunWriter.create(
+        tmp_path / "run.zarr", token=range(4), hidden=3, variables=types, is_dead=[1, 0, 0, 1],
+        token_count=[0, 1, 2, 0],
+    ) as run:  # fmt: skip
+        for step in range(2):
+            values = {"W": np.zeros((4, 3), "f4"), "hidden_mean": np.ones(3, "f4"), "lr": 0.5}
+            values["loss"] = np.float32(np.nan if step == 0 else 1)
+            run.append(step, **values)
+    done = trajstore.export(tmp_path / "run.zarr", tmp_path / "f", layout="13.1b")
+    assert "lr, hidden_mean, token_count left out, as layout 13.1b has none" in done.notes
+    assert done.variables == ("W", "loss")
+    done = trajstore.export(tmp_path / "run.zarr", tmp_path / "g", layout="08.2a")
+    assert "loss, lr, hidden_mean, is_dead, token_count left out, as layout 08.2a has none" in (
+        done.notes
+    )
+    done = trajstore.export(tmp_path / "run.zarr", tmp_path / "h")
+    assert (done.variables, done.notes) == (("W", "loss", "lr", "hidden_mean"), ())

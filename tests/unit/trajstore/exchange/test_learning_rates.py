@@ -20,10 +20,11 @@ def test_schedules() -> None:
 
 def test_the_rule_is_completed_and_said() -> None:
     given = {"hyperparameters": {"betas": [0.9, 0.99], "weight_decay": 0.0}}
-    rule, note = completed_rule(given, has_moments=True)
+    rule, note, added = completed_rule(given, has_moments=True)
+    assert added == {"eps": 1e-8}
     assert rule["class"] == "torch.optim.adamw.AdamW"
     assert rule["hyperparameters"] == {"betas": [0.9, 0.99], "weight_decay": 0.0, "eps": 1e-8}
     assert "eps 1e-08" in note
     assert "betas" not in note
-    rule, _ = completed_rule({"hyperparameters": {"betas": [0.0, 0.0]}}, has_moments=False)
-    assert rule["class"] == "torch.optim.sgd.SGD"
+    rule, _, added = completed_rule({"hyperparameters": {"betas": [0.0, 0.0]}}, has_moments=False)
+    assert (rule["class"], added) == ("torch.optim.sgd.SGD", {})

@@ -153,3 +153,34 @@ def test_a_missing_extra_is_named(
     with pytest.raises(MissingExtra, match=r"trajstore\[hdf5\]"):
         trajstore.export(small_run[0], tmp_path / "f.h5", format="hdf5")
     assert [path.name for path in tmp_path.iterdir()] == [small_run[0].name]
+
+
+def test_links_are_named_and_never_followed(tmp_path: Path) -> None:
+    path = foreign(tmp_path / "f.h5")
+    with h5py.File(path, "a") as file:
+        file["again"] = h5py.SoftLink("/W")
+        file["data/grads"] = h5py.ExternalLink("no such file.h5", "/g")
+        file.create_dataset("words", data=["a", "b"])
+        file.attrs["description"] = "a text of any length"
+    done = trajstore.import_file(path, tmp_path / "run.zarr")
+    left = {line.name: line.why for line in done.table if not line.role}
+    assert left["again"] == "a link to /W, which is not followed"
+    assert left["data/grads"] == "a link to /g of no such file.h5, which is not followed"
+    assert "any length" in left["words"]
+    assert "any length" in left["description"]
+    assert any("data/grads" in note for note in done.notes if note.startswith("left out"))
+
+
+def test_arrays_in_groups_go_by_their_last_names(tmp_path: Path) -> None:
+    W = np.arange(ROWS * TOKENS * HIDDEN, dtype="f4").reshape(ROWS, TOKENS, HIDDEN)
+    dead = np.arange(TOKENS) % 2 == 0
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["states/W"], file["masks/dead_mask"], file["pca/W"] = W, dead, W + 1
+    done = trajstore.import_file(tmp_path / "f.h5", tmp_path / "run.zarr")
+    ds = trajstore.open_run(done.path)
+    assert (ds.W.values == W).all()
+    assert (ds.is_dead.values == dead).all()
+    with h5py.File(tmp_path / "f.h5", "a") as file:
+        file["other/W"] = W
+    with pytest.raises(FormatError, match="both have names of W"):
+        trajstore.import_file(tmp_path / "f.h5", tmp_path / "run.zarr", overwrite=True)

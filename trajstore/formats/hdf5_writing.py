@@ -1,0 +1,114 @@
+"""HDF5 files, written part by part.
+
+HDF5 has no bfloat16, so 16-bit types are uint16 bit patterns, with an attribute that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.formats.hdf5 import load_h5py
+from trajstore.formats.streamed_tensor import Part, Tensor
+from trajstore.threads import Progress, in_parallel
+
+__all__ = ["write_hdf5"]
+
+Array = npt.NDArray[Any]
+
+_COMPRESSED_AT_ONCE = 64 << 20
+
+
+def write_hdf5(
+    path: Path,
+    tensors: Sequence[Tensor],
+    texts: Mapping[str, str],
+    on_progress: Progress | None = None,
+    *,
+    attributes: Mapping[str, Any] | None = None,
+    chunk_rows: int = 1,
+    gzip: int = 0,
+    float16_as_bits: bool = True,
+) -> dict[str, int]:
+    """Write a file, part by part; a tensor with a row per step in chunks of some rows.
+
+    Parameters
+    ----------
+    path : Path
+        An existing file, which is overwritten.
+    tensors : sequence of Tensor
+    texts : mapping of str to str
+        Each becomes a dataset of bytes.
+    on_progress : callable, optional
+    attributes : mapping of str to str, int or float, optional
+        Of the root; texts are of fixed length.
+    chunk_rows : int, default 1
+    gzip : int
+        Level of compression; 0 for none.
+    float16_as_bits : bool
+        Whether float16 is written as uint16 bits, as bfloat16 must be.
+
+    Returns
+    -------
+    dict of str to int
+        Values that had to be rounded, by key.
+
+    Raises
+    ------
+    MissingExtra
+        If h5py is not installed.
+    """
+    h5py = load_h5py()
+    total = sum(tensor.nbytes for tensor in tensors)
+    rounded = {tensor.key: 0 for tensor in tensors}
+    done = 0
+    # Parts of several compressed chunks are written in turn; each should be compressed once.
+    cache = {"rdcc_nbytes": _COMPRESSED_AT_ONCE} if gzip else {}
+    with h5py.File(path, "w", libver=("earliest", "v110"), **cache) as file:
+        # HDF5 keeps texts of any length in a heap, whose damage makes its library loop for ever,
+        # and pads those of one length with the NUL that a token may end with.
+        for key, text in texts.items():
+            file.create_dataset(key, data=np.frombuffer(text.encode(), np.uint8))
+        for name, value in (attributes or {}).items():
+            file.attrs[name] = np.bytes_(value) if isinstance(value, str) else value
+        as_bits = ("bfloat16", "float16") if float16_as_bits else ("bfloat16",)
+        datasets = {
+            tensor.key: _create(file, tensor, as_bits, chunk_rows, gzip) for tensor in tensors
+        }
+        jobs = (partial(_read, tensor.key, part) for tensor in tensors for part in tensor.parts())
+        for key, where, bits, changed in in_parallel(jobs):
+            datasets[key][where] = bits.view(datasets[key].dtype)
+            rounded[key] += changed
+            done += bits.nbytes
+            if on_progress is not None:
+                on_progress(done, total)
+    return rounded
+
+
+def _create(file: Any, tensor: Tensor, as_bits: Sequence[str], rows: int, gzip: int) -> Any:
+    series = len(tensor.shape) > 1
+    sixteen = tensor.dtype in as_bits
+    dataset = file.create_dataset(
+        tensor.key,
+        shape=tensor.shape,
+        dtype="uint16" if sixteen else tensor.dtype,
+        # One step a chunk, as loops that append a step write it, or as many as a layout has.
+        chunks=(min(rows, tensor.shape[0]), *tensor.shape[1:]) if series else None,
+        compression="gzip" if series and gzip else None,
+        compression_opts=gzip if series and gzip else None,
+        # Every value is written; filling the chunks first would write them twice.
+        fill_time="never" if series else None,
+    )
+    if sixteen:
+        dataset.attrs["native_dtype"] = np.bytes_(tensor.dtype)
+        dataset.attrs["description"] = np.bytes_(f"bit patterns of {tensor.dtype} as uint16")
+    return dataset
+
+
+def _read(key: str, part: Part) -> tuple[str, tuple[slice, ...], Array, int]:
+    return key, part.where, *part.read()
