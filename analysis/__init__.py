@@ -12,6 +12,7 @@ from analysis.consecutive_rows import REGIMES
 from analysis.freeze_causes import CAUSES, adam_update, freeze_cause
 from analysis.freeze_counterfactuals import COUNTERFACTUALS, OUTCOMES, freeze_blame
 from analysis.freezing import freeze
+from analysis.identical_vectors import clusters
 from analysis.logit_statistics import logit_stats
 from analysis.lost_updates import moment_stuck
 from analysis.moment_ratios import moment_error
@@ -37,6 +38,7 @@ __all__ = [
     "bulk_thermal",
     "by_population",
     "centroid",
+    "clusters",
     "coherence",
     "compare",
     "compute",

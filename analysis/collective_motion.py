@@ -16,8 +16,7 @@ import xarray as xr
 
 from analysis.lattice_points import Points, lattice_attributes
 from analysis.streaming_scan import Scan
-from analysis.token_populations import POPULATIONS, populations
-from trajstore.errors import InvalidArgument
+from analysis.token_populations import chosen_populations
 from trajstore.values.token_norms import vector_norm
 from trajstore.values.ulp_lattice import unsigned_view
 
@@ -31,10 +30,6 @@ __all__ = [
     "coherence",
     "distinct",
 ]
-
-
-def _known(names: list[str]) -> list[str]:
-    return list(dict.fromkeys((*POPULATIONS, *names)))
 
 
 Array = npt.NDArray[Any]
@@ -103,14 +98,7 @@ def _per_population(
     points : Points, optional
         In place of W as it is stored.
     """
-    names, groups = populations(history.ds)
-    if population is not None:
-        if population not in names:
-            raise InvalidArgument(
-                f"got population={population!r}, expected {', '.join(_known(names))}"
-                + ("" if "dead" in names else "; there is no coordinate is_dead here")
-            )
-        groups = groups[[names.index(population)]]
+    names, groups = chosen_populations(history.ds, population)
     points = points or history.recorded()
     blocks = points.blocks
     dtype = np.dtype([(name, kind) for name, (kind, _, _) in facts.items()])

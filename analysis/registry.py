@@ -19,6 +19,7 @@ from analysis.collective_motion import (
 from analysis.freeze_causes import build_adam_update, build_freeze_cause
 from analysis.freeze_counterfactuals import build_freeze_blame
 from analysis.freezing import build_freeze
+from analysis.identical_vectors import build_clusters
 from analysis.logit_statistics import build_logit_stats
 from analysis.lost_updates import build_moment_stuck
 from analysis.moment_ratios import build_moment_error
@@ -85,6 +86,7 @@ QUANTITIES: dict[str, Quantity] = {
     "bulk_thermal": Quantity(build=build_bulk_thermal),
     "coherence": Quantity(build=build_coherence),
     "distinct": Quantity(build=build_distinct),
+    "clusters": Quantity(build=build_clusters),
     "logit_stats": Quantity(build=build_logit_stats),
     "seams": Quantity(build=build_seams, measures=("step_norm",)),
 }

@@ -20,7 +20,7 @@ from analysis.lattice_points import Points, chosen_type, place_on_lattice
 from analysis.token_populations import with_mostly_dead
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
-__all__ = ["Scan", "native_dtype", "over_hidden"]
+__all__ = ["Scan", "native_dtype", "over_hidden", "rows_before"]
 
 Array = npt.NDArray[Any]
 
@@ -85,14 +85,14 @@ def _apply_between_rows(
     return np.concatenate([kernel(block[:1], boundary), kernel(block[1:], block[:-1])])
 
 
-def _rows_before(blocks: da.Array) -> da.Array:
-    """Row before each block, (1 per block, token, hidden); of the first, its own first row."""
-    steps, tokens, hidden = blocks.chunks
+def rows_before(blocks: da.Array) -> da.Array:
+    """Row before each block, (1 per block, …); of the first, its own first row."""
+    steps, *others = blocks.chunks
     last = blocks.map_blocks(
         _last_row,
-        chunks=((1,) * len(steps), tokens, hidden),
+        chunks=((1,) * len(steps), *others),
         dtype=blocks.dtype,
-        meta=np.empty((0, 0, 0), blocks.dtype),
+        meta=np.empty((0,) * blocks.ndim, blocks.dtype),
     )
     return da.concatenate([blocks[:1], last[:-1]])
 
@@ -201,7 +201,7 @@ class Scan:
         """
         key = name, like or name
         if key not in self._boundaries:
-            self._boundaries[key] = _rows_before(self.aligned(like or name, name))
+            self._boundaries[key] = rows_before(self.aligned(like or name, name))
         return self._boundaries[key]
 
     def points(self, lattice: str = "native") -> Points:
@@ -224,7 +224,7 @@ class Scan:
             native = native_dtype(self.variable(name))
             blocks = place_on_lattice(self.blocks(name), name, native, chosen)
             self._points[lattice] = Points(
-                variable=name, type=chosen, blocks=blocks, boundaries=_rows_before(blocks)
+                variable=name, type=chosen, blocks=blocks, boundaries=rows_before(blocks)
             )
         return self._points[lattice]
 

@@ -14,6 +14,7 @@ from trajstore.errors import InvalidArgument, VariableNotRecorded
 __all__ = [
     "POPULATIONS",
     "by_population",
+    "chosen_populations",
     "count_by_population",
     "members",
     "populations",
@@ -63,6 +64,28 @@ def populations(
         rare = np.asarray(da.coords["is_mostly_dead"].values, bool)
         return [*names, "mostly_dead"], np.concatenate([groups, rare[None]])
     return names, groups
+
+
+def chosen_populations(
+    ds: xr.Dataset, population: str | None
+) -> tuple[list[str], npt.NDArray[np.bool_]]:
+    """Names and members of one population, or of all of them.
+
+    Raises
+    ------
+    InvalidArgument
+        If there is none of that name.
+    """
+    names, groups = populations(ds)
+    if population is None:
+        return names, groups
+    if population not in names:
+        known = dict.fromkeys((*POPULATIONS, *names))
+        raise InvalidArgument(
+            f"got population={population!r}, expected {', '.join(known)}"
+            + ("" if "dead" in names else "; there is no coordinate is_dead here")
+        )
+    return [population], groups[[names.index(population)]]
 
 
 def with_mostly_dead(ds: xr.Dataset) -> xr.Dataset:
