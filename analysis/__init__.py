@@ -7,6 +7,7 @@ In the examples ``ds`` is a small run of 20 steps over the 128 ASCII tokens, in 
 ten occur in the text; their W started at 1.5, that of the dead tokens at 0.75.
 """
 
+from analysis.cloud_shape import inertia, pca
 from analysis.collective_motion import bulk_thermal, centroid, coherence, distinct
 from analysis.consecutive_rows import REGIMES
 from analysis.freeze_causes import CAUSES, adam_update, freeze_cause
@@ -19,6 +20,7 @@ from analysis.moment_ratios import moment_error
 from analysis.moments import exact_moments
 from analysis.motion import acceleration, speed, velocity
 from analysis.norms import displacement, grad_norms
+from analysis.projections import projection
 from analysis.registry import QUANTITIES, answer, compute
 from analysis.resume_seams import seams
 from analysis.run_comparison import compare
@@ -49,11 +51,14 @@ __all__ = [
     "freeze_blame",
     "freeze_cause",
     "grad_norms",
+    "inertia",
     "lattice_displacement",
     "lifecycle",
     "logit_stats",
     "moment_error",
     "moment_stuck",
+    "pca",
+    "projection",
     "regimes",
     "seams",
     "speed",

@@ -29,6 +29,7 @@ __all__ = [
     "centroid",
     "coherence",
     "distinct",
+    "per_population",
 ]
 
 
@@ -74,7 +75,7 @@ def _nothing(dtype: np.dtype[Any]) -> Any:
     return np.full(dtype.shape, np.nan if base.kind == "f" else 0, base)
 
 
-def _per_population(
+def per_population(
     history: Scan,
     population: str | None,
     kernel: Kernel,
@@ -82,6 +83,7 @@ def _per_population(
     *,
     motion: bool,
     points: Points | None = None,
+    vector: str = "hidden",
 ) -> xr.Dataset:
     """Facts about each population at each row.
 
@@ -92,11 +94,13 @@ def _per_population(
         Only this one.
     kernel : callable
     facts : dict
-        Type, long name and units of each. A type with a shape has a dimension hidden.
+        Type, long name and units of each. A type with a shape has one more dimension.
     motion : bool
         The facts are about the way between rows, so row 0 has none.
     points : Points, optional
         In place of W as it is stored.
+    vector : str
+        Name of that dimension.
     """
     names, groups = chosen_populations(history.ds, population)
     points = points or history.recorded()
@@ -134,7 +138,7 @@ def _per_population(
         )[rows]
         array = xr.DataArray(
             data,
-            dims=("step", "population", "hidden")[: data.ndim],
+            dims=("step", "population", vector)[: data.ndim],
             coords={"step": history.ds["step"][rows]},
             attrs={"long_name": long_name, "units": units},
         )
@@ -199,7 +203,7 @@ def build_centroid(history: Scan, population: str | None = None) -> xr.Dataset:
         "mean_radius": ("f8", "mean distance from the centroid", unit),
         "max_radius": ("f8", "largest distance from the centroid", unit),
     }
-    result = _per_population(history, population, _centroid_kernel, facts, motion=False)
+    result = per_population(history, population, _centroid_kernel, facts, motion=False)
     later = xr.DataArray(np.arange(history.rows) > 0, dims="step")
     return result.assign(drift=result["drift"].where(later).assign_attrs(result["drift"].attrs))
 
@@ -260,7 +264,7 @@ def build_bulk_thermal(history: Scan, population: str | None = None) -> xr.Datas
         "thermal_speed": ("f8", "rms velocity about the mean", unit),
         "bulk_thermal_ratio": ("f8", "bulk over thermal speed", "1"),
     }
-    return _per_population(history, population, _bulk_kernel, facts, motion=True)
+    return per_population(history, population, _bulk_kernel, facts, motion=True)
 
 
 def _coherence_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
@@ -306,7 +310,7 @@ def coherence(ds: xr.Dataset, population: str | None = None) -> xr.DataArray:
 def build_coherence(history: Scan, population: str | None = None) -> xr.DataArray:
     """`coherence` of a prepared Dataset."""
     facts = {"coherence": ("f8", "mean cosine between ΔW and its mean", "1")}
-    result = _per_population(history, population, _coherence_kernel, facts, motion=True)
+    result = per_population(history, population, _coherence_kernel, facts, motion=True)
     return result["coherence"]
 
 
@@ -357,7 +361,7 @@ def build_distinct(
         "most_common": ("i8", "tokens that share the most common vector", "1"),
     }
     points = history.points(lattice)
-    result = _per_population(
+    result = per_population(
         history, population, _distinct_kernel, facts, motion=False, points=points
     )
     return result.map(lambda counts: counts.assign_attrs(lattice_attributes(lattice)))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from analysis.cloud_shape import build_inertia, build_pca
 from analysis.collective_motion import (
     build_bulk_thermal,
     build_centroid,
@@ -26,6 +27,7 @@ from analysis.moment_ratios import build_moment_error
 from analysis.moments import build_exact_moments
 from analysis.motion import build_acceleration, build_speed, build_velocity
 from analysis.norms import build_displacement, build_grad_norms
+from analysis.projections import build_projection
 from analysis.resume_seams import build_seams
 from analysis.streaming_scan import Scan
 from analysis.token_populations import by_population as statistics_by_population
@@ -87,6 +89,9 @@ QUANTITIES: dict[str, Quantity] = {
     "coherence": Quantity(build=build_coherence),
     "distinct": Quantity(build=build_distinct),
     "clusters": Quantity(build=build_clusters),
+    "pca": Quantity(build=build_pca),
+    "inertia": Quantity(build=build_inertia),
+    "projection": Quantity(build=build_projection),
     "logit_stats": Quantity(build=build_logit_stats),
     "seams": Quantity(build=build_seams, measures=("step_norm",)),
 }
