@@ -7,6 +7,7 @@ In the examples ``ds`` is a small run of 20 steps over the 128 ASCII tokens, in 
 ten occur in the text; their W started at 1.5, that of the dead tokens at 0.75.
 """
 
+from analysis.alignments import alignment
 from analysis.cloud_shape import inertia, pca
 from analysis.collective_motion import bulk_thermal, centroid, coherence, distinct
 from analysis.consecutive_rows import REGIMES
@@ -19,9 +20,11 @@ from analysis.lost_updates import moment_stuck
 from analysis.moment_ratios import moment_error
 from analysis.moments import exact_moments
 from analysis.motion import acceleration, speed, velocity
+from analysis.motion_memory import autocorrelation
 from analysis.norms import displacement, grad_norms
+from analysis.paths import path_efficiency, radial_tangential
 from analysis.projections import projection
-from analysis.registry import QUANTITIES, answer, compute
+from analysis.registry import QUANTITIES, answer, compute, crossings
 from analysis.resume_seams import seams
 from analysis.run_comparison import compare
 from analysis.summary_tables import summary
@@ -36,7 +39,9 @@ __all__ = [
     "REGIMES",
     "acceleration",
     "adam_update",
+    "alignment",
     "answer",
+    "autocorrelation",
     "bulk_thermal",
     "by_population",
     "centroid",
@@ -44,6 +49,7 @@ __all__ = [
     "coherence",
     "compare",
     "compute",
+    "crossings",
     "displacement",
     "distinct",
     "exact_moments",
@@ -57,8 +63,10 @@ __all__ = [
     "logit_stats",
     "moment_error",
     "moment_stuck",
+    "path_efficiency",
     "pca",
     "projection",
+    "radial_tangential",
     "regimes",
     "seams",
     "speed",
