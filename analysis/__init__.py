@@ -21,6 +21,7 @@ from analysis.moment_ratios import moment_error
 from analysis.moments import exact_moments
 from analysis.motion import acceleration, speed, velocity
 from analysis.motion_memory import autocorrelation
+from analysis.neighbours import adjacency, nearest_distance
 from analysis.norms import displacement, grad_norms
 from analysis.paths import path_efficiency, radial_tangential
 from analysis.projections import projection
@@ -39,6 +40,7 @@ __all__ = [
     "REGIMES",
     "acceleration",
     "adam_update",
+    "adjacency",
     "alignment",
     "answer",
     "autocorrelation",
@@ -63,6 +65,7 @@ __all__ = [
     "logit_stats",
     "moment_error",
     "moment_stuck",
+    "nearest_distance",
     "path_efficiency",
     "pca",
     "projection",

@@ -29,6 +29,7 @@ from analysis.moment_ratios import build_moment_error
 from analysis.moments import build_exact_moments
 from analysis.motion import build_acceleration, build_speed, build_velocity
 from analysis.motion_memory import build_autocorrelation
+from analysis.neighbours import build_adjacency, build_nearest_distance
 from analysis.norms import build_displacement, build_grad_norms
 from analysis.paths import build_path_efficiency, build_radial_tangential
 from analysis.projections import build_projection
@@ -175,6 +176,8 @@ QUANTITIES: dict[str, Quantity] = {
     "alignment": Quantity(build=build_alignment),
     "crossings": Quantity(build=build_crossings),
     "clusters": Quantity(build=build_clusters),
+    "adjacency": Quantity(build=build_adjacency),
+    "nearest_distance": Quantity(build=build_nearest_distance),
     "pca": Quantity(build=build_pca),
     "inertia": Quantity(build=build_inertia),
     "projection": Quantity(build=build_projection),

@@ -307,7 +307,7 @@ class Scan:
         data: da.Array,
         like: str,
         *,
-        rows: slice = slice(None),
+        rows: slice | npt.NDArray[np.int64] = slice(None),
         dims: Iterable[str] = _DIMS[:2],
     ) -> xr.DataArray:
         """DataArray with the coordinates of a variable that belong to `dims`."""
