@@ -8,6 +8,7 @@ import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
+from dask.graph_manipulation import bind
 
 from analysis import input_checks
 from analysis.collective_motion import per_population
@@ -167,7 +168,8 @@ def build_pca(
     scores = da.blockwise(
         _scores_of_only,
         "stc",
-        blocks,
+        # Read a second time, when the basis is known: all blocks would wait for it otherwise.
+        bind(blocks, made, seed=made.name),
         "sth",
         made,
         "ah",
