@@ -21,6 +21,7 @@ from analysis.moment_ratios import moment_error
 from analysis.moments import exact_moments
 from analysis.motion import acceleration, speed, velocity
 from analysis.motion_memory import autocorrelation
+from analysis.named_populations import with_populations
 from analysis.neighbours import adjacency, nearest_distance
 from analysis.norms import displacement, grad_norms
 from analysis.paths import path_efficiency, radial_tangential
@@ -76,4 +77,5 @@ __all__ = [
     "summary",
     "ulp",
     "velocity",
+    "with_populations",
 ]

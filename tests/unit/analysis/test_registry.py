@@ -37,6 +37,7 @@ def run(make_run, walk):
         clip_coef=np.ones(rows, np.float32),
         is_dead=np.arange(tokens) % 3 == 0,
     )
+    ds = ds.assign_coords(is_tracer=("token", np.arange(tokens) % 4 == 1))
     return ds.assign_attrs(optimizer=ADAM)
 
 
