@@ -1,10 +1,8 @@
-"""Populations of the user's own: masks, lists of ids, labels, expressions, files."""
+"""Populations of the user's own: masks, lists of ids, labels, expressions."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,11 +11,9 @@ import xarray as xr
 
 from analysis.population_expressions import select_tokens
 from analysis.token_populations import POPULATIONS
-from trajstore.errors import FormatError, InvalidArgument
-from trajstore.formats.array_file import values_of
-from trajstore.formats.open_file import open_file
+from trajstore.errors import InvalidArgument
 
-__all__ = ["populations_from", "with_populations"]
+__all__ = ["with_populations"]
 
 Array = npt.NDArray[Any]
 
@@ -106,54 +102,3 @@ def _of_ids(ds: xr.Dataset, name: str, ids: npt.NDArray[np.int64]) -> npt.NDArra
             f"{strangers[0]}"
         )
     return np.asarray(np.isin(known, ids))
-
-
-def populations_from(assignments: Sequence[str]) -> dict[str, Any]:
-    """Populations as the command line gives them, for `with_populations`.
-
-    Parameters
-    ----------
-    assignments : sequence of str
-        ``NAME=EXPRESSION`` or ``NAME=FILE``: a file of one array, mask or ids, in any format that
-        is read here, or a ``.txt`` of one id in each line.
-
-    Returns
-    -------
-    dict of str to str or ndarray
-
-    Raises
-    ------
-    InvalidArgument
-        If there is no name, or one twice.
-    FormatError
-        If a file does not hold one such array.
-    """
-    result: dict[str, Any] = {}
-    for assignment in assignments:
-        name, equals, text = assignment.partition("=")
-        if not equals or not name.strip() or name.strip() in result:
-            raise InvalidArgument(
-                f"got the population {assignment!r}, expected NAME=EXPRESSION or NAME=FILE, and "
-                "each name once"
-            )
-        text = text.strip()
-        result[name.strip()] = _from_file(text) if Path(text).is_file() else text
-    return result
-
-
-def _from_file(path: str | os.PathLike[str]) -> Array:
-    if Path(path).suffix == ".txt":
-        try:
-            lines = Path(path).read_text().split()
-            return np.array([int(line) for line in lines], np.int64)
-        except ValueError as error:
-            raise FormatError(f"{path} does not hold a whole number in each line") from error
-    with open_file(path) as file:
-        keys = list(file.keys)
-        values = values_of(file, keys[0]) if len(keys) == 1 else None
-    if values is None or values.ndim != 1 or values.dtype.kind not in "biu":
-        raise FormatError(
-            f"{path} holds {', '.join(keys) or 'nothing'}; a population is one array of one "
-            "dimension, of truth values or ids"
-        )
-    return np.asarray(values)

@@ -4,5 +4,6 @@
 differently (``what_if_commands``), look into a run (``inspect_commands``), write and read the files
 of others (``exchange_commands``), check and mend (``integrity_commands``). They share ``options``,
 print ``tables`` and ``exchange_tables``, show ``progress``, and stop as ``stop_signals`` ask. What
-a command calls is imported inside it, so that help comes at once.
+a command calls is imported inside it, so that help comes at once. ``population_files`` reads what
+``--population`` names.
 """

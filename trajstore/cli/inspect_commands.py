@@ -55,7 +55,7 @@ def summary(run: str, lattice: str, populations: tuple[str, ...], as_json: bool)
       trajstore summary gatsby.zarr --population 'rare=0 < token_count <= 10'
     """
     import analysis
-    from analysis.named_populations import populations_from
+    from trajstore.cli.population_files import populations_from
     from trajstore.store.open_run import open_run
 
     ds = analysis.with_populations(open_run(run), populations_from(populations))
@@ -121,8 +121,8 @@ def analyze(
       trajstore analyze gatsby.zarr pca --population tracers=ids.txt --set population=tracers
     """
     import analysis
-    from analysis.named_populations import populations_from
     from analysis.write_results import describe, write_result
+    from trajstore.cli.population_files import populations_from
     from trajstore.store.open_run import open_run
 
     ds = analysis.with_populations(open_run(run), populations_from(populations))

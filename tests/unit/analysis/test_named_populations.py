@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 import analysis
-from analysis.named_populations import populations_from, with_populations
-from trajstore.errors import FormatError, InvalidArgument
+from analysis.named_populations import with_populations
+from trajstore.errors import InvalidArgument
 
 
 @pytest.fixture
@@ -57,25 +55,6 @@ def test_any_truth_values_along_token_are_one(run):
         analysis.distinct(ds.assign_coords(is_reachable=ds.reachable))
 
 
-def test_files(run, tmp_path: Path):
-    mask = np.arange(8) == 2
-    np.save(tmp_path / "mask.npy", mask)
-    np.savez(tmp_path / "ids.npz", ids=run.token.values[:3])
-    (tmp_path / "ids.txt").write_text("0\n3\n")
-    given = [f"one={tmp_path}/mask.npy", f"two={tmp_path}/ids.npz", f"three={tmp_path}/ids.txt"]
-    ds = with_populations(run, populations_from([*given, "four = token == 3"]))
-    assert ds.is_one.values.tolist() == mask.tolist()
-    assert ds.is_two.values.tolist() == [True] * 3 + [False] * 5
-    assert ds.is_three.values.tolist() == [False] * 6 + [True] * 2
-    assert ds.is_four.values.sum() == 1
-    np.savez(tmp_path / "several.npz", a=mask, b=mask)
-    np.save(tmp_path / "wide.npy", np.zeros((8, 2), bool))
-    (tmp_path / "text.txt").write_text("three\n")
-    for name in ("several.npz", "wide.npy", "text.txt"):
-        with pytest.raises(FormatError, match=name):
-            populations_from([f"one={tmp_path}/{name}"])
-
-
 def test_what_cannot_be_one(run):
     for name, given, message in (
         ("dead", "token > 3", "named 'dead'"),
@@ -89,6 +68,3 @@ def test_what_cannot_be_one(run):
     ):
         with pytest.raises(InvalidArgument, match=message):
             with_populations(run, {name: given})
-    for assignments in (["odd"], ["=token > 3"], ["a=token > 3", "a=token > 4"]):
-        with pytest.raises(InvalidArgument, match="NAME=EXPRESSION"):
-            populations_from(assignments)
