@@ -7,18 +7,26 @@ In the examples ``ds`` is a small run of 20 steps over the 128 ASCII tokens, in 
 ten occur in the text; their W started at 1.5, that of the dead tokens at 0.75.
 """
 
+from analysis.alignments import alignment
+from analysis.cloud_shape import inertia, pca
 from analysis.collective_motion import bulk_thermal, centroid, coherence, distinct
 from analysis.consecutive_rows import REGIMES
 from analysis.freeze_causes import CAUSES, adam_update, freeze_cause
 from analysis.freeze_counterfactuals import COUNTERFACTUALS, OUTCOMES, freeze_blame
 from analysis.freezing import freeze
+from analysis.identical_vectors import clusters
 from analysis.logit_statistics import logit_stats
 from analysis.lost_updates import moment_stuck
 from analysis.moment_ratios import moment_error
 from analysis.moments import exact_moments
 from analysis.motion import acceleration, speed, velocity
+from analysis.motion_memory import autocorrelation
+from analysis.named_populations import with_populations
+from analysis.neighbours import adjacency, nearest_distance
 from analysis.norms import displacement, grad_norms
-from analysis.registry import QUANTITIES, answer, compute
+from analysis.paths import path_efficiency, radial_tangential
+from analysis.projections import projection
+from analysis.registry import QUANTITIES, answer, compute, crossings
 from analysis.resume_seams import seams
 from analysis.run_comparison import compare
 from analysis.summary_tables import summary
@@ -33,13 +41,18 @@ __all__ = [
     "REGIMES",
     "acceleration",
     "adam_update",
+    "adjacency",
+    "alignment",
     "answer",
+    "autocorrelation",
     "bulk_thermal",
     "by_population",
     "centroid",
+    "clusters",
     "coherence",
     "compare",
     "compute",
+    "crossings",
     "displacement",
     "distinct",
     "exact_moments",
@@ -47,15 +60,22 @@ __all__ = [
     "freeze_blame",
     "freeze_cause",
     "grad_norms",
+    "inertia",
     "lattice_displacement",
     "lifecycle",
     "logit_stats",
     "moment_error",
     "moment_stuck",
+    "nearest_distance",
+    "path_efficiency",
+    "pca",
+    "projection",
+    "radial_tangential",
     "regimes",
     "seams",
     "speed",
     "summary",
     "ulp",
     "velocity",
+    "with_populations",
 ]

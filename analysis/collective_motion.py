@@ -16,8 +16,7 @@ import xarray as xr
 
 from analysis.lattice_points import Points, lattice_attributes
 from analysis.streaming_scan import Scan
-from analysis.token_populations import POPULATIONS, populations
-from trajstore.errors import InvalidArgument
+from analysis.token_populations import chosen_populations
 from trajstore.values.token_norms import vector_norm
 from trajstore.values.ulp_lattice import unsigned_view
 
@@ -30,11 +29,8 @@ __all__ = [
     "centroid",
     "coherence",
     "distinct",
+    "per_population",
 ]
-
-
-def _known(names: list[str]) -> list[str]:
-    return list(dict.fromkeys((*POPULATIONS, *names)))
 
 
 Array = npt.NDArray[Any]
@@ -81,7 +77,7 @@ def _nothing(dtype: np.dtype[Any]) -> Any:
     return np.full(dtype.shape, np.nan if base.kind == "f" else 0, base)
 
 
-def _per_population(
+def per_population(
     history: Scan,
     population: str | None,
     kernel: Kernel,
@@ -89,6 +85,7 @@ def _per_population(
     *,
     motion: bool,
     points: Points | None = None,
+    vector: str = "hidden",
 ) -> xr.Dataset:
     """Facts about each population at each row.
 
@@ -99,20 +96,15 @@ def _per_population(
         Only this one.
     kernel : callable
     facts : dict
-        Type, long name and units of each. A type with a shape has a dimension hidden.
+        Type, long name and units of each. A type with a shape has one more dimension.
     motion : bool
         The facts are about the way between rows, so row 0 has none.
     points : Points, optional
         In place of W as it is stored.
+    vector : str
+        Name of that dimension.
     """
-    names, groups = populations(history.ds)
-    if population is not None:
-        if population not in names:
-            raise InvalidArgument(
-                f"got population={population!r}, expected {', '.join(_known(names))}"
-                + ("" if "dead" in names else "; there is no coordinate is_dead here")
-            )
-        groups = groups[[names.index(population)]]
+    names, groups = chosen_populations(history.ds, population)
     points = points or history.recorded()
     blocks = points.blocks
     dtype = np.dtype([(name, kind) for name, (kind, _, _) in facts.items()])
@@ -149,7 +141,7 @@ def _per_population(
         )[rows]
         array = xr.DataArray(
             data,
-            dims=("step", "population", "hidden")[: data.ndim],
+            dims=("step", "population", vector)[: data.ndim],
             coords={"step": history.ds["step"][rows]},
             attrs={"long_name": long_name, "units": units},
         )
@@ -214,7 +206,7 @@ def build_centroid(history: Scan, population: str | None = None) -> xr.Dataset:
         "mean_radius": ("f8", "mean distance from the centroid", unit),
         "max_radius": ("f8", "largest distance from the centroid", unit),
     }
-    result = _per_population(history, population, _centroid_kernel, facts, motion=False)
+    result = per_population(history, population, _centroid_kernel, facts, motion=False)
     later = xr.DataArray(np.arange(history.rows) > 0, dims="step")
     return result.assign(drift=result["drift"].where(later).assign_attrs(result["drift"].attrs))
 
@@ -275,7 +267,7 @@ def build_bulk_thermal(history: Scan, population: str | None = None) -> xr.Datas
         "thermal_speed": ("f8", "rms velocity about the mean", unit),
         "bulk_thermal_ratio": ("f8", "bulk over thermal speed", "1"),
     }
-    return _per_population(history, population, _bulk_kernel, facts, motion=True)
+    return per_population(history, population, _bulk_kernel, facts, motion=True)
 
 
 def _coherence_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
@@ -321,7 +313,7 @@ def coherence(ds: xr.Dataset, population: str | None = None) -> xr.DataArray:
 def build_coherence(history: Scan, population: str | None = None) -> xr.DataArray:
     """`coherence` of a prepared Dataset."""
     facts = {"coherence": ("f8", "mean cosine between ΔW and its mean", "1")}
-    result = _per_population(history, population, _coherence_kernel, facts, motion=True)
+    result = per_population(history, population, _coherence_kernel, facts, motion=True)
     return result["coherence"]
 
 
@@ -372,7 +364,7 @@ def build_distinct(
         "most_common": ("i8", "tokens that share the most common vector", "1"),
     }
     points = history.points(lattice)
-    result = _per_population(
+    result = per_population(
         history, population, _distinct_kernel, facts, motion=False, points=points
     )
     return result.map(lambda counts: counts.assign_attrs(lattice_attributes(lattice)))

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from analysis.alignments import build_alignment
+from analysis.cloud_shape import build_inertia, build_pca
 from analysis.collective_motion import (
     build_bulk_thermal,
     build_centroid,
@@ -19,12 +21,18 @@ from analysis.collective_motion import (
 from analysis.freeze_causes import build_adam_update, build_freeze_cause
 from analysis.freeze_counterfactuals import build_freeze_blame
 from analysis.freezing import build_freeze
+from analysis.identical_vectors import build_clusters
+from analysis.level_crossings import LEVELS, level_crossings
 from analysis.logit_statistics import build_logit_stats
 from analysis.lost_updates import build_moment_stuck
 from analysis.moment_ratios import build_moment_error
 from analysis.moments import build_exact_moments
 from analysis.motion import build_acceleration, build_speed, build_velocity
+from analysis.motion_memory import build_autocorrelation
+from analysis.neighbours import build_adjacency, build_nearest_distance
 from analysis.norms import build_displacement, build_grad_norms
+from analysis.paths import build_path_efficiency, build_radial_tangential
+from analysis.projections import build_projection
 from analysis.resume_seams import build_seams
 from analysis.streaming_scan import Scan
 from analysis.token_populations import by_population as statistics_by_population
@@ -37,7 +45,7 @@ from analysis.ulp_motion import (
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 
-__all__ = ["QUANTITIES", "Quantity", "answer", "compute"]
+__all__ = ["QUANTITIES", "Quantity", "answer", "compute", "crossings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +76,83 @@ class Quantity:
         return {"lattice": lattice} if "lattice" in self.options else {}
 
 
+def crossings(
+    ds: xr.Dataset,
+    quantity: str | xr.DataArray = "displacement",
+    levels: Sequence[float] | float = LEVELS,
+    of: str = "way",
+) -> xr.Dataset:
+    """First and last step at which a curve passes 50, 90 and 99 % of its way, or other levels.
+
+    Parameters
+    ----------
+    ds : Dataset
+        A run.
+    quantity : str or DataArray
+        The curve: a quantity with its default options (``displacement``), one of several variables
+        of it (``freeze.frozen_fraction``), a recorded variable (``loss``), or any array along step.
+    levels : float or sequence of float
+    of : {'way', 'value'}
+        What levels are: shares of the way from the curve's first value (where that is NaN, from the
+        second) to its last, or values of the curve.
+
+    Returns
+    -------
+    Dataset, int64 (level, …)
+        ``first_crossing``, the first step at which the curve is at the level or beyond;
+        ``last_crossing``, the last one at which it comes there from below, after which it stays if
+        it ends there. −1 where it never does. With the other dimensions of the curve.
+
+    Raises
+    ------
+    InvalidArgument
+        For a quantity that is unknown, has several variables, or is no curve.
+
+    Examples
+    --------
+    >>> crossings(ds).first_crossing.sel(token=ord("e")).values
+    array([ 7, 12, 13])
+    """
+    return build_crossings(Scan(ds), quantity, levels, of)
+
+
+def build_crossings(
+    history: Scan,
+    quantity: str | xr.DataArray = "displacement",
+    levels: Sequence[float] | float = LEVELS,
+    of: str = "way",
+) -> xr.Dataset:
+    """`crossings` of a prepared Dataset."""
+    curve = _curve(history, quantity) if isinstance(quantity, str) else quantity
+    return level_crossings(curve, levels, of)
+
+
+def _curve(history: Scan, quantity: str) -> xr.DataArray:
+    name, _, variable = quantity.partition(".")
+    if name not in QUANTITIES and not variable and name in history.ds.data_vars:
+        return history.ds[name]
+    if name not in QUANTITIES or name == "crossings":
+        raise InvalidArgument(
+            f"got quantity={quantity!r}, expected a recorded variable or one of "
+            f"{', '.join(known for known in QUANTITIES if known != 'crossings')}"
+        )
+    found = QUANTITIES[name].build(history)
+    if isinstance(found, xr.DataArray) and not variable:
+        return found
+    curves = (
+        [str(key) for key, array in found.data_vars.items() if "step" in array.dims]
+        if isinstance(found, xr.Dataset)
+        else []
+    )
+    if variable not in curves:
+        raise InvalidArgument(
+            f"got quantity={quantity!r}, expected "
+            + (" or ".join(f"{name}.{curve}" for curve in curves) or name)
+        )
+    curve: xr.DataArray = found[variable]
+    return curve
+
+
 QUANTITIES: dict[str, Quantity] = {
     "grad_norms": Quantity(build=build_grad_norms),
     "displacement": Quantity(build=build_displacement),
@@ -89,6 +174,17 @@ QUANTITIES: dict[str, Quantity] = {
     "bulk_thermal": Quantity(build=build_bulk_thermal),
     "coherence": Quantity(build=build_coherence),
     "distinct": Quantity(build=build_distinct),
+    "autocorrelation": Quantity(build=build_autocorrelation),
+    "path_efficiency": Quantity(build=build_path_efficiency),
+    "radial_tangential": Quantity(build=build_radial_tangential),
+    "alignment": Quantity(build=build_alignment),
+    "crossings": Quantity(build=build_crossings),
+    "clusters": Quantity(build=build_clusters),
+    "adjacency": Quantity(build=build_adjacency),
+    "nearest_distance": Quantity(build=build_nearest_distance),
+    "pca": Quantity(build=build_pca),
+    "inertia": Quantity(build=build_inertia),
+    "projection": Quantity(build=build_projection),
     "logit_stats": Quantity(build=build_logit_stats),
     "seams": Quantity(build=build_seams, measures=("step_norm",)),
 }
@@ -205,7 +301,7 @@ def answer(
     names : sequence of str
         Of `QUANTITIES`. A single one is as its function returns it, several as by `compute`.
     assignments : sequence of str
-        Options of a single quantity, ``name=value``.
+        Options of a single quantity, ``name=value``; of several values ``name=1,2,5``.
     by_population : bool
         Statistics over the tokens of each population, of a single quantity that is one number
         per token.
@@ -274,6 +370,8 @@ def _options(quantity: Quantity, name: str, assignments: Sequence[str]) -> dict[
 
 
 def _value(text: str) -> Any:
+    if "," in text:
+        return tuple(_value(part.strip()) for part in text.split(",") if part.strip())
     for kind in (int, float):
         try:
             return kind(text)

@@ -22,7 +22,7 @@ from analysis.token_populations import with_mostly_dead
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.values.token_norms import result_dtype
 
-__all__ = ["Scan", "native_dtype", "over_hidden"]
+__all__ = ["Scan", "native_dtype", "over_hidden", "rows_before"]
 
 Array = npt.NDArray[Any]
 
@@ -91,14 +91,14 @@ def _apply_to_changes(block: Array, kernel: Callable[[Array, Array], Array]) -> 
     return kernel(block, np.zeros_like(block))
 
 
-def _rows_before(blocks: da.Array) -> da.Array:
-    """Row before each block, (1 per block, token, hidden); of the first, its own first row."""
-    steps, tokens, hidden = blocks.chunks
+def rows_before(blocks: da.Array) -> da.Array:
+    """Row before each block, (1 per block, …); of the first, its own first row."""
+    steps, *others = blocks.chunks
     last = blocks.map_blocks(
         _last_row,
-        chunks=((1,) * len(steps), tokens, hidden),
+        chunks=((1,) * len(steps), *others),
         dtype=blocks.dtype,
-        meta=np.empty((0, 0, 0), blocks.dtype),
+        meta=np.empty((0,) * blocks.ndim, blocks.dtype),
     )
     return da.concatenate([blocks[:1], last[:-1]])
 
@@ -207,7 +207,7 @@ class Scan:
         """
         key = name, like or name
         if key not in self._boundaries:
-            self._boundaries[key] = _rows_before(self.aligned(like or name, name))
+            self._boundaries[key] = rows_before(self.aligned(like or name, name))
         return self._boundaries[key]
 
     def points(self, lattice: str = "native") -> Points:
@@ -230,7 +230,7 @@ class Scan:
             native = native_dtype(self.variable(name))
             blocks = place_on_lattice(self.blocks(name), name, native, chosen)
             self._points[lattice] = Points(
-                variable=name, type=chosen, blocks=blocks, boundaries=_rows_before(blocks)
+                variable=name, type=chosen, blocks=blocks, boundaries=rows_before(blocks)
             )
         return self._points[lattice]
 
@@ -330,7 +330,7 @@ class Scan:
         data: da.Array,
         like: str,
         *,
-        rows: slice = slice(None),
+        rows: slice | npt.NDArray[np.int64] = slice(None),
         dims: Iterable[str] = _DIMS[:2],
     ) -> xr.DataArray:
         """DataArray with the coordinates of a variable that belong to `dims`."""

@@ -1,4 +1,4 @@
-"""Dead, live, mostly dead and all tokens, and the statistics of anything per token over them."""
+"""Dead, live and all tokens, populations of the user, and the statistics of anything over them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from trajstore.errors import InvalidArgument, VariableNotRecorded
 __all__ = [
     "POPULATIONS",
     "by_population",
+    "chosen_populations",
     "count_by_population",
     "members",
+    "own_masks",
     "populations",
     "with_mostly_dead",
 ]
@@ -52,17 +54,61 @@ def populations(
 ) -> tuple[list[str], npt.NDArray[np.bool_]]:
     """Names of the populations and their members, (population, token).
 
-    Where nothing says which tokens are dead, the only one of the `POPULATIONS` is ``all``. A
-    coordinate ``is_mostly_dead`` makes one more, of live tokens that hardly occur.
+    Where nothing says which tokens are dead, the only one of the `POPULATIONS` is ``all``. Every
+    other coordinate of truth values along token makes one more, under its name without ``is_``,
+    such as ``is_mostly_dead``. They may overlap.
     """
     if "is_dead" in da.coords:
         names, groups = list(POPULATIONS), members(da)
     else:
         names, groups = ["all"], np.ones((1, da.sizes["token"]), bool)
-    if "is_mostly_dead" in da.coords:
-        rare = np.asarray(da.coords["is_mostly_dead"].values, bool)
-        return [*names, "mostly_dead"], np.concatenate([groups, rare[None]])
+    for name, mask in own_masks(da).items():
+        names.append(name)
+        groups = np.concatenate([groups, mask[None]])
     return names, groups
+
+
+def own_masks(da: xr.DataArray | xr.Dataset) -> dict[str, npt.NDArray[np.bool_]]:
+    """Populations besides `POPULATIONS`, by name.
+
+    Raises
+    ------
+    InvalidArgument
+        If two have one name.
+    """
+    masks: dict[str, npt.NDArray[np.bool_]] = {}
+    for key, coordinate in da.coords.items():
+        if key == "is_dead" or coordinate.dims != ("token",) or coordinate.dtype != bool:
+            continue
+        name = str(key).removeprefix("is_")
+        if name in masks or name in POPULATIONS:
+            raise InvalidArgument(
+                f"the coordinate {key!r} makes a second population {name!r}; rename it"
+            )
+        masks[name] = np.asarray(coordinate.values)
+    return masks
+
+
+def chosen_populations(
+    ds: xr.Dataset, population: str | None
+) -> tuple[list[str], npt.NDArray[np.bool_]]:
+    """Names and members of one population, or of all of them.
+
+    Raises
+    ------
+    InvalidArgument
+        If there is none of that name.
+    """
+    names, groups = populations(ds)
+    if population is None:
+        return names, groups
+    if population not in names:
+        known = dict.fromkeys((*POPULATIONS, *names))
+        raise InvalidArgument(
+            f"got population={population!r}, expected {', '.join(known)}"
+            + ("" if "dead" in names else "; there is no coordinate is_dead here")
+        )
+    return [population], groups[[names.index(population)]]
 
 
 def with_mostly_dead(ds: xr.Dataset) -> xr.Dataset:
@@ -146,12 +192,12 @@ def _statistics(
 def by_population(
     da: xr.DataArray, quantiles: Sequence[float] = (0.05, 0.25, 0.75, 0.95)
 ) -> xr.Dataset:
-    """Statistics over the tokens of each population: dead, live and all, and mostly dead if known.
+    """Statistics over the tokens of each population: dead, live, all, and those of the user.
 
     Parameters
     ----------
     da : DataArray, (…, token)
-        Anything per token, with the coordinate ``is_dead``; also with ``is_mostly_dead``.
+        Anything per token, with the coordinate ``is_dead``, and those of other populations.
     quantiles : sequence of float
         Between 0 and 1, linearly interpolated.
 

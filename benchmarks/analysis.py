@@ -1,6 +1,7 @@
 """Speed and memory of the analysis, against whole tensors in RAM.
 
     python benchmarks/analysis.py [--rows 50 200] [--cache FOLDER] [--store RUN.zarr] [--json FILE]
+    python benchmarks/analysis.py --store RUN.zarr --quantities clusters pca inertia
 
 Makes Wordybird-shaped histories (50,257 tokens × 64, bfloat16, W and grad) where none is given: a
 random walk with the step sizes of Adam under a decaying learning rate, in which tokens come to rest
@@ -11,7 +12,7 @@ memory with them.
 ``notebook`` is how it was done before: load the tensors from a safetensors file (page cache warm)
 and compute on all of them with torch. ``read`` only decodes the chunks, which is the floor. With
 ``--store`` also the sums of both exact moments, which aim at three times the time of the sum of
-``grad``.
+``grad``. With ``--quantities`` only these, all their variables summed, beside reading W.
 """
 
 from __future__ import annotations
@@ -131,6 +132,8 @@ def in_trajstore(path: Path, question: str) -> None:
         analysis.exact_moments(ds).sum().compute()
     elif question == "all three":
         analysis.compute(ds, ["grad_norms", "freeze", "regimes"]).compute()
+    elif question.startswith("sum of "):
+        analysis.compute(ds, [question.removeprefix("sum of ")]).sum().compute()
     else:
         analysis.compute(ds, [question]).compute()
 
@@ -160,11 +163,27 @@ def measure(way: str, path: Path, question: str, repeat: int) -> dict[str, Any]:
     }
 
 
+def beside_reading(
+    store: Path, quantities: list[str], repeat: int, results: dict[str, Any]
+) -> None:
+    print(f"{store}\n{'':<28}{'wall s':>8}{'ratio':>8}{'cpu s':>8}{'ratio':>8}{'peak MB':>9}")
+    for question in ["read W", *(f"sum of {name}" for name in quantities)]:
+        got = results[question] = measure("trajstore", store, question, repeat)
+        floor = results["read W"]
+        ratios = {way: got[way] / floor[way] for way in ("wall_s", "cpu_s")}
+        print(
+            f"{question:<28}{got['wall_s']:8.2f}{ratios['wall_s']:8.2f}"
+            f"{got['cpu_s']:8.2f}{ratios['cpu_s']:8.2f}{got['peak_bytes'] / 1e6:9.0f}",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[50, 200])
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--store", type=Path, help="a recorded run instead of synthetic ones")
+    parser.add_argument("--quantities", nargs="+", help="of --store, each next to reading W")
     parser.add_argument("--repeat", type=int, default=2, help="the fastest counts")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
@@ -173,6 +192,11 @@ def main() -> None:
         child(given.child[0], Path(given.child[1]), given.child[2])
         return
     results: dict[str, Any] = {}
+    if given.quantities:
+        beside_reading(given.store, given.quantities, given.repeat, results)
+        if given.json:
+            given.json.write_text(json.dumps(results, indent=2))
+        return
     questions = ["grad_norms", "freeze", "regimes"]
     # Synthetic histories have no optimizer.
     moments = ["sum of grad", "sum of exact moments"] if given.store else []

@@ -50,7 +50,7 @@ class TrajAccessor:
         return self._ds.isel(token=~self._is_dead())
 
     def by_population(self, da: xr.DataArray, **options: Any) -> xr.Dataset:
-        """Statistics over the dead, live and all tokens of this run.
+        """Statistics over the dead, live and all tokens of this run, and its other populations.
 
         Parameters
         ----------
@@ -61,8 +61,13 @@ class TrajAccessor:
         """
         import analysis
 
-        dead = xr.DataArray(self._is_dead(), dims="token")
-        return analysis.by_population(da.assign_coords(is_dead=dead), **options)
+        self._is_dead()  # says what is missing
+        masks = {
+            name: coordinate.variable
+            for name, coordinate in self._ds.coords.items()
+            if coordinate.dims == ("token",) and coordinate.dtype == bool
+        }
+        return analysis.by_population(da.assign_coords(masks), **options)
 
     def _is_dead(self) -> Any:
         if "is_dead" not in self._ds:

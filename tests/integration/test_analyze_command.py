@@ -131,6 +131,25 @@ def test_options_and_populations(
     trajstore_cli("analyze", run, "grad_norms", "--set", "ord=inf", "--json")
 
 
+def test_populations_of_the_user(
+    run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    ids = tmp_path / "tracers.txt"
+    ids.write_text("1\n7\n")
+    ours = ("--population", "late=token > 8", "--population", f"tracers={ids}")
+    file = tmp_path / "centroid.zarr"
+    trajstore_cli("analyze", run, "centroid", *ours, "-o", file)
+    W = trajstore.open_run(run).W.values.astype(np.float64)
+    with xr.open_zarr(file) as opened:
+        centroid = opened.centroid.load()
+    np.testing.assert_allclose(centroid.sel(population="late"), W[:, 9:].mean(1))
+    np.testing.assert_allclose(centroid.sel(population="tracers"), W[:, [1, 7]].mean(1))
+    trajstore_cli("analyze", run, "clusters", *ours, "--set", "population=tracers")
+    assert "tracers (2)" in trajstore_cli("summary", run, *ours).stdout
+    refused = trajstore_cli("summary", run, "--population", "late=tokens > 8", rc=2)
+    assert "got 'tokens' in the population 'tokens > 8'" in refused.stderr
+
+
 def test_computing_on_a_cluster(
     run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ import sys
 import click
 from rich.text import Text
 
-from trajstore.cli.options import JSON, LATTICE, RUN, sentences
+from trajstore.cli.options import JSON, LATTICE, POPULATIONS, RUN, sentences
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import (
     err,
@@ -64,20 +64,24 @@ def info(runs: tuple[str, ...], as_json: bool) -> None:
 @click.command()
 @RUN
 @LATTICE
+@POPULATIONS
 @JSON
 @sentences
-def summary(run: str, lattice: str, as_json: bool) -> None:
+def summary(run: str, lattice: str, populations: tuple[str, ...], as_json: bool) -> None:
     """Print the tables of the notebooks: gradients, displacement, centroid, logits, loss.
 
     \b
     Example:
       trajstore summary gatsby.zarr
       trajstore summary duckling.zarr --lattice bfloat16
+      trajstore summary gatsby.zarr --population 'rare=0 < token_count <= 10'
     """
     import analysis
+    from trajstore.cli.population_files import populations_from
     from trajstore.store.open_run import open_run
 
-    facts = analysis.summary(open_run(run), lattice).compute()
+    ds = analysis.with_populations(open_run(run), populations_from(populations))
+    facts = analysis.summary(ds, lattice).compute()
     if as_json:
         print_json(
             {
@@ -128,8 +132,9 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
     metavar="NAME=VALUE",
     help="An option of a single quantity, such as since=previous. Repeatable.",
 )
-@click.option("--by-population", is_flag=True, help="Statistics over dead, live and all tokens.")
+@click.option("--by-population", is_flag=True, help="Statistics over each population.")
 @LATTICE
+@POPULATIONS
 @click.option("--scheduler", metavar="ADDRESS", help="A dask cluster to compute on.")
 @click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
 @JSON
@@ -141,6 +146,7 @@ def analyze(
     assignments: tuple[str, ...],
     by_population: bool,
     lattice: str,
+    populations: tuple[str, ...],
     scheduler: str | None,
     overwrite: bool,
     as_json: bool,
@@ -155,13 +161,17 @@ def analyze(
       trajstore analyze gatsby.zarr displacement --set since=previous -o steps.nc
       trajstore analyze gatsby.zarr grad_norms freeze regimes -o motion.zarr
       trajstore analyze duckling.zarr regimes freeze --lattice bfloat16
+      trajstore analyze gatsby.zarr clusters --population 'letters=major(token_text) == "L"'
+      trajstore analyze gatsby.zarr pca --population tracers=ids.txt --set population=tracers
     """
     import analysis
     from analysis.write_results import describe, write_result
+    from trajstore.cli.population_files import populations_from
     from trajstore.store.open_run import open_run
 
+    ds = analysis.with_populations(open_run(run), populations_from(populations))
     result = analysis.answer(
-        open_run(run), quantities, assignments, by_population=by_population, lattice=lattice
+        ds, quantities, assignments, by_population=by_population, lattice=lattice
     )
     with AnalysisProgress(scheduler) as progress:
         if output is not None:

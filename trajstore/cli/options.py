@@ -15,7 +15,7 @@ from trajstore.cli.tables import err
 from trajstore.errors import TrajstoreError
 from trajstore.schema import LATTICES
 
-__all__ = ["JSON", "LATTICE", "RUN", "sentences"]
+__all__ = ["JSON", "LATTICE", "POPULATIONS", "RUN", "sentences"]
 
 P = ParamSpec("P")
 
@@ -26,6 +26,14 @@ LATTICE = click.option(
     type=click.Choice(LATTICES),
     default="native",
     help="Type that W is rounded to before it is looked at; default: none but its own.",
+)
+POPULATIONS = click.option(
+    "--population",
+    "populations",
+    multiple=True,
+    metavar="NAME=EXPR|FILE",
+    help="One more population: an expression over the tokens' coordinates, such as "
+    "'rare=token_count < 10', or a file with a mask or ids. Repeatable.",
 )
 
 

@@ -1,0 +1,434 @@
+"""Which tokens are next to each other: the graph of near cells, and the nearest vector.
+
+Both look at distinct vectors, each of them once: tokens that have become one are one point.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from analysis import input_checks
+from analysis.identical_vectors import divide, token_labels
+from analysis.lattice_points import lattice_attributes
+from analysis.streaming_scan import Scan
+from analysis.token_populations import chosen_populations
+from trajstore.errors import InvalidArgument, MissingExtra
+from trajstore.values.ulp_lattice import ordinal
+
+__all__ = ["adjacency", "build_adjacency", "build_nearest_distance", "nearest_distance"]
+
+Array = npt.NDArray[Any]
+Numbers = npt.NDArray[np.int64]
+Wide = npt.NDArray[np.float64]
+Groups = npt.NDArray[np.bool_]
+
+# Pairs of neighbours that are held at a time, at some 50 bytes each.
+_PAIRS = 1 << 21
+# Distances that are held at a time.
+_DISTANCES = 1 << 23
+
+_RECORD = [
+    ("vertices", "i8", "distinct vectors"),
+    ("edges", "i8", "pairs of neighbours"),
+    ("mean_degree", "f8", "mean number of neighbours of a vector"),
+    ("components", "i8", "connected components"),
+    ("isolated", "i8", "vectors without a neighbour"),
+    ("largest_component", "i8", "vectors in the largest component"),
+    ("largest_component_tokens", "i8", "tokens in the largest component"),
+]
+
+
+def _chosen_rows(history: Scan, steps: Sequence[int] | int | None) -> Numbers:
+    """Rows of these steps, or all of them."""
+    if steps is None:
+        return np.arange(history.rows)
+    asked = np.atleast_1d(steps).tolist()
+    return np.array([input_checks.row_of_step(history.ds, step) for step in asked], np.int64)
+
+
+def _whole_rows(history: Scan, blocks: da.Array, rows: Numbers) -> da.Array:
+    """These rows, one a block, all tokens together."""
+    chosen = blocks if rows.size == history.rows else blocks[rows]
+    return chosen.rechunk({0: 1, 1: -1})
+
+
+def _scipy() -> tuple[Any, Any, Any]:
+    try:
+        from scipy.sparse import coo_array
+        from scipy.sparse.csgraph import connected_components
+        from scipy.spatial import cKDTree
+    except ImportError as error:
+        raise MissingExtra("adjacency needs scipy; install trajstore[graph]") from error
+    return coo_array, connected_components, cKDTree
+
+
+def _pairs(cells: Wide, k: int) -> Iterator[Numbers]:
+    """Neighbours of each vector, (pair, 2), some at a time; each pair twice, none with itself."""
+    _, _, tree_of = _scipy()
+    tree = tree_of(cells)
+    counts = tree.query_ball_point(cells, k, p=np.inf, return_length=True)
+    start = 0
+    while start < len(cells):
+        size = int(np.searchsorted(np.cumsum(counts[start:]), _PAIRS, side="right"))
+        stop = start + max(1, size)
+        found = tree.query_ball_point(cells[start:stop], k, p=np.inf)
+        first = np.repeat(np.arange(start, stop), counts[start:stop])
+        second = np.concatenate([np.asarray(one, np.int64) for one in found])
+        both = np.stack([first, second], 1)
+        yield both[first != second]
+        start = stop
+
+
+def _joined(labels: Numbers, pairs: Numbers) -> Numbers:
+    """Components, when these pairs are joined, too."""
+    coo_array, connected_components, _ = _scipy()
+    count = len(labels)
+    ends = labels[pairs[:, 0]], labels[pairs[:, 1]]
+    graph = coo_array((np.ones(len(pairs), bool), ends), shape=(count, count))
+    return np.asarray(connected_components(graph, directed=False)[1][labels], np.int64)
+
+
+def _graph(cells: Wide, usable: Groups, inside: Groups, k: int) -> tuple[Numbers, Numbers]:
+    """Degree and component of each vector, within each population: both (population, vector)."""
+    degree = np.zeros(inside.shape, np.int64)
+    labels = np.tile(np.arange(len(usable)), (len(inside), 1))
+    places = np.nonzero(usable)[0]
+    for pairs in _pairs(cells[usable], k) if places.size else ():
+        whole = places[pairs]
+        for number, member in enumerate(inside):
+            own = whole[member[whole].all(1)]
+            np.add.at(degree[number], own[:, 0], 1)
+            if own.size:
+                labels[number] = _joined(labels[number], own)
+    return degree, labels
+
+
+def _adjacency_of_row(
+    values: Array, native: str, groups: Groups, names: Numbers, k: int, record: np.dtype[Any]
+) -> tuple[Array, Numbers, Numbers]:
+    """Facts about each population, and of the first one degree and component of each token."""
+    points = ordinal(values, native)
+    # −0 and +0 are one cell, and so one point.
+    first, vector = divide(points.astype(np.float64))
+    usable = np.asarray(np.isfinite(values[first]).all(1))
+    inside = np.zeros((len(groups), first.size), bool)
+    for number, group in enumerate(groups):
+        inside[number, vector[group]] = True
+    degree, labels = _graph(points[first].astype(np.float64), usable, inside, k)
+    facts = np.zeros(len(groups), record)
+    for number, (group, member) in enumerate(zip(groups, inside, strict=True)):
+        if member.any():
+            facts[number] = _facts(
+                degree[number, member], labels[number, member], labels[number, vector[group]]
+            )
+        else:
+            facts["mean_degree"][number] = np.nan
+    own, component = np.full(len(values), -1, np.int64), np.full(len(values), -1, np.int64)
+    members = np.nonzero(groups[-1])[0]
+    own[members] = degree[-1, vector[members]]
+    least = np.full(first.size, np.iinfo(np.int64).max)
+    np.minimum.at(least, labels[-1, vector[members]], names[members])
+    component[members] = least[labels[-1, vector[members]]]
+    return facts, own, component
+
+
+def _facts(degree: Numbers, labels: Numbers, of_tokens: Numbers) -> tuple[Any, ...]:
+    """What `_RECORD` lists, of one population."""
+    found, sizes = np.unique(labels, return_counts=True)
+    tokens = np.unique(of_tokens, return_counts=True)[1]  # of the same components
+    # Of components with as many vectors, the one with more tokens.
+    largest = np.lexsort((tokens, sizes))[-1]
+    return (
+        degree.size,
+        degree.sum() // 2,
+        degree.mean(),
+        found.size,
+        np.count_nonzero(degree == 0),
+        sizes[largest],
+        tokens[largest],
+    )
+
+
+def _adjacency_kernel(
+    block: Array, native: str, groups: Groups, names: Numbers, k: int, record: np.dtype[Any]
+) -> Array:
+    """One row: a record with the facts of all populations and the numbers of all tokens."""
+    result = np.empty(len(block), record)
+    for row, values in enumerate(block):
+        result[row] = _adjacency_of_row(values, native, groups, names, k, record["facts"].base)
+    return result
+
+
+def adjacency(
+    ds: xr.Dataset,
+    k: int = 1,
+    steps: Sequence[int] | int | None = None,
+    population: str | None = None,
+    lattice: str = "native",
+) -> xr.Dataset:
+    """Graph of the distinct vectors that are within k cells of each other in every element.
+
+    Two vectors are neighbours if no element of the one is further than k values of the type from
+    that of the other, counted as in ``lattice_displacement(metric="ordinal")``: L∞ ≤ k. That of a
+    population is the graph of its vectors alone.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden), or ``cells`` for the lattice of bfloat16.
+    k : int
+        At least 1.
+    steps : int or sequence of int, optional
+        Rows to look at; all without it. Each costs seconds where there are many tokens.
+    population : str, optional
+        Only this one; the result then has no dimension population.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        Type whose values are the cells.
+
+    Returns
+    -------
+    Dataset
+        Over (step, population), int64: ``vertices``, the distinct vectors (−0.0 and +0.0 are one
+        value); ``edges``; ``components``, ``isolated`` ones among them,
+        ``largest_component`` in vectors, and ``largest_component_tokens``, how many tokens are
+        there; float64 ``mean_degree``. Over (step, token), int64, of the population, or of all
+        tokens: ``degree``, and ``connected_component``, named after the smallest token in it; −1
+        outside the population. A vector with a NaN or an infinity has no neighbours.
+
+    Raises
+    ------
+    InvalidArgument
+        For k below 1, another population or lattice, float64, or where W is not of its
+        ``native_dtype``.
+    StepNotFound
+        If one of the steps was not recorded.
+    MissingExtra
+        When computed, without scipy.
+
+    Examples
+    --------
+    >>> found = adjacency(ds, steps=[0, 20])
+    >>> found.vertices.sel(population="live").values, found.edges.sel(population="live").values
+    (array([1, 2]), array([0, 1]))
+    """
+    return build_adjacency(Scan(ds), k, steps, population, lattice)
+
+
+def build_adjacency(
+    history: Scan,
+    k: int = 1,
+    steps: Sequence[int] | int | None = None,
+    population: str | None = None,
+    lattice: str = "native",
+) -> xr.Dataset:
+    """`adjacency` of a prepared Dataset."""
+    if k < 1:
+        raise InvalidArgument(f"got k={k}, expected at least 1 cell")
+    names, groups = chosen_populations(history.ds, population)
+    looked_at = groups if population is not None else _with_all_last(names, groups)
+    points, rows = history.points(lattice), _chosen_rows(history, steps)
+    if points.type == "float64":
+        raise InvalidArgument(
+            "adjacency counts cells in 64-bit integers, which do not hold those of float64; look "
+            "at W on another lattice, such as lattice='float32'"
+        )
+    blocks = _whole_rows(history, points.blocks, rows)
+    tokens = blocks.shape[1]
+    facts = np.dtype([(name, kind) for name, kind, _ in _RECORD])
+    record = np.dtype(
+        [
+            ("facts", facts, (len(looked_at),)),
+            ("degree", "i8", (tokens,)),
+            ("connected_component", "i8", (tokens,)),
+        ]
+    )
+    found = blocks.map_blocks(
+        _adjacency_kernel,
+        native=points.type,
+        groups=looked_at,
+        names=token_labels(history.ds),
+        k=k,
+        record=record,
+        drop_axis=[1, 2],
+        dtype=record,
+        meta=np.empty(0, record),
+    )
+    at = history.ds["step"][rows]
+    result = {}
+    for name, kind, long_name in _RECORD:
+        data = _column(found, "facts", name, len(looked_at), kind)[:, : len(names)]
+        array = xr.DataArray(data, dims=("step", "population"), coords={"step": at})
+        array = array.assign_coords(population=names)
+        result[name] = array.assign_attrs(long_name=long_name)
+    for name, long_name in (
+        ("degree", "number of neighbours"),
+        ("connected_component", "connected component, by its smallest token"),
+    ):
+        data = _column(found, name, None, tokens, "i8")
+        array = history.wrap(data, points.variable, rows=rows)
+        result[name] = array.assign_attrs(long_name=long_name)
+    ds = xr.Dataset(result).map(
+        lambda array: array.assign_attrs(units="1", **lattice_attributes(lattice))
+    )
+    return ds.sel(population=population) if population is not None else ds
+
+
+def _with_all_last(names: list[str], groups: Groups) -> Groups:
+    """The same, and at the end all tokens, of which the numbers per token are."""
+    return np.concatenate([groups, np.ones_like(groups[:1])])
+
+
+def _column(found: da.Array, name: str, part: str | None, size: int, kind: str) -> da.Array:
+    def pick(block: Array) -> Array:
+        column = block[name] if part is None else block[name][part]
+        return np.ascontiguousarray(column)
+
+    return found.map_blocks(
+        pick,
+        new_axis=[1],
+        chunks=(found.chunks[0], (size,)),
+        dtype=np.dtype(kind),
+        meta=np.empty((0, 0), kind),
+        token=f"adjacency-{name}-{part}-{found.name}",
+    )
+
+
+def _nearest(vectors: Wide) -> Wide:
+    """Distance of each vector to the nearest other one; vectors are finite and distinct.
+
+    |y|² − 2x·y tells which are nearest but for rounding; the distance to all of which that may
+    be true is then taken from differences.
+    """
+    count = len(vectors)
+    if count < 2:
+        return np.full(count, np.nan)
+    about = vectors - vectors.mean(0)
+    squares = (about * about).sum(1)
+    result = np.empty(count)
+    # Each of the sums is off by no more than its length times the largest of its terms.
+    slack = 4 * (about.shape[1] + 4) * np.finfo(np.float64).eps * squares.max()
+    size = max(1, _DISTANCES // count)
+    for start in range(0, count, size):
+        part = slice(start, min(start + size, count))
+        near = about[part] @ about.T
+        near *= -2
+        near += squares
+        rows = np.arange(part.stop - start)
+        near[rows, rows + start] = np.inf
+        limits = near.min(1) + slack
+        result[part] = _exact(vectors, start, near <= limits[:, None])
+    return result
+
+
+def _exact(vectors: Wide, start: int, candidates: Groups) -> Wide:
+    """Smallest distance of each row to its candidates."""
+    result = np.full(len(candidates), np.inf)
+    most = max(1, _DISTANCES // vectors.shape[1])
+    rows, others = np.nonzero(candidates)
+    for at in range(0, rows.size, most):
+        one, other = rows[at : at + most], others[at : at + most]
+        way = vectors[start + one] - vectors[other]
+        np.minimum.at(result, one, np.sqrt((way * way).sum(1)))
+    return result
+
+
+def _entropy(distances: Wide, hidden: int) -> float:
+    """Kozachenko and Leonenko's estimate of the differential entropy, in nat."""
+    count = distances.size
+    if count < 2 or not (distances > 0).all():
+        return math.nan
+    ball = hidden / 2 * math.log(math.pi) - math.lgamma(hidden / 2 + 1)
+    # ψ(n) − ψ(1) is a harmonic number.
+    harmonic = float((1 / np.arange(1, count)).sum())
+    return hidden * float(np.log(distances).mean()) + ball + harmonic
+
+
+def _nearest_kernel(block: Array, members: Numbers) -> Wide:
+    """Distance of each token, and behind them the entropy: (row, token + 1)."""
+    result = np.full((len(block), block.shape[1] + 1), np.nan)
+    for row, values in enumerate(block):
+        if not members.size:
+            continue
+        # −0 and +0 are no distance apart.
+        wide = values[members].astype(np.float64) + 0.0
+        first, vector = divide(wide)
+        usable = np.isfinite(wide[first]).all(1)
+        distances = np.full(first.size, np.nan)
+        distances[usable] = _nearest(wide[first[usable]])
+        result[row, members] = distances[vector]
+        result[row, -1] = _entropy(distances[usable], wide.shape[1])
+    return result
+
+
+def nearest_distance(
+    ds: xr.Dataset, population: str = "all", steps: Sequence[int] | int | None = None
+) -> xr.Dataset:
+    """Distance of each token to the nearest other vector of its population, and their entropy.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden).
+    population : str
+        Among whose vectors; tokens outside it have NaN.
+    steps : int or sequence of int, optional
+        Rows to look at; all without it. The work grows with the square of the number of vectors.
+
+    Returns
+    -------
+    Dataset, float64
+        ``nearest_distance`` (step, token), ‖W_i − W_j‖₂ to the nearest j with another vector:
+        identical tokens have the same one. NaN where there is none, or W is not finite.
+        ``nearest_entropy`` (step), Kozachenko and Leonenko's estimate of the differential entropy
+        of the n distinct finite vectors, D⟨ln d⟩ + ln V_D + ψ(n) − ψ(1), V_D the volume of the unit
+        ball: nat, for W in its units.
+
+    Raises
+    ------
+    InvalidArgument
+        For another population.
+    StepNotFound
+        If one of the steps was not recorded.
+
+    Examples
+    --------
+    >>> nearest_distance(ds, steps=0).nearest_distance.sel(token=ord("e")).values.round(3)
+    array([1.5])
+    """
+    return build_nearest_distance(Scan(ds), population, steps)
+
+
+def build_nearest_distance(
+    history: Scan, population: str = "all", steps: Sequence[int] | int | None = None
+) -> xr.Dataset:
+    """`nearest_distance` of a prepared Dataset."""
+    _, (group,) = chosen_populations(history.ds, population)
+    rows = _chosen_rows(history, steps)
+    blocks = _whole_rows(history, history.blocks("W"), rows)
+    tokens = blocks.shape[1]
+    found = blocks.map_blocks(
+        _nearest_kernel,
+        members=np.nonzero(group)[0],
+        drop_axis=2,
+        chunks=(blocks.chunks[0], (tokens + 1,)),
+        dtype=np.float64,
+        meta=np.empty((0, 0)),
+    )
+    entropy = xr.DataArray(found[:, tokens], dims="step", coords={"step": history.ds["step"][rows]})
+    return xr.Dataset(
+        {
+            "nearest_distance": history.wrap(found[:, :tokens], "W", rows=rows).assign_attrs(
+                long_name="distance to the nearest other vector", units=history.units
+            ),
+            "nearest_entropy": entropy.assign_attrs(
+                long_name="differential entropy by nearest distances", units="nat"
+            ),
+        }
+    ).assign_attrs(population=population)
