@@ -9,6 +9,7 @@ ten occur in the text; their W started at 1.5, that of the dead tokens at 0.75.
 
 from analysis.collective_motion import bulk_thermal, centroid, coherence, distinct
 from analysis.consecutive_rows import REGIMES
+from analysis.fixed_plane import principal_plane
 from analysis.freeze_causes import CAUSES, adam_update, freeze_cause
 from analysis.freeze_counterfactuals import COUNTERFACTUALS, OUTCOMES, freeze_blame
 from analysis.freezing import freeze
@@ -19,11 +20,13 @@ from analysis.moments import exact_moments
 from analysis.motion import acceleration, speed, velocity
 from analysis.norms import displacement, grad_norms
 from analysis.registry import QUANTITIES, answer, compute
+from analysis.rest_layers import stratigraphy
 from analysis.resume_seams import seams
 from analysis.run_comparison import compare
 from analysis.summary_tables import summary
 from analysis.token_populations import by_population
 from analysis.ulp_motion import lattice_displacement, lifecycle, regimes, ulp
+from analysis.underflow_line import moment_plane
 
 __all__ = [
     "CAUSES",
@@ -51,10 +54,13 @@ __all__ = [
     "lifecycle",
     "logit_stats",
     "moment_error",
+    "moment_plane",
     "moment_stuck",
+    "principal_plane",
     "regimes",
     "seams",
     "speed",
+    "stratigraphy",
     "summary",
     "ulp",
     "velocity",

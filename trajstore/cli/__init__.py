@@ -1,8 +1,9 @@
 """The command line: each command opens a library object, calls one method, prints the result.
 
 ``main`` puts the commands together: those that train (``record_commands``), carry a run out
-differently (``what_if_commands``), look into a run (``inspect_commands``), write and read the files
-of others (``exchange_commands``), check and mend (``integrity_commands``). They share ``options``,
-print ``tables`` and ``exchange_tables``, show ``progress``, and stop as ``stop_signals`` ask. What
+differently (``what_if_commands``), look into a run (``inspect_commands``), draw it
+(``figure_commands``), write and read the files of others (``exchange_commands``), check and mend
+(``integrity_commands``). They share ``options``, print ``tables`` and ``exchange_tables``, show
+``progress``, and stop as ``stop_signals`` ask. What
 a command calls is imported inside it, so that help comes at once.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from trajstore.cli.exchange_commands import export, import_, upgrade
+from trajstore.cli.figure_commands import plot
 from trajstore.cli.inspect_commands import analyze, compare, info, summary
 from trajstore.cli.integrity_commands import repair, verify
 from trajstore.cli.record_commands import fetch, plan, presets, record
@@ -36,6 +37,7 @@ for command in (
     info,
     summary,
     analyze,
+    plot,
     export,
     import_,
     upgrade,

@@ -69,7 +69,7 @@ def open_run(
     # Coordinates stay without dask, which can neither group by them nor look things up in them.
     ds = xr.open_dataset(run_store(group), chunks=None)
     if chunks is None:
-        return ds
+        return _from(ds, path)
     runs = run_identity(group.attrs)
     arrays = dict(group.arrays())
     lazy: dict[Any, xr.Variable] = {}
@@ -83,7 +83,14 @@ def open_run(
             lazy[name] = variable.variable.copy(data=data)
         else:
             lazy[name] = variable.variable.chunk(variable.encoding["preferred_chunks"])
-    return ds.assign(lazy)  # all at once: each alone has the whole Dataset aligned anew
+    # All at once: each alone has the whole Dataset aligned anew.
+    return _from(ds.assign(lazy), path)
+
+
+def _from(ds: xr.Dataset, path: str | os.PathLike[str]) -> xr.Dataset:
+    """Say where it is from, in the place where xarray's readers do."""
+    ds.encoding["source"] = os.fspath(path)
+    return ds
 
 
 def _dask_chunks(stored: StoredArray) -> tuple[int, ...]:
