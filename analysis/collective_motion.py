@@ -6,7 +6,7 @@ sums do not depend on the chunking. A task holds one block of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import dask.array as da
@@ -81,7 +81,7 @@ def _nothing(dtype: np.dtype[Any]) -> Any:
 
 def _per_population(
     history: Scan,
-    population: str | None,
+    population: str | Sequence[str] | None,
     kernel: Kernel,
     facts: dict[str, tuple[str, str, str]],
     *,
@@ -93,8 +93,8 @@ def _per_population(
     Parameters
     ----------
     history : Scan
-    population : str, optional
-        Only this one.
+    population : str or sequence of str, optional
+        Only this one, or these.
     kernel : callable
     facts : dict
         Type, long name and units of each. A type with a shape has a dimension hidden.
@@ -104,6 +104,9 @@ def _per_population(
         In place of W as it is stored.
     """
     names, groups = populations(history.ds)
+    if population is not None and not isinstance(population, str):
+        groups = groups[[names.index(name) for name in population]]
+        names, population = list(population), None
     if population is not None:
         if population not in names:
             raise InvalidArgument(
@@ -200,7 +203,7 @@ def centroid(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
     return build_centroid(Scan(ds), population)
 
 
-def build_centroid(history: Scan, population: str | None = None) -> xr.Dataset:
+def build_centroid(history: Scan, population: str | Sequence[str] | None = None) -> xr.Dataset:
     """`centroid` of a prepared Dataset."""
     unit = history.units
     hidden = history.variable("W").sizes["hidden"]
@@ -262,7 +265,7 @@ def bulk_thermal(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
     return build_bulk_thermal(Scan(ds), population)
 
 
-def build_bulk_thermal(history: Scan, population: str | None = None) -> xr.Dataset:
+def build_bulk_thermal(history: Scan, population: str | Sequence[str] | None = None) -> xr.Dataset:
     """`bulk_thermal` of a prepared Dataset."""
     unit = f"{history.units} per step"
     hidden = history.variable("W").sizes["hidden"]

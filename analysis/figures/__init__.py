@@ -1,4 +1,4 @@
-"""Figures of a run, drawn with matplotlib (the extra ``plot``).
+"""Figures of a run, drawn with matplotlib (the extra "plot").
 
 Each kind is a `Figure`: a function that takes a Dataset and an Axes, and returns the Axes. What it
 draws is what the functions of `analysis` compute, and nothing else; ``figure`` keeps what it

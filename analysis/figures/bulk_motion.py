@@ -8,7 +8,7 @@ import numpy as np
 import xarray as xr
 
 from analysis.collective_motion import build_bulk_thermal
-from analysis.figures.axes_marks import log_scale, named, note, with_legend, with_units
+from analysis.figures.axes_marks import named, note, with_legend, with_units
 from analysis.figures.figure import Figure, Look, Options
 from analysis.figures.style import POPULATION_COLOURS
 from analysis.streaming_scan import Scan
@@ -23,16 +23,18 @@ _MARKERS = {"dead": "o", "live": "^", "all": "s", "mostly_dead": "D"}
 
 def _collect(history: Scan, options: Options) -> xr.Dataset:
     shown = options.populations(history)
-    return build_bulk_thermal(history)[["bulk_speed", "thermal_speed"]].sel(population=shown)
+    return build_bulk_thermal(history, shown)[["bulk_speed", "thermal_speed"]]
 
 
 def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
     steps = data["step"].values
     off = []
+    any_shown = False
     for population in data["population"].values.tolist():
         part = data.sel(population=population)
         bulk, thermal = part["bulk_speed"].values, part["thermal_speed"].values
         shown = (bulk > 0) & (thermal > 0)
+        any_shown |= bool(shown.any())
         off.append(f"{named(population)}: {int((~shown).sum()):,} of {shown.size:,}")
         colour = POPULATION_COLOURS[population]
         points = ax.scatter(
@@ -51,13 +53,14 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
         )
     bar = ax.figure.colorbar(points, ax=ax)
     bar.set_label("optimizer step")
-    log_scale(ax, "x", data["thermal_speed"].values)
-    log_scale(ax, "y", data["bulk_speed"].values)
-    low, high = (max(f(*ax.get_xlim(), *ax.get_ylim()), 1e-300) for f in (min, max))
-    limits = ax.get_xlim(), ax.get_ylim()
-    ax.plot([low, high], [low, high], "--", color=look.style.grid, lw=1, label="equal", zorder=0)
-    ax.set_xlim(limits[0])
-    ax.set_ylim(limits[1])
+    if any_shown:
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        limits = ax.get_xlim(), ax.get_ylim()
+        ends = [min(*limits[0], *limits[1]), max(*limits[0], *limits[1])]
+        ax.plot(ends, ends, "--", color=look.style.grid, lw=1, label="equal", zorder=0)
+        ax.set_xlim(limits[0])
+        ax.set_ylim(limits[1])
     units = data["bulk_speed"].attrs["units"]
     ax.set_xlabel(with_units("thermal speed (rms about the mean velocity)", units))
     ax.set_ylabel(with_units("bulk speed (mean velocity)", units))
@@ -71,4 +74,5 @@ bulk_thermal = Figure(
     title="Motion as a body against motion about it",
     collect=_collect,
     draw=_draw,
+    reading="rows",
 )

@@ -138,6 +138,9 @@ class Figure:
         Whether the scales of its axes are a matter of choice.
     of_populations : bool
         Whether it can show a single population.
+    reading : str
+        Figures of one reading of the run are computed together. What holds all tokens of a block
+        at once has its own, so that not everything is held at once.
     """
 
     name: str
@@ -150,6 +153,7 @@ class Figure:
     overlays: bool = False
     scales: bool = True
     of_populations: bool = True
+    reading: str = "blocks"
 
     def data(self, history: Scan, options: Options) -> xr.Dataset:
         """What is drawn, lazy.

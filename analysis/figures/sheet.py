@@ -59,7 +59,7 @@ def collect(
     leave_out: bool = False,
     report: Callable[[int, int], None] | None = None,
 ) -> Collected:
-    """Compute what figures show, all in one pass over each run.
+    """Compute what figures show, each quantity once, in as few readings of a run as memory allows.
 
     Parameters
     ----------
@@ -94,12 +94,16 @@ def collect(
             "none of these figures can be drawn: "
             + "; ".join(f"{name}: {why}" for name, why in left_out.items())
         )
-    with progress_of_tasks(report):
-        computed = iter(together([each for both in lazy.values() for each in both]))
-    data = {name: tuple(next(computed) for _ in both) for name, both in lazy.items()}
+    there = [figure for figure in figures if figure.name in lazy]
+    data: dict[str, tuple[xr.Dataset, ...]] = {}
+    for reading in dict.fromkeys(figure.reading for figure in there):
+        names = [figure.name for figure in there if figure.reading == reading]
+        with progress_of_tasks(report):
+            computed = iter(together([each for name in names for each in lazy[name]]))
+        data |= {name: tuple(next(computed) for _ in runs) for name in names}
     return Collected(
-        data=data,
-        figures=[figure for figure in figures if figure.name in lazy],
+        data={figure.name: data[figure.name] for figure in there},
+        figures=there,
         runs=runs,
         left_out=left_out,
     )

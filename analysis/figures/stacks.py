@@ -85,5 +85,6 @@ causes = Figure(
     collect=_causes,
     draw=_draw_causes,
     on_lattice=True,
+    reading="moments",
     scales=False,
 )

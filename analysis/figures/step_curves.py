@@ -87,8 +87,7 @@ def _draw_logits(ax: Axes, data: xr.Dataset, look: Look) -> None:
 
 def _centroid(history: Scan, options: Options) -> xr.Dataset:
     shown = options.populations(history)
-    facts = build_centroid(history)[["centroid_norm", "mean_radius"]]
-    return facts.sel(population=shown)
+    return build_centroid(history, shown)[["centroid_norm", "mean_radius"]]
 
 
 def _draw_centroid(ax: Axes, data: xr.Dataset, look: Look) -> None:
@@ -169,6 +168,7 @@ centroid = Figure(
     collect=_centroid,
     draw=_draw_centroid,
     rows=1,
+    reading="rows",
     overlays=True,
 )
 

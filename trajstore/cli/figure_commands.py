@@ -1,4 +1,4 @@
-"""Commands that draw a run: plot."""
+"""Commands that draw a run, and write a page about it: plot, report."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trajstore.cli.options import LATTICE, RUN, sentences
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out, print_notes
 
-__all__ = ["plot"]
+__all__ = ["plot", "report"]
 
 
 @click.command()
@@ -102,3 +102,29 @@ def plot(
     save(draw_sheet(found, style=style, log=log), target, dpi=dpi, overwrite=overwrite)
     out.print(Text(f"Wrote {target}: {', '.join(figure.name for figure in found.figures)}."))
     print_notes(f"without {name}, for {why}" for name, why in found.left_out.items())
+
+
+@click.command()
+@RUN
+@click.option("-o", "--output", type=click.Path(), help="The page; default: RUN.html.")
+@click.option("--verify", "check", is_flag=True, help="Verify every stored byte, and say so.")
+@click.option("--overwrite", is_flag=True, help="Replace a page that is there.")
+@sentences
+def report(run: str, output: str | None, check: bool, overwrite: bool) -> None:
+    """Write a page about a run: what happened, tables, figures, and how to reproduce it.
+
+    One file of HTML, which asks nothing of the network.
+
+    \b
+    Example:
+      trajstore report gatsby.zarr
+      trajstore report gatsby.zarr --verify -o gatsby.html
+    """
+    from analysis.report import write_report
+
+    stem = Path(run.rstrip("/")).name.removesuffix(".zarr")
+    with AnalysisProgress() as progress:
+        target = write_report(
+            run, output or f"{stem}.html", check=check, overwrite=overwrite, report=progress.show
+        )
+    out.print(Text(f"Wrote {target}."))

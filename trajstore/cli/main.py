@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from trajstore.cli.exchange_commands import export, import_, upgrade
-from trajstore.cli.figure_commands import plot
+from trajstore.cli.figure_commands import plot, report
 from trajstore.cli.inspect_commands import analyze, compare, info, summary
 from trajstore.cli.integrity_commands import repair, verify
 from trajstore.cli.record_commands import fetch, plan, presets, record
@@ -38,6 +38,7 @@ for command in (
     summary,
     analyze,
     plot,
+    report,
     export,
     import_,
     upgrade,
