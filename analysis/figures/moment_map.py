@@ -57,7 +57,7 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
         f"spacing of W, band: 5 % to 95 %\nmoments of 0, or beyond all classes: {beyond:,} of "
         f"{beyond + int(counts.sum()):,} elements",
     )
-    with_legend(ax, loc="lower right")
+    with_legend(ax, loc="upper left")
 
 
 def _limits(ax: Axes, edges: Any, by_root: Any, by_size: Any, line: Any) -> None:
