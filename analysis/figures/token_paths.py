@@ -63,7 +63,7 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
         style: dict[str, Any] = {"color": look.style.ink, "ls": "", "ms": 5}
         ax.plot([], [], "o", mfc="none", label=f"step {first}", **style)
         ax.plot([], [], "o", label=f"step {last}", **style)
-    ax.autoscale_view()
+    ax.autoscale()  # hist2d has set the limits of its own points
     share = data["share"].values
     label = {"principal": "principal component", "hidden_mean": "direction"}[data.attrs["plane"]]
     texts = []
