@@ -11,6 +11,7 @@ from analysis.alignments import alignment
 from analysis.cloud_shape import inertia, pca
 from analysis.collective_motion import bulk_thermal, centroid, coherence, distinct
 from analysis.consecutive_rows import REGIMES
+from analysis.fixed_plane import principal_plane
 from analysis.freeze_causes import CAUSES, adam_update, freeze_cause
 from analysis.freeze_counterfactuals import COUNTERFACTUALS, OUTCOMES, freeze_blame
 from analysis.freezing import freeze
@@ -27,11 +28,13 @@ from analysis.norms import displacement, grad_norms
 from analysis.paths import path_efficiency, radial_tangential
 from analysis.projections import projection
 from analysis.registry import QUANTITIES, answer, compute, crossings
+from analysis.rest_layers import stratigraphy
 from analysis.resume_seams import seams
 from analysis.run_comparison import compare
 from analysis.summary_tables import summary
 from analysis.token_populations import by_population
 from analysis.ulp_motion import lattice_displacement, lifecycle, regimes, ulp
+from analysis.underflow_line import moment_plane
 
 __all__ = [
     "CAUSES",
@@ -65,15 +68,18 @@ __all__ = [
     "lifecycle",
     "logit_stats",
     "moment_error",
+    "moment_plane",
     "moment_stuck",
     "nearest_distance",
     "path_efficiency",
     "pca",
+    "principal_plane",
     "projection",
     "radial_tangential",
     "regimes",
     "seams",
     "speed",
+    "stratigraphy",
     "summary",
     "ulp",
     "velocity",

@@ -6,7 +6,7 @@ sums do not depend on the chunking. A task holds one block of rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import dask.array as da
@@ -79,7 +79,7 @@ def _nothing(dtype: np.dtype[Any]) -> Any:
 
 def per_population(
     history: Scan,
-    population: str | None,
+    population: str | Sequence[str] | None,
     kernel: Kernel,
     facts: dict[str, tuple[str, str, str]],
     *,
@@ -92,8 +92,8 @@ def per_population(
     Parameters
     ----------
     history : Scan
-    population : str, optional
-        Only this one.
+    population : str or sequence of str, optional
+        Only this one, or these.
     kernel : callable
     facts : dict
         Type, long name and units of each. A type with a shape has one more dimension.
@@ -145,8 +145,8 @@ def per_population(
             coords={"step": history.ds["step"][rows]},
             attrs={"long_name": long_name, "units": units},
         )
-        result[name] = array.isel(population=0) if population is not None else array
-    coords = {"population": names if population is None else population}
+        result[name] = array.isel(population=0) if isinstance(population, str) else array
+    coords = {"population": population if isinstance(population, str) else names}
     return xr.Dataset(result).assign_coords(coords)
 
 
@@ -195,7 +195,7 @@ def centroid(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
     return build_centroid(Scan(ds), population)
 
 
-def build_centroid(history: Scan, population: str | None = None) -> xr.Dataset:
+def build_centroid(history: Scan, population: str | Sequence[str] | None = None) -> xr.Dataset:
     """`centroid` of a prepared Dataset."""
     unit = history.units
     hidden = history.variable("W").sizes["hidden"]
@@ -257,7 +257,7 @@ def bulk_thermal(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
     return build_bulk_thermal(Scan(ds), population)
 
 
-def build_bulk_thermal(history: Scan, population: str | None = None) -> xr.Dataset:
+def build_bulk_thermal(history: Scan, population: str | Sequence[str] | None = None) -> xr.Dataset:
     """`bulk_thermal` of a prepared Dataset."""
     unit = f"{history.units} per step"
     hidden = history.recorded().blocks.shape[2]

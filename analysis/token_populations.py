@@ -90,9 +90,9 @@ def own_masks(da: xr.DataArray | xr.Dataset) -> dict[str, npt.NDArray[np.bool_]]
 
 
 def chosen_populations(
-    ds: xr.Dataset, population: str | None
+    ds: xr.Dataset, population: str | Sequence[str] | None
 ) -> tuple[list[str], npt.NDArray[np.bool_]]:
-    """Names and members of one population, or of all of them.
+    """Names and members of one population, of several, or of all of them.
 
     Raises
     ------
@@ -102,13 +102,15 @@ def chosen_populations(
     names, groups = populations(ds)
     if population is None:
         return names, groups
-    if population not in names:
-        known = dict.fromkeys((*POPULATIONS, *names))
-        raise InvalidArgument(
-            f"got population={population!r}, expected {', '.join(known)}"
-            + ("" if "dead" in names else "; there is no coordinate is_dead here")
-        )
-    return [population], groups[[names.index(population)]]
+    chosen = [population] if isinstance(population, str) else list(population)
+    for name in chosen:
+        if name not in names:
+            known = dict.fromkeys((*POPULATIONS, *names))
+            raise InvalidArgument(
+                f"got population={name!r}, expected {', '.join(known)}"
+                + ("" if "dead" in names else "; there is no coordinate is_dead here")
+            )
+    return chosen, groups[[names.index(name) for name in chosen]]
 
 
 def with_mostly_dead(ds: xr.Dataset) -> xr.Dataset:

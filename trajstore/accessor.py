@@ -69,6 +69,11 @@ class TrajAccessor:
         }
         return analysis.by_population(da.assign_coords(masks), **options)
 
+    @property
+    def plot(self) -> Plots:
+        """Figures of this run: ``ds.traj.plot.gradients()`` draws one, and gives its Axes."""
+        return Plots(self._ds)
+
     def _is_dead(self) -> Any:
         if "is_dead" not in self._ds:
             raise VariableNotRecorded(
@@ -90,4 +95,41 @@ class TrajAccessor:
     def __dir__(self) -> list[str]:
         import analysis
 
-        return sorted({"dead", "live", *(name for name in analysis.__all__ if name.islower())})
+        return sorted(
+            {"dead", "live", "plot", *(name for name in analysis.__all__ if name.islower())}
+        )
+
+
+class Plots:
+    """Every kind of figure as a method; needs matplotlib, the extra ``plot``.
+
+    Parameters
+    ----------
+    ds : Dataset
+        A run.
+
+    Examples
+    --------
+    >>> from trajstore import open_run
+    >>> ax = open_run("gatsby.zarr").traj.plot.last_motion()
+    >>> ax.get_xlabel()
+    'optimizer step of the last motion'
+    """
+
+    def __init__(self, ds: xr.Dataset) -> None:
+        self._ds = ds
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        from analysis.figures import FIGURES
+
+        figure = FIGURES.get(name.replace("_", "-"))
+        if figure is None:
+            raise AttributeError(
+                f"there is no ds.traj.plot.{name}; there are {', '.join(dir(self))}"
+            )
+        return functools.partial(figure, self._ds)
+
+    def __dir__(self) -> list[str]:
+        from analysis.figures import FIGURES
+
+        return [name.replace("-", "_") for name in FIGURES]

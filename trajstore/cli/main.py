@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from trajstore.cli.exchange_commands import export, import_, upgrade
+from trajstore.cli.figure_commands import plot, report
 from trajstore.cli.inspect_commands import analyze, compare, info, summary
 from trajstore.cli.integrity_commands import repair, verify
 from trajstore.cli.next_commands import FIRST
@@ -61,6 +62,8 @@ for command in (
     info,
     summary,
     analyze,
+    plot,
+    report,
     export,
     import_,
     upgrade,

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xarray as xr
 
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.schema import VARIABLES
 from trajstore.store.tiled_reader import TiledRun, positions
 
-__all__ = ["Selection", "Steps", "Tokens", "select"]
+__all__ = ["Selection", "Steps", "Tokens", "select", "select_part"]
 
 Array = npt.NDArray[Any]
 
@@ -84,9 +85,37 @@ def select(
     """
     return Selection(
         rows=_rows(run.steps, steps),
-        tokens=_tokens(run, tokens),
+        tokens=_tokens(run.coordinates, tokens),
         variables=_variables(run, variables),
     )
+
+
+def select_part(ds: xr.Dataset, *, steps: Steps = None, tokens: Tokens = None) -> xr.Dataset:
+    """Part of an opened run, by the same words as `select`.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With coordinates step and token.
+    steps, tokens
+        As for `select`.
+
+    Raises
+    ------
+    StepNotFound, VariableNotRecorded, InvalidArgument
+        As `select`.
+    """
+    part: dict[str, Array | slice] = {}
+    if steps is not None:
+        rows = _rows(ds["step"].values, steps)
+        # A slice, where it is one, for dask takes that as it is.
+        whole = len(rows) == rows[-1] - rows[0] + 1
+        part["step"] = slice(int(rows[0]), int(rows[-1]) + 1) if whole else rows
+    coordinates = {str(name): ds.coords[name].values for name in ("token", "is_dead") if name in ds}
+    chosen = _tokens(coordinates, tokens)
+    if chosen is not None:
+        part["token"] = chosen
+    return ds.isel(part)
 
 
 def _rows(recorded: Array, steps: Steps) -> Array:
@@ -140,19 +169,19 @@ def _in_slice(recorded: Array, item: slice) -> Array:
     return chosen if stop is None else chosen & (recorded < stop)
 
 
-def _tokens(run: TiledRun, tokens: Tokens) -> Array | None:
+def _tokens(coordinates: Mapping[str, Array], tokens: Tokens) -> Array | None:
     if tokens is None or (isinstance(tokens, str) and tokens == "all"):
         return None
     if isinstance(tokens, str) and tokens in ("dead", "live"):
-        if "is_dead" not in run.coordinates:
+        if "is_dead" not in coordinates:
             raise VariableNotRecorded(
                 "this run does not say which tokens are dead; name the tokens by their ids"
             )
-        is_dead = run.coordinates["is_dead"].astype(bool)
+        is_dead = coordinates["is_dead"].astype(bool)
         found = np.flatnonzero(is_dead == (tokens == "dead"))
     else:
         ids = _ids(tokens)
-        found = positions(run.coordinates["token"], ids)
+        found = positions(coordinates["token"], ids)
         if (found < 0).any():
             raise InvalidArgument(f"token {ids[found < 0][0]} was not recorded")
         found = np.unique(found)

@@ -75,6 +75,7 @@ def open_run(
     group = as_blocks(open_group(path))
     # Coordinates stay without dask, which can neither group by them nor look things up in them.
     ds = xr.open_dataset(run_store(group), chunks=None)
+    ds.encoding["source"] = os.fspath(path)  # where it is from, as xarray's readers say it
     local = os.path.isdir(path)
     if chunks is None and not local:
         return ds

@@ -1,0 +1,33 @@
+"""Figures of a run, drawn with matplotlib (the extra "plot").
+
+Each kind is a `Figure`: a function that takes a Dataset and an Axes, and returns the Axes. What it
+draws is what the functions of `analysis` compute, and nothing else; ``figure`` keeps what it
+collects, lazily, apart from how that is drawn. ``registry`` has all of them by name, ``sheet``
+several in one pass, ``style`` the colours, which are the same everywhere, and ``axes_marks`` what
+is drawn in many places. The figures: ``step_curves`` (one number a step), ``token_bands`` (mean and
+spread over the tokens), ``rest`` (freezing), ``stacks`` (regimes, causes), ``densities`` (hops,
+speeds), ``strata`` (tokens × steps), ``bulk_motion``, ``token_paths`` and ``moment_map``. A new one
+is a module of its own, and a line in the registry.
+
+>>> from analysis.figures import FIGURES
+>>> FIGURES["gradients"](ds).get_ylabel()
+'L2 norm of the gradient / nat'
+"""
+
+from analysis.figures.figure import Figure, Look, Options
+from analysis.figures.registry import FIGURES, figures_named
+from analysis.figures.sheet import Collected, collect, draw_sheet, save
+from analysis.figures.style import STYLES
+
+__all__ = [
+    "FIGURES",
+    "STYLES",
+    "Collected",
+    "Figure",
+    "Look",
+    "Options",
+    "collect",
+    "draw_sheet",
+    "figures_named",
+    "save",
+]

@@ -1,0 +1,97 @@
+"""What several figures put on their axes: labels with units, logarithmic scales, bands, notes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xarray as xr
+
+from analysis.figures.figure import Look
+from analysis.figures.style import POPULATION_COLOURS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = [
+    "along_steps",
+    "log_scale",
+    "named",
+    "note",
+    "population_band",
+    "with_legend",
+    "with_units",
+]
+
+
+def with_units(text: str, units: object) -> str:
+    """Label of an axis; without what has no dimension.
+
+    >>> with_units("speed", "1 per step"), with_units("share", "1")
+    ('speed / per step', 'share')
+    """
+    unit = str(units or "").removeprefix("1 ").strip()
+    return text if unit in ("", "1") else f"{text} / {unit}"
+
+
+def along_steps(ax: Axes, label: str, units: object = "1") -> None:
+    """Steps from left to right, a quantity upwards."""
+    ax.set_xlabel("optimizer step")
+    ax.set_ylabel(with_units(label, units))
+    ax.grid(True, axis="y")
+    ax.margins(x=0.01)
+
+
+def log_scale(ax: Axes, axis: str, *values: Any) -> None:
+    """Make an axis logarithmic, if there is anything that it can show."""
+    shown = [np.asarray(value)[np.asarray(value) > 0] for value in values]
+    if any(np.isfinite(value).any() for value in shown):
+        getattr(ax, f"set_{axis}scale")("log")
+    elif any(np.isfinite(np.asarray(value)).any() for value in values):
+        note(ax, "all values are 0")
+    else:
+        note(ax, "all values are NaN")
+
+
+def note(ax: Axes, text: str, *, place: tuple[float, float] = (0.02, 0.02)) -> None:
+    """Say on the figure what its lines do not."""
+    ax.text(
+        *place,
+        text,
+        transform=ax.transAxes,
+        fontsize="x-small",
+        va="bottom" if place[1] < 0.5 else "top",
+        ha="left" if place[0] < 0.5 else "right",
+        bbox={"facecolor": ax.get_facecolor(), "edgecolor": "none", "alpha": 0.75, "pad": 2},
+        zorder=10,
+    )
+
+
+def population_band(ax: Axes, data: xr.Dataset, population: str, look: Look) -> None:
+    """Mean over the tokens of a population, and the band between two quantiles."""
+    part = data.sel(population=population)
+    colour = POPULATION_COLOURS[population]
+    low, high = part["quantiles"].transpose("quantile", "step").values
+    steps = part["step"].values
+    tokens = int(part["tokens"])
+    ax.fill_between(steps, low, high, color=colour, alpha=0.12 if look.second else 0.25, lw=0)
+    ax.plot(
+        steps,
+        part["mean"].values,
+        look.line,
+        color=colour,
+        label=look.label(f"{named(population)} ({tokens:,})"),
+    )
+
+
+def named(population: str) -> str:
+    """How a population is called."""
+    return {"all": "all tokens", "mostly_dead": "mostly dead tokens"}.get(
+        population, f"{population} tokens"
+    )
+
+
+def with_legend(ax: Axes, **options: Any) -> None:
+    """Legend, where there is something to tell apart."""
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(**{"loc": "upper right", **options})

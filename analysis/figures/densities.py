@@ -1,0 +1,131 @@
+"""Counts over orders of magnitude: hops, and speeds at every step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xarray as xr
+
+from analysis.figures.axes_marks import log_scale, named, note, with_legend, with_units
+from analysis.figures.figure import Figure, Look, Options
+from analysis.figures.style import POPULATION_COLOURS
+from analysis.log_histograms import log_histogram
+from analysis.motion import build_speed
+from analysis.streaming_scan import Scan
+from analysis.ulp_motion import build_lattice_displacement
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["hops", "pooled_steps", "speed_density"]
+
+_COLUMNS = 1000
+"""Columns of a map, at most: about one to each dot."""
+
+_HOP_CLASSES = 4
+"""To a decade: more would have classes between two whole numbers."""
+
+
+def _hops(history: Scan, options: Options) -> xr.Dataset:
+    distance = build_lattice_displacement(history, ord=1, lattice=options.lattice)
+    shown = options.populations(history)
+    counts = log_histogram(distance, -1, 12, _HOP_CLASSES).sel(population=shown).sum("step")
+    return counts.assign_attrs(units=distance.attrs["units"])
+
+
+def _draw_hops(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    edges = np.append(data["lower"].values, data["upper"].values[-1:])
+    for population in data["population"].values.tolist():
+        part = data.sel(population=population)
+        total = sum(int(part[name].sum()) for name in ("count", "zero", "outside", "nan"))
+        still = int(part["zero"]) / total if total else np.nan
+        ax.stairs(
+            part["count"].values,
+            edges,
+            color=POPULATION_COLOURS[population],
+            ls=look.line,
+            lw=1.4,
+            label=look.label(f"{named(population)}: still in {still:.1%} of {total:,}"),
+        )
+        lost = int(part["outside"] + part["nan"])
+        if lost:
+            note(ax, f"{named(population)}: {lost:,} beyond the axis or NaN", place=(0.02, 0.95))
+    counted = data["count"].values.sum(0)
+    ax.set_xlabel(f"length of a hop (L1 norm) / {data.attrs['units']}")
+    ax.set_ylabel("tokens × steps")
+    log_scale(ax, "x", counted * edges[1:])
+    log_scale(ax, "y", counted)
+    _crop(ax, "x", edges, counted)
+    ax.grid(True)
+    with_legend(ax)
+
+
+def _crop(ax: Axes, axis: str, edges: Any, counted: Any) -> None:
+    """Show the classes in which there is something."""
+    at = np.flatnonzero(counted)
+    if at.size:
+        getattr(ax, f"set_{axis}lim")(edges[at[0]], edges[at[-1] + 1])
+
+
+def pooled_steps(counts: xr.DataArray) -> tuple[xr.DataArray, int]:
+    """Counts of so many steps together that a map has a column for each, and how many they are."""
+    width = -(-counts.sizes["step"] // _COLUMNS)
+    pooled: xr.DataArray = counts.coarsen(step=width, boundary="pad").sum() if width > 1 else counts
+    return pooled.assign_coords(step=counts["step"].values[::width]), width
+
+
+def _speed_density(history: Scan, options: Options) -> xr.Dataset:
+    (shown,) = options.populations(history, ("all",))
+    pace = build_speed(history)
+    counts = log_histogram(pace, -12, 4, 12).sel(population=shown)
+    return counts.assign_attrs(units=pace.attrs["units"])
+
+
+def _draw_speed_density(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    from matplotlib.colors import LogNorm
+
+    counts, width = pooled_steps(data["count"])
+    values = counts.transpose("value_class", "step").values
+    edges = np.append(data["lower"].values, data["upper"].values[-1:])
+    starts = counts["step"].values.astype(np.float64)
+    spacing = starts[-1] - starts[-2] if starts.size > 1 else 1.0
+    counted = values.sum(1)
+    if counted.any():
+        mesh = ax.pcolormesh(
+            np.append(starts, starts[-1] + spacing),
+            edges,
+            np.ma.masked_equal(values, 0),
+            norm=LogNorm(1, max(2, values.max())),
+            cmap=look.style.density,
+            rasterized=True,
+        )
+        bar = ax.figure.colorbar(mesh, ax=ax)
+        bar.set_label("tokens" if width == 1 else f"tokens × steps, {width} steps to a column")
+    log_scale(ax, "y", counted)
+    _crop(ax, "y", edges, counted)
+    still, lost = int(data["zero"].sum()), int((data["outside"] + data["nan"]).sum())
+    total = int(data["count"].sum()) + still + lost
+    told = f"{named(str(data['population'].item()))}; still, not shown: {still / total:.1%}"
+    note(ax, told + (f"; {lost:,} beyond the axis or NaN" if lost else ""))
+    ax.set_xlabel("optimizer step")
+    ax.set_ylabel(with_units("speed", data.attrs["units"]))
+
+
+hops = Figure(
+    name="hops",
+    title="Lengths of the hops from step to step",
+    collect=_hops,
+    draw=_draw_hops,
+    measures=("ulp_1",),
+    on_lattice=True,
+    overlays=True,
+)
+
+speed_density = Figure(
+    name="speed-density",
+    title="Speeds of all tokens at every step",
+    collect=_speed_density,
+    draw=_draw_speed_density,
+    measures=("step_norm",),
+)

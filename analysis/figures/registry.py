@@ -1,0 +1,62 @@
+"""All kinds of figures by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from analysis.figures.bulk_motion import bulk_thermal
+from analysis.figures.densities import hops, speed_density
+from analysis.figures.figure import Figure
+from analysis.figures.moment_map import moments
+from analysis.figures.rest import freeze, last_motion, lifecycle
+from analysis.figures.stacks import causes, regimes
+from analysis.figures.step_curves import centroid, logits, loss, seams
+from analysis.figures.strata import stratigraphy
+from analysis.figures.token_bands import displacement, gradients, speed
+from analysis.figures.token_paths import trajectory
+from trajstore.errors import InvalidArgument
+
+__all__ = ["FIGURES", "figures_named"]
+
+FIGURES: dict[str, Figure] = {
+    figure.name: figure
+    for figure in (
+        loss,
+        gradients,
+        displacement,
+        speed,
+        freeze,
+        last_motion,
+        lifecycle,
+        regimes,
+        causes,
+        hops,
+        stratigraphy,
+        bulk_thermal,
+        speed_density,
+        centroid,
+        trajectory,
+        moments,
+        logits,
+        seams,
+    )
+}
+"""What ``trajstore plot`` and ``ds.traj.plot`` can draw, in the order of a sheet."""
+
+
+def figures_named(names: Sequence[str]) -> list[Figure]:
+    """Figures of these names, each once; ``all`` means all.
+
+    Raises
+    ------
+    InvalidArgument
+        If one is unknown, or there is none.
+    """
+    unknown = [name for name in names if name not in FIGURES and name != "all"]
+    if unknown or not names:
+        raise InvalidArgument(
+            f"got {', '.join(map(repr, unknown)) or 'no kind of figure'}, "
+            f"expected some of all, {', '.join(FIGURES)}"
+        )
+    wanted = FIGURES if "all" in names else dict.fromkeys(names)
+    return [FIGURES[name] for name in wanted]

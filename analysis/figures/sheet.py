@@ -1,0 +1,191 @@
+"""Several figures of a run in one pass, on one sheet, or one figure by itself; to a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xarray as xr
+
+from analysis.figures.figure import (
+    Figure,
+    Options,
+    check_matplotlib,
+    described,
+    in_style,
+    prepared,
+    together,
+)
+from analysis.write_results import progress_of_tasks
+from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+__all__ = ["ENDINGS", "Collected", "check_target", "collect", "draw_sheet", "save"]
+
+ENDINGS = (".png", ".svg", ".pdf")
+
+_COLUMNS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """What several figures show, computed.
+
+    Attributes
+    ----------
+    data : mapping
+        By figure, of each run.
+    left_out : mapping
+        By the name of each figure that cannot be drawn, why.
+    runs : sequence of Dataset
+    """
+
+    data: Mapping[str, tuple[xr.Dataset, ...]]
+    figures: Sequence[Figure]
+    runs: Sequence[xr.Dataset]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+def collect(
+    runs: Sequence[xr.Dataset],
+    figures: Sequence[Figure],
+    options: Options,
+    *,
+    leave_out: bool = False,
+    report: Callable[[int, int], None] | None = None,
+) -> Collected:
+    """Compute what figures show, each quantity once, in as few readings of a run as memory allows.
+
+    Parameters
+    ----------
+    runs : sequence of Dataset
+        One, or two for one axes.
+    figures : sequence of Figure
+    options : Options
+    leave_out : bool
+        Leave out figures that the runs do not hold what is needed for; by default that is an error.
+    report : callable, optional
+        Told of tasks done and in all.
+
+    Raises
+    ------
+    VariableNotRecorded, InvalidArgument
+        As the analysis that a figure draws; with `leave_out`, if nothing is left.
+    """
+    scans = [prepared(run, figures, options) for run in runs]
+    lazy: dict[str, tuple[xr.Dataset, ...]] = {}
+    left_out: dict[str, str] = {}
+    for figure in figures:
+        try:
+            # On a sheet of all, what is not about populations or lattices shows the run as it is.
+            figure.check(Options() if leave_out else options, other=len(runs) > 1)
+            lazy[figure.name] = tuple(figure.data(scan, options) for scan in scans)
+        except (VariableNotRecorded, InvalidArgument) as error:
+            if not leave_out:
+                raise
+            left_out[figure.name] = str(error)
+    if not lazy:
+        raise InvalidArgument(
+            "none of these figures can be drawn: "
+            + "; ".join(f"{name}: {why}" for name, why in left_out.items())
+        )
+    there = [figure for figure in figures if figure.name in lazy]
+    data: dict[str, tuple[xr.Dataset, ...]] = {}
+    for reading in dict.fromkeys(figure.reading for figure in there):
+        names = [figure.name for figure in there if figure.reading == reading]
+        with progress_of_tasks(report):
+            computed = iter(together([each for name in names for each in lazy[name]]))
+        data |= {name: tuple(next(computed) for _ in runs) for name in names}
+    return Collected(
+        data={figure.name: data[figure.name] for figure in there},
+        figures=there,
+        runs=runs,
+        left_out=left_out,
+    )
+
+
+def draw_sheet(collected: Collected, *, style: str = "light", log: str | None = None) -> Canvas:
+    """Figures on one sheet, two in a row; one by itself, if it is the only one.
+
+    Parameters
+    ----------
+    collected : Collected
+    style : {'light', 'dark'}
+    log : {'none', 'x', 'y', 'xy'}, optional
+        For the only one.
+
+    Raises
+    ------
+    InvalidArgument
+        If there are several and scales are asked for.
+    MissingExtra
+        Without matplotlib.
+    """
+    check_matplotlib()
+    from matplotlib.figure import Figure as Canvas
+
+    figures = collected.figures
+    alone = len(figures) == 1
+    if log is not None and not alone:
+        raise InvalidArgument("log goes with a single kind of figure; draw the others apart")
+    rows = -(-len(figures) // _COLUMNS)
+    with in_style(style):
+        canvas = Canvas(figsize=(8, 5) if alone else (14, 4.6 * rows), layout="constrained")
+        # A part for each, so that the legend of one takes no room from the others.
+        parts = canvas.subfigures(rows, 1 if alone else _COLUMNS, squeeze=False).ravel()
+        title = "  |  ".join(map(described, collected.runs))
+        for figure, part in zip(figures, parts, strict=False):
+            ax = part.subplots()
+            figure.check(Options(), other=len(collected.runs) > 1, log=log)
+            figure.draw_all(ax, collected.data[figure.name], collected.runs, style=style, log=log)
+            ax.set_title(f"{figure.title}\n{title}" if alone else figure.title)
+        if not alone:
+            canvas.suptitle(title)
+    return canvas
+
+
+def save(
+    canvas: Canvas, path: str | os.PathLike[str], *, dpi: int = 150, overwrite: bool = False
+) -> Path:
+    """Write a figure: PNG, SVG or PDF, by the ending of the name.
+
+    Raises
+    ------
+    InvalidArgument
+        For another ending, or an impossible number of dots per inch.
+    RunExists
+        If the file is there, and `overwrite` is not set.
+    """
+    target = Path(path)
+    check_target(target, dpi=dpi, overwrite=overwrite)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = target.with_name(f".{target.name}.{os.getpid()}{target.suffix}")
+    try:
+        canvas.savefig(new, dpi=dpi)
+        new.replace(target)
+    finally:
+        new.unlink(missing_ok=True)
+    return target
+
+
+def check_target(path: Path, *, dpi: int, overwrite: bool) -> None:
+    """Refuse a file that cannot be written, before anything is computed.
+
+    Raises
+    ------
+    InvalidArgument, RunExists
+        As `save`.
+    """
+    if path.suffix.lower() not in ENDINGS:
+        raise InvalidArgument(
+            f"cannot tell the format of {path} by its ending; expected {', '.join(ENDINGS)}"
+        )
+    if not 10 <= dpi <= 1200:
+        raise InvalidArgument(f"got {dpi} dots per inch, expected 10 to 1,200")
+    if path.exists() and not overwrite:
+        raise RunExists(f"{path} is already there; choose another name, or overwrite it")

@@ -1,0 +1,90 @@
+"""Of all tokens, how many are in which regime, and why those that rest do so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import xarray as xr
+
+from analysis.figures.axes_marks import along_steps, named
+from analysis.figures.figure import Figure, Look, Options
+from analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS
+from analysis.freeze_causes import CAUSES, build_freeze_cause
+from analysis.streaming_scan import Scan
+from analysis.token_populations import count_by_population
+from analysis.ulp_motion import build_regimes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["causes", "regimes"]
+
+
+def _census(counts: xr.DataArray, history: Scan, options: Options) -> xr.Dataset:
+    """Of a single population: the stacks of two would lie on each other."""
+    (population,) = options.populations(history, ("all",))
+    return counts.sel(population=population).to_dataset(name="census")
+
+
+def _draw(ax: Axes, data: xr.Dataset, colours: Mapping[str, str]) -> None:
+    census = data["census"]
+    (dim,) = (name for name in census.dims if name != "step")
+    kinds = [str(kind) for kind in census[dim].values]
+    counts = census.transpose(dim, "step").values
+    shown = [at for at, row in enumerate(counts) if row.any()]
+    ax.stackplot(
+        census["step"].values,
+        counts[shown],
+        colors=[colours[kinds[at]] for at in shown],
+        labels=[kinds[at].replace("_", " ") for at in shown],
+        lw=0,
+        step="pre",
+        rasterized=True,
+    )
+    tokens = int(counts[:, :1].sum())
+    along_steps(ax, f"{named(str(data['population'].item()))}, {tokens:,} in all")
+    ax.set_ylim(0, max(1, tokens))
+    ax.margins(x=0)
+    ax.grid(False)
+    handles, labels = ax.get_legend_handles_labels()
+    ax.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def _regimes(history: Scan, options: Options) -> xr.Dataset:
+    return _census(build_regimes(history, options.lattice)["census"], history, options)
+
+
+def _draw_regimes(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    _draw(ax, data, REGIME_COLOURS)
+
+
+def _causes(history: Scan, options: Options) -> xr.Dataset:
+    found = build_freeze_cause(history, lattice=options.lattice)
+    counts = count_by_population(found, len(CAUSES), "cause")
+    return _census(counts.assign_coords(cause=list(CAUSES)), history, options)
+
+
+def _draw_causes(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    _draw(ax, data, CAUSE_COLOURS)
+
+
+regimes = Figure(
+    name="regimes",
+    title="Regimes of motion",
+    collect=_regimes,
+    draw=_draw_regimes,
+    measures=("regime",),
+    on_lattice=True,
+    scales=False,
+)
+
+causes = Figure(
+    name="causes",
+    title="Why tokens do not move",
+    collect=_causes,
+    draw=_draw_causes,
+    on_lattice=True,
+    reading="moments",
+    scales=False,
+)

@@ -1,0 +1,183 @@
+"""One number a step: loss, prediction, centre of the tokens, seams."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xarray as xr
+
+from analysis import input_checks
+from analysis.collective_motion import build_centroid
+from analysis.figures.axes_marks import along_steps, named, note, with_legend
+from analysis.figures.figure import Figure, Look, Options
+from analysis.figures.style import POPULATION_COLOURS
+from analysis.logit_statistics import build_logit_stats
+from analysis.resume_seams import build_seams
+from analysis.streaming_scan import Scan
+from trajstore.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["centroid", "logits", "loss", "seams"]
+
+
+def _loss(history: Scan, options: Options) -> xr.Dataset:
+    input_checks.variables(history.ds, "loss")
+    return history.ds[["loss"]]
+
+
+def _draw_loss(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    steps, values = data["step"].values, data["loss"].values
+    colour = look.style.second if look.second else look.style.ink
+    ax.plot(steps, values, look.line, color=colour, lw=0.9, label=look.label("loss"))
+    along_steps(ax, "training loss", data["loss"].attrs.get("units"))
+    last = np.flatnonzero(np.isfinite(values))
+    if not look.run and last.size:
+        note(
+            ax,
+            f"{values[last[0]]:.3f} at step {steps[last[0]]}, "
+            f"{values[last[-1]]:.3f} at step {steps[last[-1]]}",
+        )
+    if look.run:
+        with_legend(ax)
+
+
+def _logits(history: Scan, options: Options) -> xr.Dataset:
+    whole = (history.ds.attrs.get("recording") or {}).get("vocabulary")
+    here = history.ds.sizes["token"]
+    if "logits" in history.ds and whole is not None and here != whole:
+        raise InvalidArgument(
+            f"the softmax is over all {whole:,} tokens of the vocabulary, and {here:,} are here; "
+            "ask about all tokens"
+        )
+    return build_logit_stats(history).isel(step=slice(1, None))
+
+
+def _draw_logits(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    steps = data["step"].values
+    ax.fill_between(
+        steps,
+        data["logit_min"].values,
+        data["logit_max"].values,
+        color=POPULATION_COLOURS["all"],
+        alpha=0.3,
+        lw=0,
+        label="smallest to largest logit",
+    )
+    ax.plot(steps, data["entropy"].values, color=look.style.ink, label="entropy of the softmax")
+    along_steps(ax, "logits, entropy", data["entropy"].attrs["units"])
+    handles, labels = ax.get_legend_handles_labels()
+    if "dead_mass" in data:
+        right = ax.twinx()
+        colour = POPULATION_COLOURS["dead"]
+        right.plot(
+            steps, data["dead_mass"].values, color=colour, label="probability of all dead tokens"
+        )
+        right.set_ylabel("probability of all dead tokens", color=colour)
+        right.set_ylim(0, 1.02)
+        right.tick_params(axis="y", colors=colour)
+        more = right.get_legend_handles_labels()
+        handles, labels = handles + more[0], labels + more[1]
+        right.legend(handles, labels, loc="upper right")
+    else:
+        ax.legend(loc="upper right")
+
+
+def _centroid(history: Scan, options: Options) -> xr.Dataset:
+    shown = options.populations(history)
+    return build_centroid(history, shown)[["centroid_norm", "mean_radius"]]
+
+
+def _draw_centroid(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    steps = data["step"].values
+    for population in data["population"].values.tolist():
+        part = data.sel(population=population)
+        colour = POPULATION_COLOURS[population]
+        ax.plot(
+            steps,
+            part["centroid_norm"].values,
+            look.line,
+            color=colour,
+            label=look.label(f"{named(population)}: norm of their centre"),
+        )
+        ax.plot(
+            steps,
+            part["mean_radius"].values,
+            "-." if look.second else ":",
+            color=colour,
+            label=look.label(f"{named(population)}: mean distance from it"),
+        )
+    along_steps(ax, "length", data["centroid_norm"].attrs["units"])
+    with_legend(ax)
+
+
+_THRESHOLD = 8.0
+
+
+def _seams(history: Scan, options: Options) -> xr.Dataset:
+    return build_seams(history, threshold=_THRESHOLD)
+
+
+def _draw_seams(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    steps, scores = data["step"].values, data["seam_score"].values
+    at = np.flatnonzero(data["seam"].values)
+    ax.plot(steps, scores, color=look.style.ink, lw=0.8, label="score")
+    for sign in (1, -1):
+        ax.axhline(sign * _THRESHOLD, color=look.style.second, ls="--", lw=0.9)
+    ax.plot(
+        steps[at],
+        scores[at],
+        "o",
+        color=POPULATION_COLOURS["dead"],
+        ms=4,
+        label=f"seams ({at.size})",
+    )
+    top = max(_THRESHOLD, float(np.nanmax(abs(scores), initial=0))) * 1.15
+    ax.set_ylim(-top, top)
+    along_steps(ax, "robust z-score of the change of log mean speed")
+    shown = ", ".join(map(str, steps[at][:12])) + (", …" if at.size > 12 else "")
+    note(ax, f"seams at step {shown}" if at.size else f"no seam: no score beyond ±{_THRESHOLD:g}")
+    if at.size:
+        with_legend(ax)
+
+
+loss = Figure(
+    name="loss",
+    title="Training loss",
+    collect=_loss,
+    draw=_draw_loss,
+    rows=1,
+    overlays=True,
+    of_populations=False,
+)
+
+logits = Figure(
+    name="logits",
+    title="What the model predicts",
+    collect=_logits,
+    draw=_draw_logits,
+    scales=False,
+    of_populations=False,
+)
+
+centroid = Figure(
+    name="centroid",
+    title="Centre of the tokens, and their distance from it",
+    collect=_centroid,
+    draw=_draw_centroid,
+    rows=1,
+    reading="rows",
+    overlays=True,
+)
+
+seams = Figure(
+    name="seams",
+    title="Steps at which the history does not continue itself",
+    collect=_seams,
+    draw=_draw_seams,
+    measures=("step_norm",),
+    scales=False,
+    of_populations=False,
+)

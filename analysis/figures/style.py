@@ -1,0 +1,109 @@
+"""Colours and measures that all figures share, on light and on dark ground.
+
+Dead, live, regimes and causes have one colour each, everywhere. The hues of populations and causes
+are those of Okabe and Ito (2008), which people who see few colours tell apart; those of the regimes
+are of viridis, from rest to the longest hops, and also ordered by lightness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trajstore.errors import InvalidArgument
+
+__all__ = ["CAUSE_COLOURS", "POPULATION_COLOURS", "REGIME_COLOURS", "STYLES", "Style", "style"]
+
+POPULATION_COLOURS = {
+    "dead": "#D55E00",
+    "live": "#0072B2",
+    "all": "#888888",
+    "mostly_dead": "#CC79A7",
+}
+
+REGIME_COLOURS = {
+    "frozen": "#46327E",
+    "single": "#365C8D",
+    "neighbour": "#1FA187",
+    "local": "#7AD151",
+    "jump": "#FDE725",
+}
+
+CAUSE_COLOURS = {
+    "moved": "#BBBBBB",
+    "no_gradient": "#56B4E9",
+    "underflow": "#E69F00",
+    "learning_rate": "#009E73",
+    "skipped": "#CC79A7",
+    "unexplained": "#7B3FA0",
+    "below_cell": "#F0E442",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """Ground, ink and the map of densities.
+
+    Attributes
+    ----------
+    ground, ink, second, grid : str
+        Colours; the second one of lines that belong to no population.
+    density : str
+        Colour map of matplotlib for counts and lengths.
+    """
+
+    ground: str
+    ink: str
+    second: str
+    grid: str
+    density: str
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What matplotlib is told while a figure is made."""
+        ink = dict.fromkeys(
+            ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"),
+            self.ink,
+        )
+        ground = dict.fromkeys(
+            ("figure.facecolor", "axes.facecolor", "savefig.facecolor"), self.ground
+        )
+        return {
+            **ink,
+            **ground,
+            "legend.facecolor": self.ground,
+            "legend.edgecolor": self.grid,
+            "legend.framealpha": 0.85,
+            "legend.fontsize": "small",
+            "grid.color": self.grid,
+            "grid.linewidth": 0.5,
+            "axes.titlesize": "medium",
+            "axes.titlelocation": "left",
+            "lines.linewidth": 1.4,
+            "svg.fonttype": "none",
+        }
+
+
+STYLES = {
+    "light": Style(
+        ground="white", ink="#222222", second="#009E73", grid="#D0D0D0", density="viridis"
+    ),
+    "dark": Style(
+        ground="black", ink="#E8E8E8", second="#2CC295", grid="#444444", density="inferno"
+    ),
+}
+
+
+def style(name: str) -> Style:
+    """Style of that name.
+
+    Raises
+    ------
+    InvalidArgument
+        If there is none.
+    """
+    try:
+        return STYLES[name]
+    except KeyError:
+        raise InvalidArgument(f"got style={name!r}, expected {' or '.join(STYLES)}") from None

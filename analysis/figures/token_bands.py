@@ -1,0 +1,89 @@
+"""Quantities per token over the steps: mean and spread of each population."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import xarray as xr
+
+from analysis.figures.axes_marks import (
+    along_steps,
+    log_scale,
+    note,
+    population_band,
+    with_legend,
+)
+from analysis.figures.figure import Figure, Look, Options
+from analysis.motion import build_speed
+from analysis.norms import build_displacement, build_grad_norms
+from analysis.streaming_scan import Scan
+from analysis.token_populations import by_population, populations
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["displacement", "gradients", "speed"]
+
+_BAND = (0.05, 0.95)
+
+
+def _bands(values: xr.DataArray, history: Scan, options: Options) -> xr.Dataset:
+    """Mean and quantiles of the populations to be shown, and how many tokens they have."""
+    shown = options.populations(history)
+    names, groups = populations(history.ds)
+    if "is_dead" not in values.coords:  # all of them are the only population
+        values = values.assign_coords(is_dead=("token", ~groups[0]))
+    statistics = by_population(values, _BAND).sel(population=shown)
+    tokens = {name: int(group.sum()) for name, group in zip(names, groups, strict=True)}
+    return statistics[["mean", "quantiles"]].assign(
+        tokens=("population", [tokens[name] for name in shown])
+    )
+
+
+def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    for population in data["population"].values.tolist():
+        population_band(ax, data, population, look)
+    label = str(data["mean"].attrs["long_name"]).removeprefix("mean of ")
+    along_steps(ax, label, data["mean"].attrs.get("units"))
+    log_scale(ax, "y", data["mean"].values)
+    note(ax, "line: mean over tokens; band: 5 % to 95 % of them")
+    with_legend(ax)
+
+
+def _gradients(history: Scan, options: Options) -> xr.Dataset:
+    return _bands(build_grad_norms(history), history, options).isel(step=slice(1, None))
+
+
+def _displacement(history: Scan, options: Options) -> xr.Dataset:
+    since = int(history.steps[0])
+    return _bands(build_displacement(history, since), history, options).isel(step=slice(1, None))
+
+
+def _speed(history: Scan, options: Options) -> xr.Dataset:
+    return _bands(build_speed(history), history, options)
+
+
+gradients = Figure(
+    name="gradients",
+    title="Gradient norm per token",
+    collect=_gradients,
+    draw=_draw,
+    overlays=True,
+)
+
+displacement = Figure(
+    name="displacement",
+    title="Distance of the tokens from where they began",
+    collect=_displacement,
+    draw=_draw,
+    overlays=True,
+)
+
+speed = Figure(
+    name="speed",
+    title="Speed of the tokens",
+    collect=_speed,
+    draw=_draw,
+    measures=("step_norm",),
+    overlays=True,
+)

@@ -1,0 +1,120 @@
+"""Tokens' paths in one fixed plane."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from analysis.figures.axes_marks import named, note, with_legend, with_units
+from analysis.figures.figure import Figure, Look, Options
+from analysis.figures.style import POPULATION_COLOURS
+from analysis.fixed_plane import build_principal_plane
+from analysis.streaming_scan import Scan
+from analysis.token_populations import populations
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["trajectory"]
+
+_LINES = 500
+"""Tokens up to which each has a line of its own; of more, the points are counted."""
+
+_POINTS = 1 << 25
+_CELLS = 500
+
+
+def _collect(history: Scan, options: Options) -> xr.Dataset:
+    shown = options.populations(history)
+    names, groups = populations(history.ds)
+    plane = build_principal_plane(history, options.plane)  # type: ignore[arg-type]
+    position = plane["position"]
+    every = -(-position.sizes["step"] * position.sizes["token"] // _POINTS)
+    members = groups[[names.index(name) for name in shown]]
+    return xr.Dataset(
+        {
+            "position": position.isel(step=slice(None, None, every)),
+            "share": plane["share"],
+            "member": (("population", "token"), members),
+        },
+        coords={"population": shown},
+        attrs={"every": every, "plane": options.plane},
+    )
+
+
+def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    position = data["position"].transpose("axis", "step", "token")
+    few = position.sizes["token"] <= _LINES
+    # Live tokens first: the dead ones, mostly together in one place, lie above them.
+    for population in reversed(data["population"].values.tolist()):
+        paths = position.values[..., data["member"].sel(population=population).values]
+        colour = POPULATION_COLOURS[population]
+        if few:
+            _draw_lines(ax, paths, colour)
+        else:
+            _draw_counts(ax, paths, colour, look)
+        label = f"{named(population)} ({paths.shape[-1]:,})"
+        ax.plot([], [], color=colour, lw=3, label=label)
+    first, last = (int(data["step"][at]) for at in (0, -1))
+    if few:
+        style: dict[str, Any] = {"color": look.style.ink, "ls": "", "ms": 5}
+        ax.plot([], [], "o", mfc="none", label=f"step {first}", **style)
+        ax.plot([], [], "o", label=f"step {last}", **style)
+    ax.autoscale()  # hist2d has set the limits of its own points
+    share = data["share"].values
+    label = {"principal": "principal component", "hidden_mean": "direction"}[data.attrs["plane"]]
+    texts = []
+    for axis in range(2):
+        which = f"{label} {axis + 1}"
+        if data.attrs["plane"] == "hidden_mean":
+            which = ("along h̄, the mean hidden state", "largest spread orthogonal to h̄")[axis]
+        text = f"{which} ({share[axis]:.1%} of the variance)"
+        texts.append(with_units(text, data["position"].attrs.get("units")))
+    ax.set_xlabel(texts[0])
+    ax.set_ylabel(texts[1])
+    told = (
+        []
+        if few
+        else ["all tokens at all steps, counted in cells: the stronger the colour, the more (log)"]
+    )
+    told += [f"every {data.attrs['every']}th step"] if data.attrs["every"] > 1 else []
+    if told:
+        note(ax, "; ".join(told))
+    with_legend(ax)
+
+
+def _draw_lines(ax: Axes, paths: npt.NDArray[Any], colour: str) -> None:
+    from matplotlib.collections import LineCollection
+
+    lines = LineCollection(
+        list(paths.transpose(2, 1, 0)), colors=colour, linewidths=0.6, alpha=0.5, rasterized=True
+    )
+    ax.add_collection(lines)
+    ax.plot(*paths[:, 0], "o", mfc="none", mec=colour, ms=5, mew=1)
+    ax.plot(*paths[:, -1], "o", color=colour, ms=4)
+
+
+def _draw_counts(ax: Axes, paths: npt.NDArray[Any], colour: str, look: Look) -> None:
+    from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_hex, to_rgb
+
+    x, y = (axis[np.isfinite(axis)] for axis in paths)
+    if not x.size:
+        return
+    ground, ink = to_rgb(look.style.ground), to_rgb(colour)
+    red, green, blue = (0.75 * ground[at] + 0.25 * ink[at] for at in range(3))
+    faint = to_hex((red, green, blue))
+    hue = LinearSegmentedColormap.from_list("hue", [faint, colour])
+    ax.hist2d(x, y, bins=_CELLS, cmap=hue, norm=LogNorm(), cmin=1, rasterized=True)
+
+
+trajectory = Figure(
+    name="trajectory",
+    title="Paths of the tokens in the plane of their largest spread",
+    collect=_collect,
+    draw=_draw,
+    rows=1,
+    scales=False,
+)

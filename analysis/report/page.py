@@ -1,0 +1,292 @@
+"""The page: facts, verdicts, tables and figures of a run, in one file."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import xarray as xr
+
+from analysis.figures import FIGURES, Options, collect, draw_sheet
+from analysis.figures.figure import described, prepared, run_system, together
+from analysis.figures.sheet import Collected
+from analysis.report.verdicts import evidence, latest, seam_verdict, verdicts
+from analysis.summary_tables import summary
+from analysis.token_populations import populations
+from trajstore.byte_sizes import format_bytes
+from trajstore.errors import InvalidArgument, MissingExtra, RunExists, VariableNotRecorded
+from trajstore.integrity.verify import verify
+from trajstore.store.open_run import open_run
+from trajstore.store.run_info import information
+from trajstore.version import __version__
+
+__all__ = ["check_target", "write_report"]
+
+_DPI = 110
+_TOKENS = 12
+
+
+def write_report(
+    run: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    check: bool = False,
+    overwrite: bool = False,
+    report: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Write a page about a run: one file of HTML, which asks nothing of the network.
+
+    Parameters
+    ----------
+    run : path-like
+        A local run, also one that is being recorded.
+    path : path-like
+        Of the page; ends in ``.html``.
+    check : bool
+        Verify every stored byte, and say so on the page; by default it says that nothing was.
+    overwrite : bool
+        Replace a page that is there.
+    report : callable, optional
+        Told of tasks done and in all.
+
+    Raises
+    ------
+    RunNotFound, FormatError
+        If there is no run.
+    InvalidArgument, RunExists
+        For another ending; if the page is there.
+    MissingExtra
+        Without Jinja2 or matplotlib.
+    """
+    template = _template()
+    target = Path(path)
+    check_target(target, overwrite=overwrite)
+    html = template.render(**_facts(Path(run), check, report))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    new = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        new.write_text(html, "utf-8")
+        new.replace(target)
+    finally:
+        new.unlink(missing_ok=True)
+    return target
+
+
+def check_target(target: Path, *, overwrite: bool) -> None:
+    """Refuse a page that cannot be written.
+
+    Raises
+    ------
+    InvalidArgument, RunExists
+    """
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise InvalidArgument(f"a report is a page of HTML; got {target}, expected NAME.html")
+    if target.exists() and not overwrite:
+        raise RunExists(f"{target} is already there; choose another name, or overwrite it")
+
+
+def seen(text: object) -> str:
+    """Text whose control characters are shown, and do nothing.
+
+    >>> seen("a\\x1b[31mb\\n")
+    'a␛[31mb\\n'
+    """
+    shown = {code: chr(0x2400 + code) for code in range(32) if code not in (9, 10)}
+    ranges = ((0x7F, 0xA0), (0x200E, 0x2010), (0x202A, 0x202F), (0x2066, 0x206A))
+    hidden = {code: f"\\u{code:04x}" for first, stop in ranges for code in range(first, stop)}
+    return str(text).translate(shown | hidden)
+
+
+def _template() -> Any:
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ImportError as error:
+        raise MissingExtra("reports need Jinja2; install trajstore[report]") from error
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters["seen"] = seen
+    return environment.from_string(files("analysis.report").joinpath("page.html").read_text())
+
+
+def _facts(run: Path, check: bool, report: Callable[[int, int], None] | None) -> dict[str, Any]:
+    info = information(run)
+    ds = open_run(run)
+    drawn, left_out = _drawn(ds, report)
+    scan = prepared(ds, [FIGURES["freeze"]], Options())
+    lazy, unknown = evidence(scan)
+    found = dict(zip(lazy, together(list(lazy.values())), strict=True))
+    names, groups = populations(scan.ds)
+    sizes = {name: int(group.sum()) for name, group in zip(names, groups, strict=True)}
+    told = [
+        {"title": f"{number:,} {name.replace('_', ' ')} tokens", "sentences": sentences}
+        for name, number in sizes.items()
+        if number and (name != "all" or len(sizes) == 1)
+        if (sentences := verdicts(found, name))
+    ]
+    general = [sentence for sentence in (_loss(ds), seam_verdict(found)) if sentence]
+    general += [f"Not told: {name}, for {why}." for name, why in unknown.items()]
+    steps = info["steps"]
+    span = f"{info['committed_rows']:,} rows"
+    return {
+        "name": run.name,
+        "system": run_system(ds),
+        "span": span + (f", steps {steps['first']:,} to {steps['last']:,}" if steps else ""),
+        "status": info["status"],
+        "caveats": _caveats(info),
+        "told": [*told, {"title": "The run", "sentences": general}] if general else told,
+        "advice": [f"{advice['sentence']}." for advice in info["advice"]],
+        "tables": [*_summary_tables(ds), *_token_tables(found, ds), _array_table(info)],
+        "figures": drawn,
+        "left_out": left_out,
+        **_verified(run, check),
+        **_reproduction(run, info),
+        "provenance": list(_flat(info.get("provenance") or {})),
+        "version": __version__,
+    }
+
+
+def _drawn(
+    ds: xr.Dataset, report: Callable[[int, int], None] | None
+) -> tuple[list[dict[str, str]], Mapping[str, str]]:
+    try:
+        found = collect([ds], list(FIGURES.values()), Options(), leave_out=True, report=report)
+    except InvalidArgument as error:  # none of them: a run that has just begun
+        return [], {"all": str(error)}
+    drawn = []
+    for figure in found.figures:
+        one = Collected(data=found.data, figures=[figure], runs=found.runs)
+        pictures = {style: _picture(one, style) for style in ("light", "dark")}
+        drawn.append({"title": f"{figure.title}: {described(ds)}", **pictures})
+    return drawn, found.left_out
+
+
+def _picture(one: Collected, style: str) -> str:
+    content = io.BytesIO()
+    draw_sheet(one, style=style).savefig(content, format="png", dpi=_DPI)
+    return base64.b64encode(content.getvalue()).decode("ascii")
+
+
+def _loss(ds: xr.Dataset) -> str:
+    if "loss" not in ds:
+        return ""
+    loss = ds["loss"].dropna("step").compute()
+    if not loss.size:
+        return ""
+    first, last = loss[0], loss[-1]
+    return (
+        f"The loss was {first.item():.4f} at step {int(first.step):,}, and "
+        f"{last.item():.4f} at step {int(last.step):,}."
+    )
+
+
+def _caveats(info: Mapping[str, Any]) -> list[str]:
+    told = (info.get("provenance") or {}).get("what_if") or {}
+    if not told:
+        return []
+    settings = ", ".join(map(str, told.get("settings") or [])) or "nothing changed"
+    return [f"This is a what-if run ({settings}): {told.get('caveat', '')}"]
+
+
+def _summary_tables(ds: xr.Dataset) -> Iterator[dict[str, Any]]:
+    try:
+        facts = summary(ds).compute()
+    except (VariableNotRecorded, InvalidArgument) as error:
+        yield _table("Summary", ["there is none"], [[str(error)]])
+        return
+    statistics = ["mean", "median", "min", "max"]
+    names = [str(name) for name in facts["population"].values]
+    sizes = dict(zip(names, facts["population_tokens"].values.tolist(), strict=True))
+    if "grad_norms" in facts:
+        rows = [
+            [f"{name} ({sizes[name]:,})", str(step)]
+            + [
+                f"{facts['grad_norms'].sel(population=name, when=when, statistic=each).item():.4e}"
+                for each in statistics
+            ]
+            for name in names
+            for when, step in zip(("first", "last"), facts["when_step"].values, strict=True)
+        ]
+        yield _table("Gradient norms (L2)", ["tokens", "step", *statistics], rows)
+    first, last = facts["state_step"].values.tolist()
+    rows = [
+        [f"{name} ({sizes[name]:,})"]
+        + [
+            f"{facts['displacement'].sel(population=name, statistic=each).item():.4e}"
+            for each in statistics
+        ]
+        + [f"{value:.6f}" for value in facts["centroid_norm"].sel(population=name).values]
+        for name in names
+    ]
+    columns = [*statistics, f"centroid at {first}", f"centroid at {last}"]
+    yield _table(f"Displacement from step {first} to {last}", ["tokens", *columns], rows)
+
+
+def _token_tables(found: Mapping[str, xr.Dataset], ds: xr.Dataset) -> Iterator[dict[str, Any]]:
+    if "rest" in found:
+        rows = [list(row.values()) for row in latest(found["rest"], ds, _TOKENS)]
+        columns = ["id", "text", "kind", "in the text", "last motion", "rows with motion"]
+        yield _table("The tokens that moved longest", columns, rows) | {"text": 1}
+
+
+def _array_table(info: Mapping[str, Any]) -> dict[str, Any]:
+    rows = [
+        [
+            name,
+            " × ".join(map(str, array["shape"])),
+            array["native_dtype"],
+            format_bytes(array["bytes_native"]),
+            format_bytes(array["bytes_on_disk"]),
+        ]
+        for name, array in info["arrays"].items()
+    ]
+    total = ["all", "", "", format_bytes(info["bytes_native"]), format_bytes(info["bytes_on_disk"])]
+    return _table("What is stored", ["array", "shape", "type", "native", "on disk"], [*rows, total])
+
+
+def _table(title: str, columns: list[str], rows: list[list[Any]]) -> dict[str, Any]:
+    return {"title": title, "columns": columns, "rows": rows, "text": None}
+
+
+def _verified(run: Path, check: bool) -> dict[str, Any]:
+    if not check:
+        told = "Nothing was verified for this page; trajstore report --verify does it."
+        return {"verified": told, "problems": []}
+    found = verify(run)
+    verdict = "and is sound" if found.clean else f"with {len(found.problems):,} problems"
+    told = (
+        f"Every stored byte was held against its checksum, {verdict}: {found.rows:,} rows, "
+        f"{found.shards:,} shards, {found.chunks:,} chunks, {format_bytes(found.bytes)}. The steps "
+        "were not replayed; trajstore verify --replay does that."
+    )
+    return {"verified": told, "problems": [problem.message for problem in found.problems]}
+
+
+def _reproduction(run: Path, info: Mapping[str, Any]) -> dict[str, str]:
+    config = info.get("config") or {}
+    if not config:
+        return {"commands": "", "settings": ""}
+    commands = (
+        f"trajstore record --config run.toml -o again.zarr\ntrajstore compare {run.name} again.zarr"
+    )
+    lines = []
+    for section, fields in config.items():
+        known = {key: value for key, value in fields.items() if value is not None}
+        lines += [
+            f"[{section}]",
+            *(f"{key} = {json.dumps(each)}" for key, each in known.items()),
+            "",
+        ]
+    return {"commands": commands, "settings": "\n".join(lines)}
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            yield from _flat(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(item)

@@ -1,0 +1,154 @@
+"""What happened to the tokens of a run, in sentences with the numbers that carry them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from analysis.freeze_causes import CAUSES, build_freeze_cause
+from analysis.freezing import build_freeze
+from analysis.norms import build_grad_norms
+from analysis.resume_seams import build_seams
+from analysis.streaming_scan import Scan
+from analysis.token_populations import count_by_population, populations
+from trajstore.errors import InvalidArgument, VariableNotRecorded
+
+__all__ = ["evidence", "verdicts"]
+
+
+def evidence(history: Scan) -> tuple[dict[str, xr.Dataset], dict[str, str]]:
+    """What the sentences need, lazy, and by name what cannot be told, and why."""
+    questions = {
+        "gradients": _gradients,
+        "rest": _rest,
+        "causes": _causes,
+        "seams": _seams,
+    }
+    found: dict[str, xr.Dataset] = {}
+    unknown: dict[str, str] = {}
+    for name, question in questions.items():
+        try:
+            history.require_rows(2, name)
+            found[name] = question(history)
+        except (VariableNotRecorded, InvalidArgument) as error:
+            unknown[name] = str(error)
+    return found, unknown
+
+
+def _gradients(history: Scan) -> xr.Dataset:
+    norms = build_grad_norms(history).isel(step=slice(1, None))
+    counts = count_by_population((norms == 0).astype(np.int8), 2, "zero")
+    return xr.Dataset({"counts": counts.sum("step")})
+
+
+def _rest(history: Scan) -> xr.Dataset:
+    names, groups = populations(history.ds)
+    facts = build_freeze(history)[["last_motion", "frozen_since", "moves"]]
+    return facts.assign(member=(("population", "token"), groups)).assign_coords(population=names)
+
+
+def _seams(history: Scan) -> xr.Dataset:
+    return build_seams(history)[["seam"]]
+
+
+def _causes(history: Scan) -> xr.Dataset:
+    counts = count_by_population(build_freeze_cause(history), len(CAUSES), "cause")
+    return xr.Dataset({"counts": counts.sum("step").assign_coords(cause=list(CAUSES))})
+
+
+def verdicts(found: dict[str, xr.Dataset], population: str) -> list[str]:
+    """Sentences about one population.
+
+    Parameters
+    ----------
+    found : dict
+        `evidence`, computed.
+    population : str
+        That has tokens.
+    """
+    told: list[str] = []
+    if "gradients" in found:
+        told.append(_of_gradients(found["gradients"]["counts"].sel(population=population)))
+    if "rest" in found:
+        told.append(_of_rest(found["rest"], population))
+    if "causes" in found:
+        told.append(_of_causes(found["causes"]["counts"].sel(population=population)))
+    return [sentence for sentence in told if sentence]
+
+
+def _of_gradients(counts: xr.DataArray) -> str:
+    other, zero = (int(number) for number in counts.values)
+    if not zero:
+        return f"None of them ever had a gradient of zero, in {other:,} gradients (tokens × steps)."
+    share = zero / (zero + other)
+    return f"{share:.1%} of their gradients were exactly zero: {zero:,} of {zero + other:,}."
+
+
+def _of_rest(rest: xr.Dataset, population: str) -> str:
+    member = rest["member"].sel(population=population).values
+    since, last = rest["frozen_since"].values[member], rest["last_motion"].values[member]
+    frozen = since >= 0
+    if not frozen.any():
+        return "All of them moved at the last row."
+    if frozen.all():
+        first, final = int(since.min()), int(since.max())
+        when = f"by step {final:,}" if first < final else f"at step {final:,}"
+        return f"All of them were frozen {when}" + (
+            f", the first at step {first:,}." if first < final else "."
+        )
+    never = int((last < 0).sum())
+    return (
+        f"{int(frozen.sum()):,} of {frozen.size:,} were frozen at the end ({frozen.mean():.1%}), "
+        f"the first at step {int(since[frozen].min()):,}"
+        + (f"; {never:,} never moved." if never else ".")
+    )
+
+
+def _of_causes(counts: xr.DataArray) -> str:
+    still = counts.drop_sel(cause="moved")
+    total = int(still.sum())
+    if not total:
+        return "There was no step at which one of them stood still."
+    parts = [
+        f"{int(number) / total:.1%} {str(cause).replace('_', ' ')}"
+        for cause, number in zip(still["cause"].values, still.values, strict=True)
+        if number
+    ]
+    return f"Of {total:,} steps without motion (tokens × steps): {', '.join(parts)}."
+
+
+def seam_verdict(found: dict[str, xr.Dataset]) -> str:
+    """Whether the history continues itself."""
+    if "seams" not in found:
+        return ""
+    seam = found["seams"]["seam"]
+    steps = seam["step"].values[seam.values]
+    if not steps.size:
+        return "The history continues itself at every step: no seam was found."
+    shown = ", ".join(f"{step:,}" for step in steps[:10])
+    return (
+        f"The motion changes its pace abruptly (seams) at {steps.size} steps: {shown}"
+        f"{', …' if steps.size > 10 else ''}."
+    )
+
+
+def latest(rest: xr.Dataset, ds: xr.Dataset, most: int) -> list[dict[str, Any]]:
+    """Tokens that moved last of all, the latest first."""
+    last = rest["last_motion"].values
+    order = np.argsort(-last, kind="stable")[:most]
+    texts = ds["token_text"].values if "token_text" in ds else None
+    dead = ds["is_dead"].values if "is_dead" in ds else None
+    count = ds["token_count"].values if "token_count" in ds else None
+    return [
+        {
+            "id": int(ds["token"].values[at]),
+            "text": "" if texts is None else str(texts[at]),
+            "kind": "" if dead is None else ("dead" if dead[at] else "live"),
+            "count": "" if count is None or count[at] < 0 else f"{int(count[at]):,}",
+            "last": "never" if last[at] < 0 else f"{int(last[at]):,}",
+            "moves": f"{int(rest['moves'].values[at]):,}",
+        }
+        for at in order
+    ]

@@ -1,0 +1,59 @@
+"""`trajstore plot`, as a user calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from example_run import write_example_run
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "letters.zarr"
+    write_example_run(path)
+    return path
+
+
+def test_figures(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
+    one = tmp_path / "gradients.svg"
+    out = trajstore_cli("plot", run, "gradients", "-o", one, "--style", "dark").stdout
+    assert "gradients.svg: gradients." in out
+    text = one.read_text()
+    assert "letters.zarr · 128 × 4 W, AdamW, bfloat16" in text
+    assert "L2 norm of the gradient / nat" in text
+    sheet = tmp_path / "all.png"
+    options = ("--steps", "2:", "--tokens", "live", "--population", "live", "--dpi", 40)
+    out = trajstore_cli("plot", run, "all", "-o", sheet, *options).stdout
+    assert "Note: without logits, for" not in out  # this run does not say how many there are
+    assert sheet.stat().st_size > 10_000
+    both = tmp_path / "both.png"
+    trajstore_cli("plot", run, "loss", "freeze", "--with", run, "-o", both, "--lattice", "native")
+
+
+def test_what_is_refused(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    for arguments, code, sentence in (
+        (("los",), 2, "got 'los', expected some of all, loss"),
+        (("loss", "-o", tmp_path / "a.gif"), 2, "by its ending; expected .png, .svg, .pdf"),
+        (("causes", "--with", run), 2, "causes shows a single run"),
+        (("all", "--log", "y"), 2, "log goes with a single kind"),
+        (("regimes", "--log", "y"), 2, "leave out log"),
+        (("loss", "--steps", "5:2"), 2, "no recorded step is in '5:2'"),
+        (("loss", "--tokens", "999"), 2, "token 999 was not recorded"),
+        (("freeze", "--population", "mostly_dead"), 2, "expected dead, live, all"),
+        (("loss", "--lattice", "float32"), 2, "loss knows of no lattice"),
+        (("trajectory", "--plane", "hidden_mean"), 1, "hidden_mean"),
+        (("loss", "--dpi", "2"), 2, "got 2 dots per inch"),
+    ):
+        error = trajstore_cli("plot", run, *arguments, rc=code).stderr
+        assert sentence in " ".join(error.split()), arguments
+    file.write_text("mine")
+    assert "already there" in trajstore_cli("plot", run, "loss", "-o", file, rc=2).stderr
+    assert file.read_text() == "mine"
+    trajstore_cli("plot", run, "loss", "-o", file, "--overwrite")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]

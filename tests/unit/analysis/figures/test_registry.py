@@ -1,0 +1,101 @@
+"""What holds for every kind of figure."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+
+from analysis.figures import FIGURES, figures_named
+from trajstore.errors import InvalidArgument, VariableNotRecorded
+
+NEEDS = {
+    "loss": "loss",
+    "gradients": "grad",
+    "causes": "grad",
+    "moments": "exp_avg",
+    "logits": "logits",
+}
+
+
+def drawn(name, ds, **options):
+    ax = Canvas().subplots()
+    assert FIGURES[name](ds, ax, **options) is ax
+    ax.figure.canvas.draw()
+    return ax
+
+
+@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("style", ["light", "dark"])
+def test_it_draws_titled_and_labelled_into_the_axes_it_is_given(name, style, run):
+    ax = drawn(name, run, style=style)
+    assert isinstance(ax, Axes)
+    assert "11 × 6 W, AdamW, bfloat16" in ax.get_title("left")
+    assert ax.get_xlabel()
+    assert ax.get_ylabel()
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_what_is_missing_is_named(name, run):
+    missing = NEEDS.get(name, "W")
+    with pytest.raises(VariableNotRecorded, match=rf"\b{missing}\b"):
+        FIGURES[name](run.drop_vars(missing), Canvas().subplots())
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_run_that_has_just_begun(name, run):
+    with pytest.raises(InvalidArgument, match=f"{name} needs at least . rows, and the run has 0"):
+        FIGURES[name](run.isel(step=slice(0, 0)), Canvas().subplots())
+    if FIGURES[name].rows == 1:
+        drawn(name, run.isel(step=slice(0, 1)))
+    else:
+        with pytest.raises(InvalidArgument, match="at least 2 rows, and the run has 1"):
+            FIGURES[name](run.isel(step=[0]), Canvas().subplots())
+    drawn(name, run.isel(step=slice(0, 2)))
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_one_token_no_dead_ones_none_known_and_nan(name, run):
+    drawn(name, run.isel(token=[3]))
+    drawn(name, run.isel(token=run.is_dead.values.nonzero()[0]))
+    drawn(name, run.isel(token=(~run.is_dead.values).nonzero()[0]))
+    drawn(name, run.drop_vars("is_dead"))
+    W = run["W"].copy(data=run["W"].data)
+    W[5:] = np.nan
+    drawn(name, run.assign(W=W.where(W.step < 5)))
+    drawn(name, run.assign(W=run.W.where(False, 1.0)))  # nothing ever moves
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_options_that_it_does_not_have_are_refused(name, run):
+    figure = FIGURES[name]
+    with pytest.raises(InvalidArgument, match="'colour_map', expected some of other, style, log"):
+        figure(run, colour_map="jet")
+    with pytest.raises(InvalidArgument, match="expected light or dark"):
+        figure(run, Canvas().subplots(), style="blue")
+    with pytest.raises(InvalidArgument, match="population"):
+        figure(run, population="undead")
+    if figure.overlays:
+        drawn(name, run, other=run.isel(step=slice(0, 9)))
+    else:
+        with pytest.raises(InvalidArgument, match="shows a single run"):
+            figure(run, other=run)
+    if figure.scales:
+        assert drawn(name, run, log="none").get_yscale() == "linear"
+        assert drawn(name, run, log="xy").get_xscale() == "log"
+        with pytest.raises(InvalidArgument, match="got log='z'"):
+            figure(run, log="z")
+    else:
+        with pytest.raises(InvalidArgument, match="leave out log"):
+            figure(run, log="y")
+
+
+def test_kinds_by_name():
+    assert [figure.name for figure in figures_named(["seams", "loss", "seams"])] == [
+        "seams",
+        "loss",
+    ]
+    assert len(figures_named(["loss", "all"])) == len(FIGURES)
+    with pytest.raises(InvalidArgument, match="got 'lss', expected some of all, loss"):
+        figures_named(["lss"])

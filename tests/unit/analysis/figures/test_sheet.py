@@ -1,0 +1,50 @@
+"""Several figures together, and files."""
+
+from __future__ import annotations
+
+import pytest
+
+from analysis.figures import FIGURES, Options, collect, draw_sheet, figures_named, save
+from trajstore.errors import InvalidArgument, RunExists
+
+
+def test_all_at_once_show_what_each_shows_alone(run):
+    found = collect([run], figures_named(["all"]), Options())
+    assert list(found.data) == list(FIGURES)
+    for name, (data,) in found.data.items():
+        alone = collect([run], [FIGURES[name]], Options()).data[name][0]
+        assert alone.identical(data), name
+
+
+def test_what_cannot_be_drawn_is_left_out_and_told(run):
+    run = run.drop_vars(["grad", "exp_avg"])
+    found = collect([run], figures_named(["all"]), Options(), leave_out=True)
+    assert set(found.left_out) == {"gradients", "causes", "moments"}
+    assert "grad" in found.left_out["gradients"]
+    axes = [ax for part in draw_sheet(found).subfigs for ax in part.axes if ax.get_title("left")]
+    assert len(axes) == len(FIGURES) - 3
+    with pytest.raises(InvalidArgument, match="none of these figures can be drawn: loss: loss nee"):
+        collect([run.isel(step=slice(0, 0))], figures_named(["all"]), Options(), leave_out=True)
+
+
+def test_scales_go_with_one(run):
+    found = collect([run], figures_named(["loss", "speed"]), Options())
+    with pytest.raises(InvalidArgument, match="log goes with a single kind"):
+        draw_sheet(found, log="y")
+    alone = collect([run], figures_named(["loss"]), Options())
+    assert draw_sheet(alone, log="y").axes[0].get_yscale() == "log"
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_files(ending, run, tmp_path):
+    canvas = draw_sheet(collect([run], figures_named(["loss"]), Options()), style="dark")
+    path = save(canvas, tmp_path / f"loss.{ending}", dpi=50)
+    assert path.read_bytes()[:4] in (b"\x89PNG", b"<?xm", b"%PDF")
+    with pytest.raises(RunExists, match="already there"):
+        save(canvas, path)
+    save(canvas, path, overwrite=True, dpi=50)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    with pytest.raises(InvalidArgument, match="by its ending; expected"):
+        save(canvas, tmp_path / "loss.bmp")
+    with pytest.raises(InvalidArgument, match="got 5 dots per inch"):
+        save(canvas, tmp_path / "other.png", dpi=5)

@@ -1,0 +1,46 @@
+"""Stacks show the census of the regimes, and of the causes."""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib.figure import Figure as Canvas
+
+import analysis
+from analysis.figures import FIGURES
+from analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS
+
+
+def heights(ax, steps):
+    """Of each stack at every step, from below."""
+    tops = [
+        dict.fromkeys(steps, 0.0)
+        | {x: max(y for at, y in layer.get_paths()[0].vertices if at == x) for x in steps}
+        for layer in ax.collections
+    ]
+    return np.array([[top[x] for x in steps] for top in tops])
+
+
+def test_regimes(run):
+    census = analysis.regimes(run).census.sel(population="all").compute()
+    there = [name for name in analysis.REGIMES if census.sel(regime_name=name).any()]
+    ax = FIGURES["regimes"](run, Canvas().subplots())
+    labels = [layer.get_label() for layer in ax.collections]
+    assert labels == there
+    assert set(REGIME_COLOURS) == set(analysis.REGIMES)
+    expected = census.sel(regime_name=there).values.T.cumsum(0)
+    assert (expected[-1] == 11).all()
+    assert (heights(ax, census.step.values) >= expected).all()
+    np.testing.assert_array_equal(heights(ax, census.step.values)[-1], 11)
+    assert ax.get_ylim() == (0, 11)
+
+
+def test_causes_of_a_population(run):
+    cause = analysis.freeze_cause(run).sel(token=run.token[~run.is_dead.values]).values
+    ax = FIGURES["causes"](run, Canvas().subplots(), population="live")
+    present = [name for at, name in enumerate(analysis.CAUSES) if (cause == at).any()]
+    assert [layer.get_label() for layer in ax.collections] == [
+        name.replace("_", " ") for name in present
+    ]
+    assert set(CAUSE_COLOURS) == set(analysis.CAUSES)
+    assert ax.get_ylim() == (0, cause.shape[1])
+    assert "live tokens, 7 in all" in ax.get_ylabel()

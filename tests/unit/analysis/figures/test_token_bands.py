@@ -1,0 +1,46 @@
+"""Bands show the statistics of `by_population`."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure as Canvas
+
+import analysis
+from analysis.figures import FIGURES
+from analysis.figures.style import POPULATION_COLOURS
+
+QUANTITIES = {
+    "gradients": analysis.grad_norms,
+    "displacement": analysis.displacement,
+    "speed": analysis.speed,
+}
+
+
+@pytest.mark.parametrize("name", QUANTITIES)
+def test_means_and_quantiles(name, run):
+    expected = analysis.by_population(QUANTITIES[name](run), (0.05, 0.95)).sel(step=run.step[1:])
+    ax = FIGURES[name](run, Canvas().subplots())
+    assert ax.get_yscale() == "log"
+    for line, band, population in zip(ax.lines, ax.collections, ("dead", "live"), strict=True):
+        part = expected.sel(population=population)
+        np.testing.assert_array_equal(line.get_xdata(), expected.step)
+        np.testing.assert_array_equal(line.get_ydata(), part["mean"])
+        assert line.get_color() == POPULATION_COLOURS[population]
+        assert population in line.get_label()
+        heights = band.get_paths()[0].vertices[:, 1]
+        assert np.isin(part.quantiles.values[np.isfinite(part.quantiles.values)], heights).all()
+
+
+def test_a_single_population_and_a_run_that_knows_of_none(run):
+    (line,) = FIGURES["speed"](run, Canvas().subplots(), population="all").lines
+    mean = analysis.speed(run).mean("token", dtype=np.float64)
+    np.testing.assert_allclose(line.get_ydata(), mean)
+    (line,) = FIGURES["speed"](run.drop_vars("is_dead"), Canvas().subplots()).lines
+    np.testing.assert_allclose(line.get_ydata(), mean)
+
+
+def test_a_second_run_has_broken_lines(run):
+    ax = FIGURES["speed"](run, Canvas().subplots(), other=run.isel(step=slice(0, 9)))
+    assert [line.get_linestyle() for line in ax.lines] == ["-", "-", "--", "--"]
+    np.testing.assert_array_equal(ax.lines[2].get_ydata(), ax.lines[0].get_ydata()[:8])

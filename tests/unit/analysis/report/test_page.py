@@ -1,0 +1,140 @@
+"""The page says what is so, asks nothing of anybody, and shows odd texts harmlessly."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from example_run import OPTIMIZER, write_example_run
+
+import analysis
+from analysis.report import write_report
+from trajstore import RunWriter, open_run
+from trajstore.errors import InvalidArgument, RunExists, RunNotFound
+
+pytest.importorskip("jinja2")
+pytest.importorskip("matplotlib")
+
+ODD = "<script>alert(1)</script>"
+ANSI = "\x1b[31mred\x07"
+
+
+class Page(HTMLParser):
+    """Elements with their attributes, and the text between them."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    @property
+    def told(self) -> str:
+        return " ".join(self.text.split())
+
+
+def small_run(path: Path, rows: int = 4, **attributes: Any) -> Path:
+    with RunWriter.create(
+        path,
+        token=np.arange(3),
+        hidden=2,
+        variables={"W": "float32", "loss": "float32"},
+        is_dead=np.array([True, False, False]),
+        token_text=[ODD, ANSI, "c"],
+        attributes=attributes,
+        block_rows=2,
+    ) as writer:
+        for step in range(rows):
+            W = np.full((3, 2), min(step, 2), "f4")
+            writer.append(step, W=W, loss=np.float32("nan" if not step else 3 / step))
+    return path
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "letters.zarr"
+    write_example_run(path)
+    return path
+
+
+def test_verdicts_are_those_of_the_analysis(letters: Path, tmp_path: Path) -> None:
+    html = write_report(letters, tmp_path / "page.html").read_text()
+    page = Page(html)
+    ds = open_run(letters)
+    rest = analysis.freeze(ds).compute()
+    dead = ds.is_dead.values
+    assert "118 dead tokens" in page.told
+    assert f"All of them were frozen at step {rest.frozen_since.values[dead].max()}." in page.told
+    cause = analysis.freeze_cause(ds).values[:, dead]
+    still = cause[cause > 0]
+    share = f"{(still == analysis.CAUSES.index('underflow')).mean():.1%}"
+    assert f"Of {still.size:,} steps without motion (tokens × steps): {share} underf" in page.told
+    norms = analysis.grad_norms(ds).values[1:, dead]
+    assert (norms > 0).all()
+    assert f"None of them ever had a gradient of zero, in {norms.size:,} gradients" in page.told
+    assert "Nothing was verified for this page" in page.told
+    tags = {tag for tag, _ in page.elements}
+    assert not tags & {"script", "link", "iframe", "object", "a"}
+    sources = [a[key] for _, a in page.elements for key in ("src", "srcset") if key in a]
+    assert len(sources) == 2 * len(analysis.figures.FIGURES)
+    assert all(str(source).startswith("data:image/png;base64,") for source in sources)
+    assert not re.search(r"https?:|@import|url\(", html)
+
+
+def test_texts_are_escaped_everywhere(tmp_path: Path) -> None:
+    config = {"data": {"corpus": ODD, "most": None, "size": 1e-05}, "training": {"on": True}}
+    run = small_run(
+        tmp_path / "<b>run.zarr",
+        config=config,
+        optimizer=OPTIMIZER,
+        provenance={ANSI: ODD, "what_if": {"settings": ["a=1"], "caveat": "These are open loop."}},
+    )
+    html = write_report(run, tmp_path / "page.html", check=True).read_text()
+    page = Page(html)
+    assert "script" not in {tag for tag, _ in page.elements}
+    assert "b" not in {tag for tag, _ in page.elements}
+    assert page.text.count(ODD) >= 3  # token, corpus, provenance: as text
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f]", html)
+    assert "␛[31mred␇" in page.text
+    assert "This is a what-if run (a=1): These are open loop." in page.told
+    assert "Every stored byte was held against its checksum, and is sound: 4 rows" in page.told
+    assert "gradients: grad" in page.told or "gradients: " in page.told
+    toml = page.text.split("as run.toml:")[1].split("Where it comes from")[0]
+    assert tomllib.loads(toml) == {
+        "data": {"corpus": ODD, "size": 1e-05}, "training": {"on": True}
+    }  # fmt: skip
+
+
+def test_runs_of_which_little_is_known(tmp_path: Path) -> None:
+    page = Page(write_report(small_run(tmp_path / "a.zarr"), tmp_path / "a.html").read_text())
+    assert "The run does not say with which configuration" in page.told
+    assert "Not told: causes, for" in page.told
+    page = Page(
+        write_report(small_run(tmp_path / "b.zarr", rows=0), tmp_path / "b.html").read_text()
+    )
+    assert "0 rows" in page.told
+    assert "none of these figures can be drawn" in page.told
+
+
+def test_what_is_refused(letters: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"expected NAME\.html"):
+        write_report(letters, tmp_path / "page.pdf")
+    with pytest.raises(RunNotFound):
+        write_report(tmp_path / "none.zarr", tmp_path / "page.html")
+    page = tmp_path / "page.html"
+    page.write_text("mine")
+    with pytest.raises(RunExists, match="already there"):
+        write_report(letters, page)
+    assert page.read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

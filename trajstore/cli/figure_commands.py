@@ -1,0 +1,130 @@
+"""Commands that draw a run, and write a page about it: plot, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.text import Text
+
+from trajstore.cli.options import LATTICE, RUN, sentences
+from trajstore.cli.progress import AnalysisProgress
+from trajstore.cli.tables import out, print_notes
+
+__all__ = ["plot", "report"]
+
+
+@click.command()
+@RUN
+@click.argument("kinds", nargs=-1, required=True, metavar="KIND…")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(),
+    help="PNG, SVG or PDF by its ending; default: RUN-KIND.png, of several RUN-figures.png.",
+)
+@click.option("--steps", metavar="A:B:K", help="Only these steps, such as 0:500 or 0:10000:10.")
+@click.option("--tokens", metavar="all|dead|live|IDS|FILE", help="Only these tokens.")
+@click.option("--population", metavar="NAME", help="Only dead, live, all or mostly_dead tokens.")
+@click.option(
+    "--log",
+    type=click.Choice(("none", "x", "y", "xy")),
+    help="Which axes are logarithmic; default: what suits the figure.",
+)
+@LATTICE
+@click.option(
+    "--colour",
+    type=click.Choice(("regime", "hop")),
+    default="regime",
+    help="What the colours of stratigraphy say.",
+)
+@click.option(
+    "--plane",
+    type=click.Choice(("principal", "hidden_mean")),
+    default="principal",
+    help="Plane of trajectory.",
+)
+@click.option("--with", "other", type=click.Path(), help="A second run, in the same axes.")
+@click.option("--style", type=click.Choice(("light", "dark")), default="light")
+@click.option("--dpi", type=int, default=150, help="Dots per inch; default: 150.")
+@click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
+@sentences
+def plot(
+    run: str,
+    kinds: tuple[str, ...],
+    output: str | None,
+    steps: str | None,
+    tokens: str | None,
+    population: str | None,
+    log: str | None,
+    lattice: str,
+    colour: str,
+    plane: str,
+    other: str | None,
+    style: str,
+    dpi: int,
+    overwrite: bool,
+) -> None:
+    """Draw figures of a run; several kinds, or `all`, make one sheet. Also while it is recorded.
+
+    Kinds are loss, gradients, displacement, speed, freeze, last-motion, lifecycle, regimes, causes,
+    hops, stratigraphy, bulk-thermal, speed-density, centroid, trajectory, moments, logits, seams.
+
+    \b
+    Example:
+      trajstore plot gatsby.zarr gradients
+      trajstore plot gatsby.zarr freeze last-motion causes -o rest.pdf
+      trajstore plot gatsby.zarr all --style dark
+      trajstore plot gatsby.zarr displacement --with other.zarr --steps 0:500 -o both.svg
+    """
+    from analysis.figures.figure import Options, check_matplotlib
+    from analysis.figures.registry import figures_named
+    from analysis.figures.sheet import check_target, collect, draw_sheet, save
+    from trajstore.exchange.selection import select_part
+    from trajstore.store.open_run import open_run
+
+    check_matplotlib()
+    figures = figures_named(kinds)
+    stem = Path(run.rstrip("/")).name.removesuffix(".zarr")
+    target = Path(output or f"{stem}-{figures[0].name if len(figures) == 1 else 'figures'}.png")
+    check_target(target, dpi=dpi, overwrite=overwrite)
+    options = Options(population=population, lattice=lattice, colour=colour, plane=plane)
+    if "all" not in kinds:
+        for figure in figures:
+            figure.check(options, other=other is not None, log=log)
+    runs = [
+        select_part(open_run(path), steps=steps, tokens=tokens)
+        for path in (run, other)
+        if path is not None
+    ]
+    with AnalysisProgress() as progress:
+        found = collect(runs, figures, options, leave_out="all" in kinds, report=progress.show)
+    save(draw_sheet(found, style=style, log=log), target, dpi=dpi, overwrite=overwrite)
+    out.print(Text(f"Wrote {target}: {', '.join(figure.name for figure in found.figures)}."))
+    print_notes(f"without {name}, for {why}" for name, why in found.left_out.items())
+
+
+@click.command()
+@RUN
+@click.option("-o", "--output", type=click.Path(), help="The page; default: RUN.html.")
+@click.option("--verify", "check", is_flag=True, help="Verify every stored byte, and say so.")
+@click.option("--overwrite", is_flag=True, help="Replace a page that is there.")
+@sentences
+def report(run: str, output: str | None, check: bool, overwrite: bool) -> None:
+    """Write a page about a run: what happened, tables, figures, and how to reproduce it.
+
+    One file of HTML, which asks nothing of the network.
+
+    \b
+    Example:
+      trajstore report gatsby.zarr
+      trajstore report gatsby.zarr --verify -o gatsby.html
+    """
+    from analysis.report import write_report
+
+    stem = Path(run.rstrip("/")).name.removesuffix(".zarr")
+    with AnalysisProgress() as progress:
+        target = write_report(
+            run, output or f"{stem}.html", check=check, overwrite=overwrite, report=progress.show
+        )
+    out.print(Text(f"Wrote {target}."))
