@@ -167,7 +167,7 @@ def test_wrong_calls_are_one_sentence(trajstore_cli: Cli, run: Path, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [("f.h5", "hdf5"), ("f.zarr", "zarr"), ("f.bin", "safetensors")]
+    ("name", "form"), [("f.h5", "hdf5"), ("f.zarr", "zarr"), ("f.safetensors", "safetensors")]
 )
 def test_the_ending_says_which_format(
     run: Path, tmp_path: Path, trajstore_cli: Cli, name: str, form: str
