@@ -45,7 +45,12 @@ __all__ = ["plot", "report"]
     help="Plane of trajectory.",
 )
 @click.option("--with", "other", type=click.Path(), help="A second run, in the same axes.")
-@click.option("--style", type=click.Choice(("light", "dark")), default="light")
+@click.option(
+    "--style",
+    type=click.Choice(("light", "dark")),
+    default="light",
+    help="Dark ink on white, or light ink on black.",
+)
 @click.option("--dpi", type=int, default=150, help="Dots per inch; default: 150.")
 @click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
 @sentences
