@@ -1,17 +1,17 @@
-"""Runs that several tests look at, and the installed command."""
+"""Runs that several tests look at, and the command line."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from bits_and_calls import Cli, random_bits
+from forked_processes import run_command
 
 from trajstore import RunWriter
 from trajstore.schema import ENCODINGS
@@ -28,18 +28,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(scope="session")
 def trajstore_cli(tmp_path_factory: pytest.TempPathFactory) -> Cli:
-    """Run the installed `trajstore` in an empty folder: (arguments, rc) to the finished process."""
-    command = Path(sys.executable).with_name("trajstore")
+    """Run `trajstore` in an empty folder: (arguments, rc) to the finished process."""
     folder = tmp_path_factory.mktemp("cwd")
 
     def run(*arguments: Any, rc: int = 0) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [command, *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            cwd=folder,
-            timeout=300,
-        )
+        done = run_command([*map(str, arguments)], folder)
         assert done.returncode == rc, f"exit {done.returncode}: {done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr
         return done

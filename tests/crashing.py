@@ -6,7 +6,6 @@ Every row is made from its step alone, so whoever reads a run can tell whether a
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 from bits_and_calls import random_bits
+from forked_processes import processes
 from still_timer import commit_now
 
 from trajstore import RunWriter
@@ -35,10 +35,6 @@ tally = Tally()
 
 TOKENS, HIDDEN, BLOCK = 40, 6, 4
 TYPES = {"W": "bfloat16", "grad": "float16", "logits": "float32", "loss": "float32"}
-
-processes = multiprocessing.get_context("forkserver")
-# What is slow to import. Not this module: Python 3.11 does not tell the server where tests are.
-processes.set_forkserver_preload(["trajstore", "xarray", "trainers.runs.record"])
 
 
 def row(step: int) -> dict[str, Any]:
