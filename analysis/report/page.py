@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
@@ -267,11 +268,24 @@ def _verified(run: Path, check: bool) -> dict[str, Any]:
 
 
 def _reproduction(run: Path, info: Mapping[str, Any]) -> dict[str, str]:
-    config = info.get("config") or {}
+    config, provenance = info.get("config") or {}, info.get("provenance") or {}
     if not config:
-        return {"commands": "", "settings": ""}
+        return {"commands": "", "settings": "", "made_of": ""}
+    origin = next((key for key in ("what_if", "fork") if provenance.get(key)), None)
+    if origin:
+        told = (
+            "The run was made of another one, so its settings alone do not make it again; which "
+            f"run, and what was set, stands below as {origin}."
+        )
+        return {"commands": "", "settings": "", "made_of": told}
+    text = provenance.get("corpus")
+    option, told = "", ""
+    if _is_text_file(text):
+        option = f" --corpus {shlex.quote(str(text['name']))}"
+        told = f"The text had {text['bytes']:,} bytes, SHA-256 {text['sha256']}."
     commands = (
-        f"trajstore record --config run.toml -o again.zarr\ntrajstore compare {run.name} again.zarr"
+        f"trajstore record --config run.toml{option} -o again.zarr\n"
+        f"trajstore compare {shlex.quote(run.name)} again.zarr"
     )
     lines = []
     for section, fields in config.items():
@@ -281,7 +295,13 @@ def _reproduction(run: Path, info: Mapping[str, Any]) -> dict[str, str]:
             *(f"{key} = {json.dumps(each)}" for key, each in known.items()),
             "",
         ]
-    return {"commands": commands, "settings": "\n".join(lines)}
+    return {"commands": commands, "settings": "\n".join(lines), "made_of": told}
+
+
+def _is_text_file(text: Any) -> bool:
+    """Whether a run's provenance tells of a text that was not part of the program."""
+    known = isinstance(text, Mapping) and text.keys() >= {"name", "bytes", "sha256"}
+    return known and isinstance(text["bytes"], int) and "(embedded)" not in str(text["name"])
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -110,10 +110,24 @@ def test_texts_are_escaped_everywhere(tmp_path: Path) -> None:
     assert "This is a what-if run (a=1): These are open loop." in page.told
     assert "Every stored byte was held against its checksum, and is sound: 4 rows" in page.told
     assert "gradients: grad" in page.told or "gradients: " in page.told
+    assert "The run was made of another one" in page.told
+    assert "run.toml" not in page.told
+
+
+@pytest.mark.parametrize("name", ["my text.txt", "gatsby stand-in (embedded)"])
+def test_how_a_run_is_made_again(tmp_path: Path, name: str) -> None:
+    config = {"data": {"corpus": ODD, "most": None, "size": 1e-05}, "training": {"on": True}}
+    text = {"name": name, "bytes": 12345, "sha256": "ab" * 32}
+    run = small_run(tmp_path / "run.zarr", config=config, provenance={"corpus": text})
+    page = Page(write_report(run, tmp_path / "page.html").read_text())
     toml = page.text.split("as run.toml:")[1].split("Where it comes from")[0]
     assert tomllib.loads(toml) == {
         "data": {"corpus": ODD, "size": 1e-05}, "training": {"on": True}
     }  # fmt: skip
+    given = name == "my text.txt"
+    assert ("--config run.toml --corpus 'my text.txt' -o again.zarr" in page.told) == given
+    assert (f"The text had 12,345 bytes, SHA-256 {'ab' * 32}." in page.told) == given
+    assert ("--config run.toml -o again.zarr" in page.told) != given
 
 
 def test_runs_of_which_little_is_known(tmp_path: Path) -> None:
