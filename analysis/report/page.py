@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import xarray as xr
 
@@ -298,7 +298,7 @@ def _reproduction(run: Path, info: Mapping[str, Any]) -> dict[str, str]:
     return {"commands": commands, "settings": "\n".join(lines), "made_of": told}
 
 
-def _is_text_file(text: Any) -> bool:
+def _is_text_file(text: Any) -> TypeGuard[Mapping[str, Any]]:
     """Whether a run's provenance tells of a text that was not part of the program."""
     known = isinstance(text, Mapping) and text.keys() >= {"name", "bytes", "sha256"}
     return known and isinstance(text["bytes"], int) and "(embedded)" not in str(text["name"])
