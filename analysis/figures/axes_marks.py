@@ -8,7 +8,7 @@ import numpy as np
 import xarray as xr
 
 from analysis.figures.figure import Look
-from analysis.figures.style import POPULATION_COLOURS
+from analysis.figures.style import population_colour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,7 +70,7 @@ def note(ax: Axes, text: str, *, place: tuple[float, float] = (0.02, 0.02)) -> N
 def population_band(ax: Axes, data: xr.Dataset, population: str, look: Look) -> None:
     """Mean over the tokens of a population, and the band between two quantiles."""
     part = data.sel(population=population)
-    colour = POPULATION_COLOURS[population]
+    colour = population_colour(population)
     low, high = part["quantiles"].transpose("quantile", "step").values
     steps = part["step"].values
     tokens = int(part["tokens"])

@@ -10,7 +10,7 @@ import xarray as xr
 from analysis.collective_motion import build_bulk_thermal
 from analysis.figures.axes_marks import named, note, with_legend, with_units
 from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import POPULATION_COLOURS
+from analysis.figures.style import population_colour
 from analysis.streaming_scan import Scan
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
         shown = (bulk > 0) & (thermal > 0)
         any_shown |= bool(shown.any())
         off.append(f"{named(population)}: {int((~shown).sum()):,} of {shown.size:,}")
-        colour = POPULATION_COLOURS[population]
+        colour = population_colour(population)
         points = ax.scatter(
             thermal[shown],
             bulk[shown],
@@ -44,7 +44,7 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
             vmin=steps[0],
             vmax=steps[-1],
             cmap=look.style.density,
-            marker=_MARKERS[population],
+            marker=_MARKERS.get(population, "v"),
             s=14,
             lw=0.5,
             edgecolors=colour,

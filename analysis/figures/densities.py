@@ -9,7 +9,7 @@ import xarray as xr
 
 from analysis.figures.axes_marks import log_scale, named, note, with_legend, with_units
 from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import POPULATION_COLOURS
+from analysis.figures.style import population_colour
 from analysis.log_histograms import log_histogram
 from analysis.motion import build_speed
 from analysis.streaming_scan import Scan
@@ -43,7 +43,7 @@ def _draw_hops(ax: Axes, data: xr.Dataset, look: Look) -> None:
         ax.stairs(
             part["count"].values,
             edges,
-            color=POPULATION_COLOURS[population],
+            color=population_colour(population),
             ls=look.line,
             lw=1.4,
             label=look.label(f"{named(population)}: still in {still:.1%} of {total:,}"),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from analysis.figures.bulk_motion import bulk_thermal
 from analysis.figures.densities import hops, speed_density
 from analysis.figures.figure import Figure
+from analysis.figures.identical import clusters
 from analysis.figures.moment_map import moments
 from analysis.figures.rest import freeze, last_motion, lifecycle
 from analysis.figures.stacks import causes, regimes
@@ -37,6 +38,7 @@ FIGURES: dict[str, Figure] = {
         centroid,
         trajectory,
         moments,
+        clusters,
         logits,
         seams,
     )

@@ -9,7 +9,7 @@ import xarray as xr
 
 from analysis.figures.axes_marks import along_steps, named, note, with_legend
 from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import POPULATION_COLOURS
+from analysis.figures.style import population_colour
 from analysis.freezing import build_freeze
 from analysis.streaming_scan import Scan
 from analysis.token_populations import populations
@@ -49,7 +49,7 @@ def _draw_freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
     steps = data["step"].values
     for population in data["population"].values.tolist():
         part = data.sel(population=population)
-        colour = POPULATION_COLOURS[population]
+        colour = population_colour(population)
         ax.plot(
             steps,
             part["frozen_fraction"].values,
@@ -86,7 +86,7 @@ def _draw_last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
         ax.hist(
             moved,
             bins=edges.tolist(),
-            color=POPULATION_COLOURS[population],
+            color=population_colour(population),
             histtype="step" if look.second else "stepfilled",
             ls=look.line,
             alpha=0.6,
@@ -113,7 +113,7 @@ def _draw_lifecycle(ax: Axes, data: xr.Dataset, look: Look) -> None:
             steps = data[name].values[member]
             ax.ecdf(
                 np.where(steps < 0, first, steps),
-                color=POPULATION_COLOURS[population],
+                color=population_colour(population),
                 ls=line,
                 label=f"{named(population)}: {_BEHIND[name]}",
             )

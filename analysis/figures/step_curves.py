@@ -11,7 +11,7 @@ from analysis import input_checks
 from analysis.collective_motion import build_centroid
 from analysis.figures.axes_marks import along_steps, named, note, with_legend
 from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import POPULATION_COLOURS
+from analysis.figures.style import POPULATION_COLOURS, population_colour
 from analysis.logit_statistics import build_logit_stats
 from analysis.resume_seams import build_seams
 from analysis.streaming_scan import Scan
@@ -94,7 +94,7 @@ def _draw_centroid(ax: Axes, data: xr.Dataset, look: Look) -> None:
     steps = data["step"].values
     for population in data["population"].values.tolist():
         part = data.sel(population=population)
-        colour = POPULATION_COLOURS[population]
+        colour = population_colour(population)
         ax.plot(
             steps,
             part["centroid_norm"].values,

@@ -13,7 +13,15 @@ from typing import Any
 
 from trajstore.errors import InvalidArgument
 
-__all__ = ["CAUSE_COLOURS", "POPULATION_COLOURS", "REGIME_COLOURS", "STYLES", "Style", "style"]
+__all__ = [
+    "CAUSE_COLOURS",
+    "POPULATION_COLOURS",
+    "REGIME_COLOURS",
+    "STYLES",
+    "Style",
+    "population_colour",
+    "style",
+]
 
 POPULATION_COLOURS = {
     "dead": "#D55E00",
@@ -93,6 +101,11 @@ STYLES = {
         ground="black", ink="#E8E8E8", second="#2CC295", grid="#444444", density="inferno"
     ),
 }
+
+
+def population_colour(name: str) -> str:
+    """Colour of a population; those that users name have one, as only one of them is shown."""
+    return POPULATION_COLOURS.get(name, "#009E73")
 
 
 def style(name: str) -> Style:

@@ -10,7 +10,7 @@ import xarray as xr
 
 from analysis.figures.axes_marks import named, note, with_legend, with_units
 from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import POPULATION_COLOURS
+from analysis.figures.style import population_colour
 from analysis.fixed_plane import build_principal_plane
 from analysis.streaming_scan import Scan
 from analysis.token_populations import populations
@@ -51,7 +51,7 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
     # Live tokens first: the dead ones, mostly together in one place, lie above them.
     for population in reversed(data["population"].values.tolist()):
         paths = position.values[..., data["member"].sel(population=population).values]
-        colour = POPULATION_COLOURS[population]
+        colour = population_colour(population)
         if few:
             _draw_lines(ax, paths, colour)
         else:

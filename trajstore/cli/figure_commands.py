@@ -25,7 +25,12 @@ __all__ = ["plot", "report"]
 )
 @click.option("--steps", metavar="A:B:K", help="Only these steps, such as 0:500 or 0:10000:10.")
 @click.option("--tokens", metavar="all|dead|live|IDS|FILE", help="Only these tokens.")
-@click.option("--population", metavar="NAME", help="Only dead, live, all or mostly_dead tokens.")
+@click.option(
+    "--population",
+    metavar="NAME|NAME=EXPR|NAME=FILE",
+    help="Only dead, live, all or mostly_dead tokens, or those of an expression or file, such as "
+    "'rare=token_count < 10'.",
+)
 @click.option(
     "--log",
     type=click.Choice(("none", "x", "y", "xy")),
@@ -73,7 +78,8 @@ def plot(
     """Draw figures of a run; several kinds, or `all`, make one sheet. Also while it is recorded.
 
     Kinds are loss, gradients, displacement, speed, freeze, last-motion, lifecycle, regimes, causes,
-    hops, stratigraphy, bulk-thermal, speed-density, centroid, trajectory, moments, logits, seams.
+    hops, stratigraphy, bulk-thermal, speed-density, centroid, trajectory, moments, clusters,
+    logits, seams.
 
     \b
     Example:
@@ -85,6 +91,8 @@ def plot(
     from analysis.figures.figure import Options, check_matplotlib
     from analysis.figures.registry import figures_named
     from analysis.figures.sheet import check_target, collect, draw_sheet, save
+    from analysis.named_populations import with_populations
+    from trajstore.cli.population_files import populations_from
     from trajstore.exchange.selection import select_part
     from trajstore.store.open_run import open_run
 
@@ -93,12 +101,14 @@ def plot(
     stem = Path(run.rstrip("/")).name.removesuffix(".zarr")
     target = Path(output or f"{stem}-{figures[0].name if len(figures) == 1 else 'figures'}.png")
     check_target(target, dpi=dpi, overwrite=overwrite)
-    options = Options(population=population, lattice=lattice, colour=colour, plane=plane)
+    named = populations_from([population]) if population and "=" in population else {}
+    chosen = next(iter(named), population)
+    options = Options(population=chosen, lattice=lattice, colour=colour, plane=plane)
     if "all" not in kinds:
         for figure in figures:
             figure.check(options, other=other is not None, log=log)
     runs = [
-        select_part(open_run(path), steps=steps, tokens=tokens)
+        select_part(with_populations(open_run(path), named), steps=steps, tokens=tokens)
         for path in (run, other)
         if path is not None
     ]

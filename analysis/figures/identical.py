@@ -1,0 +1,63 @@
+"""Tokens with identical vectors: how many vectors there are, and how many tokens share one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import xarray as xr
+
+from analysis.figures.axes_marks import along_steps, named, with_legend
+from analysis.figures.figure import Figure, Look, Options
+from analysis.figures.style import population_colour
+from analysis.identical_vectors import build_clusters
+from analysis.streaming_scan import Scan
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["clusters"]
+
+
+def _collect(history: Scan, options: Options) -> xr.Dataset:
+    shown = options.populations(history)
+    found = build_clusters(history, None, options.lattice, ranks=1).sel(population=shown)
+    vectors = found["groups"] + found["singles"]
+    # Of single tokens only, the largest group is one of them.
+    largest = found["group_sizes"].isel(rank=0).clip(min=1)
+    return xr.Dataset({"vectors": vectors, "largest": largest})
+
+
+def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    steps = data["step"].values
+    for population in data["population"].values.tolist():
+        part = data.sel(population=population)
+        colour = population_colour(population)
+        ax.plot(
+            steps,
+            part["vectors"].values,
+            look.line,
+            color=colour,
+            label=look.label(f"{named(population)}: different vectors"),
+        )
+        ax.plot(
+            steps,
+            part["largest"].values,
+            "-." if look.second else ":",
+            color=colour,
+            label=look.label(f"{named(population)}: tokens that share the commonest"),
+        )
+    ax.set_yscale("log")
+    along_steps(ax, "number")
+    with_legend(ax)
+
+
+clusters = Figure(
+    name="clusters",
+    title="Tokens that have become identical",
+    collect=_collect,
+    draw=_draw,
+    rows=1,
+    on_lattice=True,
+    overlays=True,
+    reading="identical",
+)
