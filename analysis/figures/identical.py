@@ -48,7 +48,7 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
         )
     ax.set_yscale("log")
     along_steps(ax, "number")
-    with_legend(ax)
+    with_legend(ax, loc="best")
 
 
 clusters = Figure(
