@@ -3,7 +3,8 @@
     python benchmarks/read.py [--rounds 7] [--rows 200] [--steps 200]
 
 Against HDF5 in chunks of one step (uint16 bits, widened, as its users do it), and the norms against
-torch with everything in RAM. The peak of memory above the imports is that of a process of its own.
+torch with everything in RAM, if it is installed. The peak of memory above the imports is that of a
+process of its own.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +170,8 @@ def main() -> None:
         whole = question not in ("one token, all steps", "one step")
         readers = LAZY if whole else tuple(READERS)
         base, reference = bases[question]
+        if base.startswith("torch") and find_spec("torch") is None:
+            continue
         if base.startswith("torch"):
             import torch
 
