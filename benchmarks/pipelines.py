@@ -56,7 +56,7 @@ class FusedCodec(ArrayBytesCodec):
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: Any) -> int:
         """Is not known beforehand, so zarr never asks: it is no codec of fixed size."""
-        raise NotImplementedError
+        raise NotImplementedError  # as zarr's own codecs that compress
 
     def _decode_sync(self, chunk_bytes: Any, chunk_spec: Any) -> Any:
         out = np.empty(chunk_spec.shape, "f4")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ __all__ = [
     "named",
     "note",
     "population_band",
+    "population_curves",
     "with_legend",
     "with_units",
 ]
@@ -82,6 +84,22 @@ def population_band(ax: Axes, data: xr.Dataset, population: str, look: Look) -> 
         color=colour,
         label=look.label(f"{named(population)} ({tokens:,})"),
     )
+
+
+def population_curves(ax: Axes, data: xr.Dataset, look: Look, labels: Mapping[str, str]) -> None:
+    """Two variables over the steps, of each population: a whole line and a dotted one."""
+    steps = data["step"].values
+    lines = (look.line, "-." if look.second else ":")
+    for population in data["population"].values.tolist():
+        part = data.sel(population=population)
+        for line, (name, label) in zip(lines, labels.items(), strict=True):
+            ax.plot(
+                steps,
+                part[name].values,
+                line,
+                color=population_colour(population),
+                label=look.label(f"{named(population)}: {label}"),
+            )
 
 
 def named(population: str) -> str:

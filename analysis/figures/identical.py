@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import xarray as xr
 
-from analysis.figures.axes_marks import along_steps, named, with_legend
+from analysis.figures.axes_marks import along_steps, population_curves, with_legend
 from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import population_colour
 from analysis.identical_vectors import build_clusters
 from analysis.streaming_scan import Scan
 
@@ -28,24 +27,8 @@ def _collect(history: Scan, options: Options) -> xr.Dataset:
 
 
 def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    steps = data["step"].values
-    for population in data["population"].values.tolist():
-        part = data.sel(population=population)
-        colour = population_colour(population)
-        ax.plot(
-            steps,
-            part["vectors"].values,
-            look.line,
-            color=colour,
-            label=look.label(f"{named(population)}: different vectors"),
-        )
-        ax.plot(
-            steps,
-            part["largest"].values,
-            "-." if look.second else ":",
-            color=colour,
-            label=look.label(f"{named(population)}: tokens that share the commonest"),
-        )
+    told = {"vectors": "different vectors", "largest": "tokens that share the commonest"}
+    population_curves(ax, data, look, told)
     ax.set_yscale("log")
     along_steps(ax, "number")
     with_legend(ax, loc="best")

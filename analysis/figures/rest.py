@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
-from analysis.figures.axes_marks import along_steps, named, note, with_legend
+from analysis.figures.axes_marks import along_steps, named, note, population_curves, with_legend
 from analysis.figures.figure import Figure, Look, Options
 from analysis.figures.style import population_colour
 from analysis.freezing import build_freeze
 from analysis.streaming_scan import Scan
-from analysis.token_populations import populations
+from analysis.token_populations import chosen_populations
 from analysis.ulp_motion import build_lifecycle
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ _BEHIND = {
 def _of_tokens(facts: xr.Dataset, history: Scan, options: Options) -> xr.Dataset:
     """Facts per token, who belongs to the populations to be shown, and the last step."""
     shown = options.populations(history)
-    names, groups = populations(history.ds)
-    members = groups[[names.index(name) for name in shown]]
+    _, members = chosen_populations(history.ds, shown)
     return facts.assign(member=(("population", "token"), members)).assign_coords(
         population=shown, first_step=int(history.steps[0]), last_step=int(history.steps[-1])
     )
@@ -46,26 +45,11 @@ def _freeze(history: Scan, options: Options) -> xr.Dataset:
 
 
 def _draw_freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    steps = data["step"].values
-    for population in data["population"].values.tolist():
-        part = data.sel(population=population)
-        colour = population_colour(population)
-        ax.plot(
-            steps,
-            part["frozen_fraction"].values,
-            look.line,
-            color=colour,
-            lw=2,
-            label=look.label(f"{named(population)}: will not move again"),
-        )
-        ax.plot(
-            steps,
-            part["still_fraction"].values,
-            "-." if look.second else ":",
-            color=colour,
-            lw=0.9,
-            label=look.label(f"{named(population)}: did not move at this step"),
-        )
+    told = {
+        "frozen_fraction": "will not move again",
+        "still_fraction": "did not move at this step",
+    }
+    population_curves(ax, data, look, told)
     along_steps(ax, "share of the tokens")
     ax.set_ylim(-0.02, 1.02)
     with_legend(ax, loc="upper left")

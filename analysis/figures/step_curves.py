@@ -9,9 +9,9 @@ import xarray as xr
 
 from analysis import input_checks
 from analysis.collective_motion import build_centroid
-from analysis.figures.axes_marks import along_steps, named, note, with_legend
+from analysis.figures.axes_marks import along_steps, note, population_curves, with_legend
 from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import POPULATION_COLOURS, population_colour
+from analysis.figures.style import POPULATION_COLOURS
 from analysis.logit_statistics import build_logit_stats
 from analysis.resume_seams import build_seams
 from analysis.streaming_scan import Scan
@@ -91,24 +91,8 @@ def _centroid(history: Scan, options: Options) -> xr.Dataset:
 
 
 def _draw_centroid(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    steps = data["step"].values
-    for population in data["population"].values.tolist():
-        part = data.sel(population=population)
-        colour = population_colour(population)
-        ax.plot(
-            steps,
-            part["centroid_norm"].values,
-            look.line,
-            color=colour,
-            label=look.label(f"{named(population)}: norm of their centre"),
-        )
-        ax.plot(
-            steps,
-            part["mean_radius"].values,
-            "-." if look.second else ":",
-            color=colour,
-            label=look.label(f"{named(population)}: mean distance from it"),
-        )
+    told = {"centroid_norm": "norm of their centre", "mean_radius": "mean distance from it"}
+    population_curves(ax, data, look, told)
     along_steps(ax, "length", data["centroid_norm"].attrs["units"])
     with_legend(ax)
 

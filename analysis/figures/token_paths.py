@@ -13,7 +13,7 @@ from analysis.figures.figure import Figure, Look, Options
 from analysis.figures.style import population_colour
 from analysis.fixed_plane import build_principal_plane
 from analysis.streaming_scan import Scan
-from analysis.token_populations import populations
+from analysis.token_populations import chosen_populations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,11 +29,10 @@ _CELLS = 500
 
 def _collect(history: Scan, options: Options) -> xr.Dataset:
     shown = options.populations(history)
-    names, groups = populations(history.ds)
     plane = build_principal_plane(history, options.plane)  # type: ignore[arg-type]
     position = plane["position"]
     every = -(-position.sizes["step"] * position.sizes["token"] // _POINTS)
-    members = groups[[names.index(name) for name in shown]]
+    _, members = chosen_populations(history.ds, shown)
     return xr.Dataset(
         {
             "position": position.isel(step=slice(None, None, every)),

@@ -83,7 +83,7 @@ def _live(run: str, follower: RunFollower, interval: float) -> Look:
             live.update(view(run, look, screen.width, plain=plain), refresh=True)
             if _ended(look):
                 return look
-            time.sleep(interval)
+            time.sleep(interval)  # between two looks, as --interval says
 
 
 def _lines(run: str, follower: RunFollower, interval: float, *, as_json: bool) -> Look:
@@ -92,7 +92,7 @@ def _lines(run: str, follower: RunFollower, interval: float, *, as_json: bool) -
         _print(run, look, as_json=as_json)
         if _ended(look):
             return look
-        time.sleep(interval)
+        time.sleep(interval)  # between two looks, as --interval says
 
 
 def _print(run: str, look: Look, *, as_json: bool) -> None:

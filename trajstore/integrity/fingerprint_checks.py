@@ -18,7 +18,6 @@ from trajstore.store.fingerprint import (
     coordinate_digests,
 )
 from trajstore.store.object_keys import DOCUMENT
-from trajstore.store.shard import shard_digest
 from trajstore.strict_json import Document
 
 __all__ = ["check_fingerprint", "made_again"]
@@ -110,18 +109,9 @@ def _digest_of_block(
             if label is None or digest is None:
                 return None
             if label.rows != rows:  # written, and not committed yet, or cut since
-                digest = _digest_of_rows(array, block, part, rows)
+                digest = array.digest_of_rows(block, part, rows)
             shards.append((name, part, rows, digest))
     return block_digest(shards)
-
-
-def _digest_of_rows(array: StoredArray, block: int, part: int, rows: int) -> bytes:
-    """Digest that a shard had when it held so many rows."""
-    first = block * array.shard[0]
-    key = [slice(first, first + rows)]
-    if array.ndim > 1:
-        key.append(slice(part * array.shard[1], (part + 1) * array.shard[1]))
-    return shard_digest(array.form, array.bits(tuple(key)))
 
 
 def _problem(metadata: CheckedMetadata, message: str) -> Problem:

@@ -26,6 +26,7 @@ from trajstore.codec.codec_chain import Chain, chain_of
 from trajstore.codec.selected_parts import Pick, picks
 from trajstore.errors import FormatError
 from trajstore.store.object_keys import chunk_key
+from trajstore.store.shard import shard_digest
 from trajstore.threads import in_parallel
 from trajstore.values.native_types import NativeType, as_bits
 
@@ -161,6 +162,20 @@ class StoredArray:
         except ValueError as error:
             message = f"{self.name}, block {block}: {with_consequence(error)}"
             raise FormatError(message) from error
+
+    def digest_of_rows(self, block: int, part: int, rows: int) -> bytes:
+        """Digest that a shard had when it held so many rows, made of these rows.
+
+        Raises
+        ------
+        FormatError
+            If the shard is missing, broken, or one of another place.
+        """
+        first = block * self.shard[0]
+        key = [slice(first, first + rows)]
+        if self.ndim > 1:
+            key.append(slice(part * self.shard[1], (part + 1) * self.shard[1]))
+        return shard_digest(self.form, self.bits(tuple(key)))
 
     def _read(self, key: tuple[slice, ...], dtype: np.dtype[Any]) -> Array:
         selection = (*key, *[slice(None)] * (self.ndim - len(key)))

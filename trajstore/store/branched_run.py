@@ -32,7 +32,7 @@ from trajstore.store.fingerprint import Fingerprint
 from trajstore.store.new_run import check_variables, new_arrays
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.open_group import open_group
-from trajstore.store.resumed_run import ResumedRun, resumed_run, stored_fingerprint
+from trajstore.store.resumed_run import ResumedRun, resumed_run, stored_fingerprints
 from trajstore.store.writer import RunWriter
 from trajstore.store.zarr_json import CHANGING, COPY, RunMetadata, utc_now
 from trajstore.threads import default_threads
@@ -229,8 +229,9 @@ class _Branch:
                     writer.submit(number, {name: bits}, None).result()
             finally:
                 writer.close()
-        committer = Committer(self.path, self.metadata, self._fingerprint(blocks), fsync=self.fsync)
-        committer.commit((blocks * self.stored.layout.block_rows, "interrupted"))
+        whole = blocks * self.stored.layout.block_rows
+        committer = Committer(self.path, self.metadata, self._fingerprint(whole), fsync=self.fsync)
+        committer.commit((whole, "interrupted"))
 
     def write_rest(self, memory: int | str) -> None:
         """Write the rows of the last block, if it is not whole."""
@@ -248,8 +249,10 @@ class _Branch:
         finally:
             writer.close("interrupted")
 
-    def _fingerprint(self, blocks: int) -> Fingerprint | None:
+    def _fingerprint(self, rows: int) -> Fingerprint | None:
         runs = self.changed.runs
+        if runs is None:
+            return None
         arrays: dict[str, StoredArray] = {}
         for name in self.kept:
             stored = self.stored.arrays[name]
@@ -258,7 +261,7 @@ class _Branch:
             shape = (self.stored.rows, *array.row)
             form = array.form(runs)
             arrays[name] = StoredArray(path=self.path, name=name, shape=shape, form=form)
-        return stored_fingerprint(self.path, self.metadata, arrays, self.changed, blocks)
+        return stored_fingerprints(self.path, self.metadata, arrays, self.changed, rows)[-1]
 
     def _rows_of(self, block: int) -> slice:
         length = self.stored.layout.block_rows

@@ -94,6 +94,12 @@ class Fingerprint:
             longer._whole = longer._tip
         return longer
 
+    def of_attributes(self, attributes: Mapping[str, Any]) -> Fingerprint:
+        """Of the same rows, with other attributes of the root."""
+        other = copy(self)
+        other._metadata = _sha256_of(_fixed(attributes))
+        return other
+
     def attributes(self) -> dict[str, str]:
         """Attributes of the root: both digests, of what has been added."""
         return {

@@ -159,7 +159,7 @@ def _take(descriptor: int) -> None:
         except BlockingIOError:
             if not left:
                 raise
-            time.sleep(0.01)
+            time.sleep(0.01)  # flock has no time limit, and waiting without one may be for hours
 
 
 def _is_still(path: Path, descriptor: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import numpy.typing as npt
 import zarr
 
 from trajstore.byte_sizes import parse_bytes
-from trajstore.codec.block_label import BlockLabel
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.schema import STEP, VARIABLES, variable
 from trajstore.store.array_reader import StoredArray, stored_array
@@ -25,12 +24,11 @@ from trajstore.store.block_plan import ArrayLayout, Layout, within
 from trajstore.store.fingerprint import Fingerprint, block_digest, coordinate_digests
 from trajstore.store.object_keys import DOCUMENT, block_of
 from trajstore.store.open_group import open_group, run_identity
-from trajstore.store.shard import shard_digest
 from trajstore.store.zarr_json import RunMetadata
 from trajstore.threads import default_threads
 from trajstore.values.native_types import STEP_TYPE, as_bits, native_type
 
-__all__ = ["ResumedRun", "check_run", "remove_past_end", "resumed_run", "stored_fingerprint"]
+__all__ = ["ResumedRun", "check_run", "remove_past_end", "resumed_run", "stored_fingerprints"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +45,8 @@ class ResumedRun:
     metadata : RunMetadata
     arrays : dict of str to StoredArray
         Of the layout, with all rows that are committed.
+    fingerprint : Fingerprint or None
+        Digests of the full blocks that are kept; None in format 1.
     """
 
     path: Path
@@ -54,6 +54,7 @@ class ResumedRun:
     layout: Layout
     metadata: RunMetadata
     arrays: dict[str, StoredArray]
+    fingerprint: Fingerprint | None
 
     def last_step(self) -> int:
         """Step of the last row that is kept; −1 without any.
@@ -67,41 +68,15 @@ class ResumedRun:
             return -1
         return int(self.arrays[STEP.name].values((slice(self.rows - 1, self.rows),))[0])
 
-    def fingerprint(self) -> Fingerprint | None:
-        """Digests of the full blocks that are kept, by their labels; None in format 1.
+    def digest_of_unfinished(self) -> bytes:
+        """Digest that the last block has with the rows that are kept of it.
 
         Raises
         ------
         FormatError
-            If a shard is missing, or its label broken.
+            If a shard is missing or broken.
         """
-        return stored_fingerprint(
-            self.path, self.metadata, self.arrays, self.layout, self.rows // self.layout.block_rows
-        )
-
-    def digest_of_unfinished(self, block: Mapping[str, npt.NDArray[Any]]) -> bytes:
-        """Digest that the last block has with the rows that are kept of it.
-
-        Parameters
-        ----------
-        block : mapping of str to ndarray, (row, …)
-            As `load` has filled it.
-        """
-        number, rows = divmod(self.rows, self.layout.block_rows)
-        if self.layout.runs is not None and self._rows_held(number) == rows:
-            return _stored_digest(self.arrays.values(), number)
-        return block_digest(
-            (name, part, rows, shard_digest(form, block[name][:rows][array.window(part)]))
-            for (name, array), form in zip(
-                self.layout.arrays.items(), self.layout.forms.values(), strict=True
-            )
-            for part in range(array.parts)
-        )
-
-    def _rows_held(self, number: int) -> int | None:
-        """Rows of a block on disk; None if its shards do not hold as many."""
-        held = {label.rows for label in _labels(self.arrays.values(), number)}
-        return held.pop() if len(held) == 1 else None
+        return _stored_digest(self.arrays.values(), *divmod(self.rows, self.layout.block_rows))
 
     def load(self, block: Mapping[str, npt.NDArray[Any]]) -> int:
         """Read the rows of the unfinished block into their places, and look for the full blocks.
@@ -206,41 +181,32 @@ def resumed_run(
         raise InvalidArgument(
             f"{path} has {committed} committed rows, so it cannot go on after {keep}"
         )
-    _check_content(path, root, layout, arrays)
+    metadata = RunMetadata.stored(root, attributes)
+    fingerprint = None
+    if layout.runs is not None:
+        found = stored_fingerprints(path, RunMetadata.stored(root), arrays, layout, committed)
+        _check_content(path, root, found[-1])
+        fingerprint = found[keep // layout.block_rows].of_attributes(metadata.attributes)
     return ResumedRun(
         path=path,
         rows=keep,
         layout=layout,
-        metadata=RunMetadata.stored(root, attributes),
+        metadata=metadata,
         arrays=arrays,
+        fingerprint=fingerprint,
     )
 
 
-def _check_content(
-    path: Path, root: Mapping[str, Any], layout: Layout, arrays: Mapping[str, StoredArray]
-) -> None:
+def _check_content(path: Path, root: Mapping[str, Any], found: Fingerprint) -> None:
     """Refuse to go on with what was not committed: the new digests would make it look sound.
-
-    By the labels alone, which is quick. A last block that is ahead of its commit, as a writer
-    leaves it that dies, cannot be told so; `verify` encodes its rows again.
 
     Raises
     ------
     FormatError
         If the digests of the root are not those of what is stored.
     """
-    attributes = root["attributes"]
-    blocks, rows = divmod(attributes["committed_rows"], layout.block_rows)
-    metadata = RunMetadata.stored(root)
-    found = stored_fingerprint(path, metadata, arrays, layout, blocks)
-    if found is None:
-        return
-    if rows:
-        if {label.rows for label in _labels(arrays.values(), blocks)} != {rows}:
-            return
-        found = found.added(rows, _stored_digest(arrays.values(), blocks))
     digests = found.attributes()
-    if any(attributes.get(name) != digest for name, digest in digests.items()):
+    if any(root["attributes"].get(name) != digest for name, digest in digests.items()):
         raise FormatError(
             f"what is stored of {path} is not what was committed, so no rows are added to it; see "
             f"what is wrong with: trajstore verify {path}"
@@ -282,42 +248,43 @@ def _stored_layout(
     return layout, stored
 
 
-def stored_fingerprint(
+def stored_fingerprints(
     path: Path,
     metadata: RunMetadata,
     arrays: Mapping[str, StoredArray],
     layout: Layout,
-    blocks: int,
-) -> Fingerprint | None:
-    """Digests of a run of so many full blocks, by the labels of its shards; None in format 1.
+    rows: int,
+) -> list[Fingerprint]:
+    """Digests of a run of format 2 before its first block, and after each until so many rows.
+
+    By the labels of its shards, which is quick; the rows of a last block that holds more of them,
+    as a writer leaves it that dies or is cut, are encoded again.
 
     Raises
     ------
     FormatError
-        If a shard is missing, or its label broken.
+        If a shard is missing, or what is read of it broken.
     """
-    if layout.runs is None:
-        return None
+    length = layout.block_rows
     digests = coordinate_digests(path, metadata.names())
-    found = metadata.fingerprint(digests, layout.block_rows)
-    for number in range(blocks):
-        found = found.added(layout.block_rows, _stored_digest(arrays.values(), number))
+    found = [metadata.fingerprint(digests, length)]
+    for number in range(-(-rows // length)):
+        held = min(rows - number * length, length)
+        found.append(found[-1].added(held, _stored_digest(arrays.values(), number, held)))
     return found
 
 
-def _stored_digest(arrays: Iterable[StoredArray], number: int) -> bytes:
-    return block_digest(
-        (label.array, label.part, label.rows, label.digest) for label in _labels(arrays, number)
-    )
-
-
-def _labels(arrays: Iterable[StoredArray], number: int) -> Iterator[BlockLabel]:
+def _stored_digest(arrays: Iterable[StoredArray], number: int, rows: int) -> bytes:
+    shards = []
     for stored in arrays:
         for part in range(stored.parts):
             with stored.opened(number, part) as file:
                 label = stored.tail(file, number, part).label
             assert label is not None  # as the run has an identity
-            yield label
+            whole = label.rows == rows
+            digest = label.digest if whole else stored.digest_of_rows(number, part, rows)
+            shards.append((stored.name, part, rows, digest))
+    return block_digest(shards)
 
 
 def remove_past_end(path: Path, layout: Layout, rows: int) -> None:

@@ -283,7 +283,7 @@ class RunWriter:
                 path,
                 kept.layout,
                 kept.metadata,
-                kept.fingerprint(),
+                kept.fingerprint,
                 lock,
                 commit_every=commit_every,
                 fsync=fsync,
@@ -481,7 +481,7 @@ class RunWriter:
         unfinished = kept.rows % self.layout.block_rows
         last = None
         if unfinished and self.layout.runs is not None:
-            last = (unfinished, kept.digest_of_unfinished(block))
+            last = (unfinished, kept.digest_of_unfinished())
         self._committer.cut(kept.rows, last)
 
     def _begin(self) -> None:

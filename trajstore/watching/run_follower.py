@@ -144,11 +144,11 @@ class RunFollower:
             except RunNotFound:
                 break
             except FormatError:
-                # Cut or replaced while it was read; what is whole is so at once.
+                # Cut or replaced while it was read: a writer needs an instant for its documents.
                 self._forget()
                 if attempt == _TRIES - 1:
                     raise
-                time.sleep(0.1)
+                time.sleep(0.1)  # which nothing tells the end of
         self._forget()
         return Look(standing="absent", curves={}, attributes={})
 

@@ -27,6 +27,7 @@ from trajstore import (
 )
 from trajstore.schema import ENCODINGS
 from trajstore.store.atomic import sweep
+from trajstore.store.branched_run import branch_run
 
 BLOCK = 4
 TYPES = {"W": "bfloat16", "grad": "float16", "logits": "float32", "loss": "float64"}
@@ -130,6 +131,33 @@ def test_attributes_can_take_the_place_of_those_it_has(tmp_path: Path) -> None:
     assert ds.attrs["config"] == {"steps": 9}
     assert ds.attrs["optimizer"] == "x"
     assert json.loads(ds.step.attrs["root_attributes"])["config"] == {"steps": 9}
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("block", [1, 3])  # a whole one, and the unfinished one
+def test_what_was_not_committed_is_not_gone_on_with(
+    tmp_path: Path, encoding: str, block: int
+) -> None:
+    """Else the new digests would hide what `verify` finds."""
+    path = recorded(tmp_path / "run.zarr", 14, encoding)
+    older = Path(shutil.copytree(path, tmp_path / "older"))
+    with RunWriter.resume(path, rows=4, commit_every=None) as run:
+        for step in range(4, 14):
+            run.append(**row(step) | {"W": random_bits((5, 3), 500 + step)})
+    name = f"c.{block}.0.0"
+    shutil.copy(older / "W" / name, path / "W" / name)  # of the same run, and of as many rows
+    assert not verify(path).clean
+    before = contents(path)
+    for rows in (14, 13, 2):
+        with pytest.raises(FormatError, match=r"is not what was committed.*trajstore verify"):
+            RunWriter.resume(path, rows=rows)
+        with pytest.raises(FormatError, match=r"is not what was committed.*trajstore verify"):
+            branch_run(
+                path, tmp_path / "branch.zarr", rows, types={"W": "bfloat16"}, attributes={},
+                memory="64MiB",
+            )  # fmt: skip
+    assert contents(path) == before
+    assert not (tmp_path / "branch.zarr").exists()
 
 
 class Death(BaseException):
