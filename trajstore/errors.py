@@ -9,6 +9,7 @@ __all__ = [
     "InvalidArgument",
     "MissingExtra",
     "NothingToResume",
+    "ObjectStoreError",
     "RecordingError",
     "RunExists",
     "RunLocked",
@@ -70,6 +71,10 @@ class MissingExtra(TrajstoreError, ImportError):
 
 class FormatError(TrajstoreError, ValueError):
     """What is at the path is not a run that this version can read."""
+
+
+class ObjectStoreError(TrajstoreError, OSError):
+    """An object store or web server refuses, or has not answered for long; see what it says."""
 
 
 class CorpusError(TrajstoreError, ValueError):

@@ -15,7 +15,7 @@ from trainers.replay.recorded_rows import RecordedRows
 from trainers.replay.replay_device import replay_device, torch_threads
 from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
-from trajstore.store.create import check_target, staged_run
+from trajstore.store.create import check_local_target, staged_run
 from trajstore.store.fingerprint import FINGERPRINT
 from trajstore.store.run_info import digest_of_files
 from trajstore.store.tiled_reader import attribute, open_tiled
@@ -116,7 +116,7 @@ def what_if(
     >>> found.rows, found.first_step, found.last_step
     (4, 0, 3)
     """
-    target = check_target(output, overwrite=overwrite)
+    target = check_local_target(output, overwrite=overwrite)
     if target.exists() and target.samefile(run):
         raise InvalidArgument(f"{output} is the run that the gradients are read from")
     source = open_tiled(run)

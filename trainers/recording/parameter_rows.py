@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -316,8 +317,9 @@ class _FullDisk:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__cause__
-        if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-            writer = self._writer
+        writer = self._writer
+        full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        if full and isinstance(writer.path, Path):
             block = writer.bytes_recorded * writer.layout.block_rows // max(writer.rows, 1)
             free = shutil.disk_usage(writer.path.parent).free
             raise RecordingError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +23,7 @@ from safetensors.torch import save
 from trajstore.errors import FormatError, RunExists
 from trajstore.store.atomic import PARTIAL_SUFFIX, flush_folder, put, sweep
 from trajstore.store.object_keys import CHECKPOINT, checkpoint_folder
+from trajstore.store.remote_path import Location, local_file
 
 __all__ = ["Checkpoint", "CheckpointFolder"]
 
@@ -62,7 +63,7 @@ class Checkpoint:
     tensors: dict[str, torch.Tensor]
     name: str = ""
 
-    def save(self, path: Path, *, fsync: bool = False) -> int:
+    def save(self, path: Location, *, fsync: bool = False) -> int:
         """Write to a file, atomically.
 
         Returns
@@ -87,7 +88,7 @@ class Checkpoint:
         return put(path, [save(self.tensors, metadata)], fsync=fsync)
 
     @classmethod
-    def load(cls, path: Path) -> Self:
+    def load(cls, path: Location) -> Self:
         """Read a file.
 
         Raises
@@ -114,13 +115,13 @@ class CheckpointFolder:
 
     Parameters
     ----------
-    run : Path
+    run : Path or RemotePath
         Of the run; the folder is its sibling ``NAME.ckpt``.
     fsync : bool
         Have each file on the disk before going on.
     """
 
-    def __init__(self, run: Path, *, fsync: bool = False) -> None:
+    def __init__(self, run: Location, *, fsync: bool = False) -> None:
         self.path = checkpoint_folder(run)
         self._run = run
         self._fsync = fsync
@@ -129,7 +130,8 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, in increasing order."""
-        names = os.listdir(self.path) if self.path.is_dir() else []
+        entries: Iterable[Location] = self.path.iterdir() if self.path.is_dir() else []
+        names = (entry.name for entry in entries)
         return sorted(int(match[1]) for name in names if (match := CHECKPOINT.fullmatch(name)))
 
     def check(self) -> None:
@@ -216,6 +218,7 @@ class CheckpointFolder:
             If another run beside this one has one of that step there.
         """
         file = self._free(checkpoint.step)
+        assert isinstance(file, Path)  # as the run, which is in no object store
         beside = file.with_name(f".{file.name}.{os.getpid()}{PARTIAL_SUFFIX}")
         self._staged = (beside, file)
         checkpoint.save(beside, fsync=self._fsync)
@@ -227,14 +230,14 @@ class CheckpointFolder:
         beside.replace(file)
         self._staged = None
         if self._fsync:
-            flush_folder(self.path)
+            flush_folder(file.parent)
 
     def discard(self) -> None:
         """Remove what was staged and not placed, because its run has come to nothing."""
         if self._staged is not None:
             self._staged[0].unlink(missing_ok=True)
             self._staged = None
-        if self.path.is_dir() and not any(self.path.iterdir()):
+        if isinstance(self.path, Path) and self.path.is_dir() and not any(self.path.iterdir()):
             self.path.rmdir()
 
     def prune(self, committed_rows: int) -> None:
@@ -250,9 +253,9 @@ class CheckpointFolder:
             self._file(step).unlink(missing_ok=True)
             del self._rows[step]
 
-    def _free(self, step: int) -> Path:
+    def _free(self, step: int) -> Location:
         """Path of the checkpoint of a step, which may be written, in its folder."""
-        if not self.path.is_dir():
+        if isinstance(self.path, Path) and not self.path.is_dir():
             self.path.mkdir()
             if self._fsync:
                 flush_folder(self.path.parent)
@@ -260,7 +263,7 @@ class CheckpointFolder:
             raise self._taken_by(other)
         return self._file(step)
 
-    def _file(self, step: int) -> Path:
+    def _file(self, step: int) -> Location:
         return self.path / f"step-{step:08d}.safetensors"
 
     def _other_owner(self, step: int) -> str | None:
@@ -297,20 +300,20 @@ def _description(tensor: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def _read(path: Location) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     facts = _described(path)
     try:
-        with safe_open(path, framework="pt") as file:
+        with local_file(path) as local, safe_open(local, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, ValueError) as error:
         raise _wrong(path, f"it cannot be read ({error})") from error
     return facts, tensors
 
 
-def _described(path: Path) -> dict[str, Any]:
+def _described(path: Location) -> dict[str, Any]:
     """What a file says of itself, without its tensors."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with local_file(path) as local, safe_open(local, framework="pt") as file:
             metadata: Mapping[str, str] = file.metadata() or {}
     except (SafetensorError, ValueError) as error:
         raise _wrong(path, f"it cannot be read ({error})") from error
@@ -321,7 +324,7 @@ def _described(path: Path) -> dict[str, Any]:
     return facts
 
 
-def _wrong(path: Path, fault: str) -> FormatError:
+def _wrong(path: Location, fault: str) -> FormatError:
     return FormatError(
         f"{path} is not a sound checkpoint: {fault}; remove it to go on from an older one, or, if "
         "there is none, by training the recorded steps again"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -17,6 +16,7 @@ from trainers.runs.training_state import restore_random, restore_state, take_sta
 from trajstore.errors import RunLocked
 from trajstore.store.lock import RunLock
 from trajstore.store.open_group import open_group
+from trajstore.store.remote_path import Location
 
 __all__ = ["Checkpointing", "TrainerCheckpoints"]
 
@@ -39,7 +39,7 @@ class Checkpointing:
     Parameters
     ----------
     training : Training
-    run : Path
+    run : Path or RemotePath
     every : int, optional
         Steps between two checkpoints at least; without it, they are taken as time goes by.
     sources : mapping of str to str
@@ -56,7 +56,7 @@ class Checkpointing:
     def __init__(
         self,
         training: Training,
-        run: Path,
+        run: Location,
         *,
         every: int | None,
         sources: Mapping[str, str],

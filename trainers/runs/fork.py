@@ -34,7 +34,7 @@ from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, Step
 from trajstore.optimizer_advice import require_sound
 from trajstore.schema import COORDINATES, STEP
 from trajstore.store.branched_run import branch_run
-from trajstore.store.create import check_target, staged_run
+from trajstore.store.create import check_local_target, staged_run
 from trajstore.store.open_group import open_group
 from trajstore.store.writer import RunWriter
 from trajstore.store.zarr_json import utc_now
@@ -128,7 +128,7 @@ def fork(
     source.check_step(at, config)
     check_device(source.path, config, source.provenance)
     types = forked_types(source.types, source.config, config)
-    target = check_target(output, overwrite=overwrite)
+    target = check_local_target(output, overwrite=overwrite)
     if target.exists() and target.samefile(source.path):
         raise InvalidArgument(f"{output} is the run that is forked; choose another path")
     CheckpointFolder(target).check()
@@ -154,7 +154,7 @@ def fork(
     del history, checkpoint  # what is trained from here on is as large
     for one in advice:
         tell(one.sentence)
-    return record(
+    record(
         config,
         target,
         resume=True,
@@ -167,6 +167,7 @@ def fork(
         on_step=on_step,
         on_note=on_note,
     )
+    return target
 
 
 def _make(

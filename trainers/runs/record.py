@@ -19,6 +19,7 @@ from trainers.texts.corpus import Corpus, load_corpus
 from trajstore.errors import InvalidArgument
 from trajstore.optimizer_advice import require_sound
 from trajstore.store.create import check_target
+from trajstore.store.remote_path import Location, location
 
 __all__ = ["record", "text_sources"]
 
@@ -38,7 +39,7 @@ def record(
     on_step: Callable[[Recorder], None] | None = None,
     on_note: Callable[[str], None] | None = None,
     on_proof: Callable[[int, int], None] | None = None,
-) -> Path:
+) -> Location:
     """Train and record a run, or go on with one.
 
     Parameters
@@ -75,7 +76,7 @@ def record(
 
     Returns
     -------
-    Path
+    Path or RemotePath
         Of the run, complete if it was not stopped. When training fails, what is whole is committed
         as ``interrupted``.
 
@@ -113,8 +114,8 @@ def record(
         require_sound(numeric_advice(config))
     find_device(config.training.device)  # before what is there, which would hide that
     before: Standing | None = None
-    if resume and os.path.exists(path):
-        target = Path(path).absolute()
+    target = location(path)
+    if resume and target.exists():
         before = standing(target, config)
         if before.has_all(config.training.steps):
             _finish(target, before, on_note, fsync=fsync)
@@ -176,7 +177,7 @@ def record(
 
 
 def _finish(
-    target: Path, before: Standing, on_note: Callable[[str], None] | None, *, fsync: bool
+    target: Location, before: Standing, on_note: Callable[[str], None] | None, *, fsync: bool
 ) -> None:
     """Mark a run complete that has every step, and say what became of it."""
     if not before.complete:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from trainers.config import RunConfig
@@ -19,6 +18,7 @@ from trainers.runs.training_setup import Training
 from trainers.runs.training_state import restore_random, restore_state
 from trainers.texts.corpus import Corpus
 from trajstore.errors import RecordingError
+from trajstore.store.remote_path import Location
 
 __all__ = ["recording_options", "run_recorded"]
 
@@ -69,7 +69,7 @@ def recording_options(config: RunConfig, text: Corpus, **choices: Any) -> Record
 
 def run_recorded(
     training: Training,
-    target: Path,
+    target: Location,
     options: RecordingOptions,
     taken: Checkpoint | None,
     *,
@@ -83,7 +83,7 @@ def run_recorded(
     Parameters
     ----------
     training : Training
-    target : Path
+    target : Path or RemotePath
         Of the run.
     options : RecordingOptions
     taken : Checkpoint or None
@@ -109,7 +109,7 @@ def run_recorded(
 
 def _run_plain(
     training: Training,
-    target: Path,
+    target: Location,
     options: RecordingOptions,
     taken: Checkpoint | None,
     after_step: Callable[[Recorder, Any], bool],
@@ -152,7 +152,7 @@ def _run_plain(
 
 def _run_trainer(
     training: Training,
-    target: Path,
+    target: Location,
     options: RecordingOptions,
     taken: Checkpoint | None,
     after_step: Callable[[Recorder, Any], bool],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from trajstore.errors import ConfigError, CorpusError, NothingToResume, RunNotFo
 from trajstore.store.lock import RunLock
 from trajstore.store.object_keys import checkpoint_folder
 from trajstore.store.open_group import open_group
+from trajstore.store.remote_path import Location, location
 from trajstore.store.writer import RunWriter
 
 __all__ = [
@@ -59,7 +59,7 @@ def recorded_config(path: str | os.PathLike[str]) -> RunConfig:
     >>> recorded_config(record(config, "run.zarr")) == config
     True
     """
-    config = _attributes(Path(path)).get("config")
+    config = _attributes(location(path)).get("config")
     if not config:
         raise NothingToResume(
             f"{path} was not recorded by `trajstore record`, so it does not say how to go on; "
@@ -96,12 +96,12 @@ class Standing:
         return self.complete or self.taken is None or self.taken.step >= steps
 
 
-def standing(path: Path, config: RunConfig) -> Standing:
+def standing(path: Location, config: RunConfig) -> Standing:
     """How far a run has come.
 
     Parameters
     ----------
-    path : Path
+    path : Path or RemotePath
         Of the run.
     config : RunConfig
         That it is to go on with.
@@ -145,7 +145,7 @@ def standing(path: Path, config: RunConfig) -> Standing:
     )
 
 
-def check_recorded(path: Path, attributes: dict[str, Any]) -> None:
+def check_recorded(path: Location, attributes: dict[str, Any]) -> None:
     """Insist that a run is of a training that can be done again.
 
     Raises
@@ -165,14 +165,14 @@ def check_recorded(path: Path, attributes: dict[str, Any]) -> None:
         )
 
 
-def complete(path: Path, *, fsync: bool = False) -> None:
+def complete(path: Location, *, fsync: bool = False) -> None:
     """Mark a run complete that has every step that is wanted, and train no further.
 
     Its configuration stays that which its rows were made with.
 
     Parameters
     ----------
-    path : Path
+    path : Path or RemotePath
         Of the run.
     fsync : bool
         Have that survive a loss of power.
@@ -185,7 +185,7 @@ def complete(path: Path, *, fsync: bool = False) -> None:
     RunWriter.resume(path, commit_every=None, fsync=fsync).close("complete")
 
 
-def check_text(path: Path, text: Corpus) -> None:
+def check_text(path: Location, text: Corpus) -> None:
     """Insist on the text and the tokenizer of a run.
 
     Raises
@@ -209,7 +209,7 @@ def check_text(path: Path, text: Corpus) -> None:
         )
 
 
-def notes(path: Path, config: RunConfig, taken: Checkpoint) -> list[str]:
+def notes(path: Location, config: RunConfig, taken: Checkpoint) -> list[str]:
     """What should be known about a run that goes on: where it is not as if never interrupted."""
     found = []
     before = _attributes(path).get("provenance", {})
@@ -235,7 +235,7 @@ def decay_note(old: RunConfig, new: RunConfig, step: int) -> str | None:
     )
 
 
-def _attributes(path: Path) -> dict[str, Any]:
+def _attributes(path: Location) -> dict[str, Any]:
     if not path.exists():
         raise RunNotFound(
             f"there is no run at {path} to go on with; to begin one, name a preset "
@@ -245,7 +245,7 @@ def _attributes(path: Path) -> dict[str, Any]:
 
 
 def _check_config(
-    path: Path, recorded: RunConfig, config: RunConfig, provenance: dict[str, Any]
+    path: Location, recorded: RunConfig, config: RunConfig, provenance: dict[str, Any]
 ) -> None:
     before, now = flat(recorded), flat(config)
     for field, value in now.items():
@@ -260,7 +260,7 @@ def _check_config(
     check_device(path, config, provenance)
 
 
-def check_device(path: Path, config: RunConfig, provenance: dict[str, Any]) -> None:
+def check_device(path: Location, config: RunConfig, provenance: dict[str, Any]) -> None:
     """Insist that a configuration means the kind of device that a run was recorded on.
 
     Raises

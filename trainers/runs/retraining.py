@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trainers.recording.compared_run import Comparison, RowDifference
@@ -23,6 +22,7 @@ from trainers.texts.corpus import Corpus
 from trajstore.errors import NothingToResume
 from trajstore.store.lock import RunLock
 from trajstore.store.open_group import open_group
+from trajstore.store.remote_path import Location
 from trajstore.store.writer import RunWriter
 
 __all__ = ["Reached", "explained", "prove_last_row", "train_again"]
@@ -48,7 +48,7 @@ class Reached:
 
 
 def train_again(
-    run: Path,
+    run: Location,
     text: Corpus,
     taken: Checkpoint | None,
     step: int,
@@ -61,7 +61,7 @@ def train_again(
 
     Parameters
     ----------
-    run : Path
+    run : Path or RemotePath
     text : Corpus
         Of the run.
     taken : Checkpoint or None
@@ -118,7 +118,7 @@ def train_again(
 
 
 def prove_last_row(
-    run: Path,
+    run: Location,
     text: Corpus,
     *,
     sources: Mapping[str, str],
@@ -153,7 +153,7 @@ def prove_last_row(
     return reached.checkpoint
 
 
-def explained(run: Path, difference: RowDifference) -> str:
+def explained(run: Location, difference: RowDifference) -> str:
     """Where a training that is done again first differs, and what may be why."""
     attributes: dict[str, Any] = open_group(run).attrs.asdict()
     provenance = attributes.get("provenance", {})

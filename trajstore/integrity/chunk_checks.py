@@ -236,7 +236,7 @@ def _jobs_of_shard(
 ) -> Iterator[Job]:
     """Checks of a shard; the first one also brings back what was found when it was opened."""
     found = CheckedChunks()
-    path = stored.path / stored.key(block, part)
+    path = Path(stored.path) / stored.key(block, part)
     try:
         shard = _Shard(stored, native, block, part, path, finished=finished)
     except OSError as error:

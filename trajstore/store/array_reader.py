@@ -1,4 +1,4 @@
-"""The arrays of a local run as their shards hold them: native bits, labels, indices.
+"""The arrays of a run as their shards hold them: native bits, labels, indices.
 
 zarr reads values (`trajstore.codec.block_codec`). This is for whoever needs what zarr does not
 give: exporters and writers that go on take native bits without a detour over float32, `verify` the
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,9 @@ from trajstore.codec.block_form import BlockForm, Runs, Tail, with_consequence
 from trajstore.codec.codec_chain import Chain, chain_of
 from trajstore.codec.selected_parts import Pick, picks
 from trajstore.errors import FormatError
+from trajstore.store.object_file import ObjectFile, opened
 from trajstore.store.object_keys import chunk_key
+from trajstore.store.remote_path import Location, location
 from trajstore.store.shard import shard_digest
 from trajstore.threads import in_parallel
 from trajstore.values.native_types import NativeType, as_bits
@@ -43,7 +44,7 @@ class StoredArray:
 
     Attributes
     ----------
-    path : Path
+    path : Path or RemotePath
         Of the run.
     name : str
     shape : tuple of int
@@ -54,7 +55,7 @@ class StoredArray:
         That read one selection, if it is large.
     """
 
-    path: Path
+    path: Location
     name: str
     shape: tuple[int, ...]
     form: BlockForm
@@ -126,7 +127,7 @@ class StoredArray:
         return as_bits(self.values((rows,)), native, self.name)
 
     @contextmanager
-    def opened(self, block: int, part: int) -> Iterator[int]:
+    def opened(self, block: int, part: int) -> Iterator[ObjectFile]:
         """Open file of a shard.
 
         Raises
@@ -136,18 +137,15 @@ class StoredArray:
         """
         path = self.path / self.key(block, part)
         try:
-            file = os.open(path, os.O_RDONLY)
+            with opened(path) as file:
+                yield file
         except FileNotFoundError:
             raise FormatError(
                 f"{self.name}, block {block}: the shard {path} is missing; bring the run back to "
                 f"what is whole with: trajstore repair {self.path}"
             ) from None
-        try:
-            yield file
-        finally:
-            os.close(file)
 
-    def tail(self, file: int, block: int, part: int) -> Tail:
+    def tail(self, file: ObjectFile, block: int, part: int) -> Tail:
         """Label and index of an open shard.
 
         Raises
@@ -155,8 +153,7 @@ class StoredArray:
         FormatError
             If they do not fit their checksums, or the shard is one of another place.
         """
-        length, size = self.form.tail_length, os.fstat(file).st_size
-        data = os.pread(file, length, max(size - length, 0))
+        data = file.end(self.form.tail_length)
         try:
             return self.form.read_tail(data, (block, part))
         except ValueError as error:
@@ -216,9 +213,7 @@ class StoredArray:
         with self.opened(block, part) as file:
             tail = self.tail(file, block, part)
             try:
-                self.form.read(
-                    tail, axes, lambda offset, length: os.pread(file, length, offset), out[place]
-                )
+                self.form.read(tail, axes, file.read, out[place])
             except ValueError as error:
                 message = f"{self.name}, block {block}, {with_consequence(error)}"
                 raise FormatError(message) from error
@@ -266,8 +261,8 @@ def block_form(name: str, array: zarr.Array[Any], runs: Runs | None) -> BlockFor
 def stored_array(
     path: str | os.PathLike[str], name: str, array: zarr.Array[Any], runs: Runs | None
 ) -> StoredArray | None:
-    """An array of a local run as its shards hold it; parameters and None as for `block_form`."""
+    """An array of a run as its shards hold it; parameters and None as for `block_form`."""
     form = block_form(name, array, runs)
     if form is None:
         return None
-    return StoredArray(path=Path(path).absolute(), name=name, shape=tuple(array.shape), form=form)
+    return StoredArray(path=location(path), name=name, shape=tuple(array.shape), form=form)

@@ -1,4 +1,4 @@
-"""Objects of a store on a local file system: each is replaced whole, or not at all."""
+"""Objects of a run: each is replaced whole, or not at all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from trajstore.store.remote_path import Location, RemotePath
+
 __all__ = ["PARTIAL_SUFFIX", "flush_folder", "leftovers", "link_or_copy", "put", "sweep"]
 
 PARTIAL_SUFFIX = ".partial"
@@ -15,7 +17,7 @@ PARTIAL_SUFFIX = ".partial"
 _PIECE = 8 << 20
 
 
-def put(path: Path, parts: Iterable[bytes], *, fsync: bool = False) -> int:
+def put(path: Location, parts: Iterable[bytes], *, fsync: bool = False) -> int:
     """Write an object from its parts and put it in place in one step.
 
     A reader, and whoever comes after a crash, sees the old object or the whole new one. A failed
@@ -23,10 +25,10 @@ def put(path: Path, parts: Iterable[bytes], *, fsync: bool = False) -> int:
 
     Parameters
     ----------
-    path : Path
+    path : Path or RemotePath
         Its folder must be there: one that has gone is an error, not made again.
     parts : iterable of bytes
-        Consumed one at a time, so an object is never in memory as a whole.
+        Consumed one at a time, so a file is never in memory as a whole.
     fsync : bool
         Return only when the object, and its name, would survive a loss of power.
 
@@ -35,6 +37,10 @@ def put(path: Path, parts: Iterable[bytes], *, fsync: bool = False) -> int:
     int
         Bytes written.
     """
+    if isinstance(path, RemotePath):
+        data = b"".join(parts)
+        path.write_bytes(data)
+        return len(data)
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL_SUFFIX}")
     try:
         with partial.open("wb") as file:
@@ -84,7 +90,7 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sweep(run: Path) -> list[Path]:
+def sweep(run: Location) -> list[Path]:
     """Remove what writers that died have left in a run's folder and beside it.
 
     Only whoever holds the run's lock may do that: unfinished objects of a writer that lives look
@@ -105,8 +111,10 @@ def sweep(run: Path) -> list[Path]:
     return left
 
 
-def leftovers(run: Path) -> list[Path]:
-    """What `sweep` would remove."""
+def leftovers(run: Location) -> list[Path]:
+    """What `sweep` would remove. In an object store, nothing is left of an unfinished write."""
+    if isinstance(run, RemotePath):
+        return []
     ours = re.compile(rf"\.{re.escape(run.name)}\.(\d+)({re.escape(PARTIAL_SUFFIX)}|\.old)")
     beside = [
         path

@@ -12,7 +12,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
@@ -22,10 +21,13 @@ from trajstore.store.atomic import put
 from trajstore.store.block_plan import CHUNKS_AHEAD, Layout
 from trajstore.store.fingerprint import block_digest
 from trajstore.store.object_keys import chunk_key
+from trajstore.store.remote_path import Location, RemotePath
 from trajstore.store.shard import Chunk, Shard, chunk_windows, encode_chunk
 from trajstore.threads import submit
 
 __all__ = ["BlockWriter"]
+
+_UPLOADS = 4  # shards on their way to an object store, each in memory whole
 
 Block = Mapping[str, npt.NDArray[Any]]
 Task = tuple[Callable[..., Chunk], Chain, npt.NDArray[Any], tuple[int, ...]]
@@ -37,7 +39,7 @@ class BlockWriter:
 
     Parameters
     ----------
-    path : Path
+    path : Path or RemotePath
     layout : Layout
         Also how many threads encode.
     commit : callable
@@ -54,7 +56,9 @@ class BlockWriter:
         What stopped it. Nothing is written or committed afterwards.
     """
 
-    def __init__(self, path: Path, layout: Layout, commit: Commit, *, fsync: bool = False) -> None:
+    def __init__(
+        self, path: Location, layout: Layout, commit: Commit, *, fsync: bool = False
+    ) -> None:
         self.bytes_written = 0
         self.failure: BaseException | None = None
         self._path = path
@@ -68,6 +72,9 @@ class BlockWriter:
         self._number, self._block_bytes = -1, 0  # of the block that was written last
         self._encoders = ThreadPoolExecutor(layout.threads, "trajstore-encoder")
         self._writer = ThreadPoolExecutor(1, "trajstore-writer")
+        self._uploads: ThreadPoolExecutor | None = None
+        if isinstance(path, RemotePath):
+            self._uploads = ThreadPoolExecutor(_UPLOADS, "trajstore-upload")
 
     @property
     def idle(self) -> bool:
@@ -102,6 +109,8 @@ class BlockWriter:
         """Wait for everything submitted, and end the threads."""
         self._writer.shutdown()
         self._encoders.shutdown()
+        if self._uploads is not None:
+            self._uploads.shutdown()
         self._forget()
 
     def _run(self, before: Future[None] | None, number: int, rows: int | None, change: Any) -> None:
@@ -128,14 +137,21 @@ class BlockWriter:
     def _write(self, number: int, rows: int) -> bytes:
         """Write the shards of a block; its digest."""
         digests, size = [], 0
+        uploads: deque[Future[int]] = deque()
         for name, array in self._layout.arrays.items():
             form = self._forms[name]
             for part in range(array.parts):
                 chunks = (self._encoded() for _ in range(math.prod(form.grid)))
                 shard = Shard(form, chunks, block=number, part=part, rows=rows)
-                key = chunk_key(name, number, len(array.shard), part)
-                size += put(self._path / key, shard, fsync=self._fsync)
+                path = self._path / chunk_key(name, number, len(array.shard), part)
+                if self._uploads is None:
+                    size += put(path, shard, fsync=self._fsync)
+                else:
+                    uploads.append(submit(self._uploads, put, path, [b"".join(shard)]))
+                    if len(uploads) > _UPLOADS:
+                        size += uploads.popleft().result()
                 digests.append((name, part, rows, shard.digest))
+        size += sum(upload.result() for upload in uploads)
         self.bytes_written += size - (self._block_bytes if number == self._number else 0)
         self._number, self._block_bytes = number, size
         return block_digest(digests)

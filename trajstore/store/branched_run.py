@@ -208,17 +208,18 @@ class _Branch:
 
     def write_blocks(self) -> None:
         """Take over what is there as a whole, and commit it."""
+        source = Path(self.stored.path)
         blocks = self.stored.rows // self.stored.layout.block_rows
         for name in self.metadata.names():
             if name in COORDINATES:
-                for file in (self.stored.path / name).glob("c*"):
+                for file in (source / name).glob("c*"):
                     link_or_copy(file, self.path / name / file.name, fsync=self.fsync)
         for name in self.kept:
             stored = self.stored.arrays[name]
             for number in range(blocks):
                 for part in range(stored.parts):
                     key = stored.key(number, part)
-                    link_or_copy(self.stored.path / key, self.path / key, fsync=self.fsync)
+                    link_or_copy(source / key, self.path / key, fsync=self.fsync)
         for name, array in self.changed.arrays.items():
             one = replace(self.changed, arrays={name: array})
             writer = BlockWriter(self.path, one, lambda change, block: None, fsync=self.fsync)

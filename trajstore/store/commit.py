@@ -6,13 +6,16 @@ and before them where it is cut: never does a reader see a row that not every ar
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 
+from trajstore.errors import RunLocked
 from trajstore.schema import STEP
 from trajstore.store.atomic import put
 from trajstore.store.fingerprint import Fingerprint
 from trajstore.store.object_keys import DOCUMENT
+from trajstore.store.remote_path import REMOTE_REQUESTS, Location, RemotePath
 from trajstore.store.zarr_json import RunMetadata, Status
+from trajstore.threads import in_parallel
 
 __all__ = ["Committer"]
 
@@ -22,7 +25,7 @@ class Committer:
 
     Parameters
     ----------
-    path : Path
+    path : Path or RemotePath
     metadata : RunMetadata
     fingerprint : Fingerprint or None
         Of the rows that are there; None in format 1.
@@ -37,7 +40,7 @@ class Committer:
 
     def __init__(
         self,
-        path: Path,
+        path: Location,
         metadata: RunMetadata,
         fingerprint: Fingerprint | None,
         *,
@@ -48,6 +51,7 @@ class Committer:
         self._metadata = metadata
         self._fingerprint = fingerprint
         self._fsync = fsync
+        self._root_tag = _tag_of(path / DOCUMENT)
 
     def commit(self, change: tuple[int, Status], block: tuple[int, bytes] | None = None) -> None:
         """Make so many rows visible, of which every shard is written, with that status.
@@ -80,9 +84,20 @@ class Committer:
         self._put_arrays(rows)
 
     def _put_arrays(self, rows: int) -> None:
-        for name in self._metadata.series():
-            document = self._metadata.array(name, rows)
-            put(self._path / name / DOCUMENT, [document], fsync=self._fsync)
+        jobs = [
+            partial(
+                put,
+                self._path / name / DOCUMENT,
+                [self._metadata.array(name, rows)],
+                fsync=self._fsync,
+            )
+            for name in self._metadata.series()
+        ]
+        if isinstance(self._path, RemotePath):
+            list(in_parallel(jobs, REMOTE_REQUESTS))
+        else:
+            for job in jobs:
+                job()
 
     def _put_root(self, rows: int, status: Status, block: tuple[int, bytes] | None) -> None:
         fingerprint = self._fingerprint
@@ -90,6 +105,25 @@ class Committer:
             fingerprint = fingerprint.added(*block)
         digests = {} if fingerprint is None else fingerprint.attributes()
         document = self._metadata.root(rows, status, digests)
-        put(self._path / DOCUMENT, [document], fsync=self._fsync)
+        self._replace_root(document)
         # Only now: a commit that failed may be followed by one of the rows before.
         self.rows, self._fingerprint = rows, fingerprint
+
+    def _replace_root(self, document: bytes) -> None:
+        root = self._path / DOCUMENT
+        if not isinstance(root, RemotePath):
+            put(root, [document], fsync=self._fsync)
+            return
+        try:
+            self._root_tag = root.write_bytes(document, instead_of=self._root_tag)
+        except FileExistsError as error:
+            raise RunLocked(
+                f"{self._path} has been written to by another process, which took its lock over "
+                "as it was not renewed for long; this one ends"
+            ) from error
+
+
+def _tag_of(root: Location) -> str | None:
+    """Which version of the root a writer has begun with, where another may take its lock over."""
+    found = root.stat() if isinstance(root, RemotePath) else None
+    return None if found is None else str(found["e_tag"])

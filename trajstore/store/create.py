@@ -10,28 +10,29 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trajstore.errors import InvalidArgument, RunExists
+from trajstore.schema import COORDINATES, STEP, VARIABLES
 from trajstore.store.atomic import PARTIAL_SUFFIX, flush_folder, put
 from trajstore.store.object_keys import DOCUMENT
+from trajstore.store.remote_path import Location, RemotePath, location
 from trajstore.store.zarr_json import RunMetadata
 
-__all__ = ["check_target", "create_folder", "staged_file", "staged_run"]
+__all__ = ["check_local_target", "check_target", "create_folder", "staged_file", "staged_run"]
 
 
-def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-    """Local path of a run that may be created there.
+def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Location:
+    """Where a run may be created.
 
     Raises
     ------
     RunExists
         If something is there and `overwrite` is not set, or it is not a run.
-    InvalidArgument
-        If it is an address, not a local path.
+    InvalidArgument, MissingExtra
+        If it is an address that cannot be written to.
     """
-    text = os.fspath(path)
-    if "://" in text:
-        raise InvalidArgument(f"cannot record to {text}: a run is recorded to a local folder")
-    target = Path(path).absolute()
-    if not target.exists():
+    target = location(path)
+    if isinstance(target, RemotePath) and not target.listed:
+        raise InvalidArgument(f"cannot record to {path}: a web server is only read from")
+    if not target.exists() or _is_begun(target):
         return target
     if not overwrite:
         raise RunExists(
@@ -42,7 +43,34 @@ def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Pa
     return target
 
 
-def _is_run(path: Path) -> bool:
+def check_local_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Where a run may be made that is no recording: not in an object store.
+
+    Raises
+    ------
+    RunExists
+        As `check_target`.
+    InvalidArgument
+        If it is an address.
+    """
+    target = check_target(path, overwrite=overwrite)
+    if isinstance(target, RemotePath):
+        raise InvalidArgument(
+            f"cannot make {path}: recordings can go to an object store, other runs are made in a "
+            "local folder"
+        )
+    return target
+
+
+def _is_begun(path: Location) -> bool:
+    """Whether nothing is there but what the creation of a run leaves that was killed."""
+    if isinstance(path, Path) or (path / DOCUMENT).exists():
+        return False
+    known = {STEP.name, *VARIABLES, *COORDINATES}
+    return all(entry.name in known for entry in path.iterdir())
+
+
+def _is_run(path: Location) -> bool:
     try:
         document = json.loads((path / DOCUMENT).read_bytes())
         return "trajstore_format" in document["attributes"]
@@ -51,7 +79,7 @@ def _is_run(path: Path) -> bool:
 
 
 def create_folder(
-    path: Path,
+    path: Location,
     documents: RunMetadata,
     chunks: Mapping[str, bytes],
     digests: Mapping[str, str],
@@ -61,9 +89,12 @@ def create_folder(
 ) -> None:
     """Make the folder of a run without rows beside its place, and move it there.
 
+    In an object store, which cannot move a folder, the root comes last, and is what makes a run of
+    it; to replace one, its root goes first.
+
     Parameters
     ----------
-    path : Path
+    path : Path or RemotePath
     documents : RunMetadata
         Of the root and every array.
     chunks : mapping of str to bytes
@@ -80,6 +111,12 @@ def create_folder(
     RunExists
         If another process has made something at `path` meanwhile.
     """
+    if isinstance(path, RemotePath):
+        if overwrite:
+            (path / DOCUMENT).unlink()
+            path.remove_below()
+        _put_all(path, documents, chunks, digests, fsync=fsync)
+        return
     beside = f".{path.name}.{os.getpid()}"
     new, old = path.with_name(f"{beside}{PARTIAL_SUFFIX}"), path.with_name(f"{beside}.old")
     for left in (new, old):  # of a killed process that had the same number
@@ -88,10 +125,7 @@ def create_folder(
     try:
         for name in documents.names():
             (new / name).mkdir()
-            put(new / name / DOCUMENT, [documents.array(name, 0)], fsync=fsync)
-        for key, data in chunks.items():
-            put(new / key, [data], fsync=fsync)
-        put(new / DOCUMENT, [documents.root(0, "recording", digests)], fsync=fsync)
+        _put_all(new, documents, chunks, digests, fsync=fsync)
         if overwrite and path.exists():
             path.rename(old)
             new.rename(path)
@@ -105,6 +139,21 @@ def create_folder(
         raise
     if fsync:
         flush_folder(path.parent)
+
+
+def _put_all(
+    path: Location,
+    documents: RunMetadata,
+    chunks: Mapping[str, bytes],
+    digests: Mapping[str, str],
+    *,
+    fsync: bool,
+) -> None:
+    for name in documents.names():
+        put(path / name / DOCUMENT, [documents.array(name, 0)], fsync=fsync)
+    for key, data in chunks.items():
+        put(path / key, [data], fsync=fsync)
+    put(path / DOCUMENT, [documents.root(0, "recording", digests)], fsync=fsync)
 
 
 @contextmanager
@@ -153,7 +202,7 @@ def staged_run(
     RunExists
         If something is there and `overwrite` is not set, or it is not a run.
     """
-    path = check_target(target, overwrite=overwrite)
+    path = check_local_target(target, overwrite=overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = _beside(path)
     # Of a killed process that had the same number.

@@ -15,12 +15,13 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from copy import copy
-from pathlib import Path
 from typing import Any
 
 from trajstore.schema import COORDINATES, STEP, VARIABLES
 from trajstore.store.object_keys import chunk_key
+from trajstore.store.remote_path import Location
 
 __all__ = [
     "CHANGING",
@@ -122,7 +123,7 @@ def block_digest(shards: Iterable[tuple[str, int, int, bytes]]) -> bytes:
     return total.digest()
 
 
-def coordinate_digests(path: Path, names: Iterable[str]) -> dict[str, bytes]:
+def coordinate_digests(path: Location, names: Iterable[str]) -> dict[str, bytes]:
     """SHA-256 of the stored objects of a run's coordinates, by their keys.
 
     Raises
@@ -133,8 +134,9 @@ def coordinate_digests(path: Path, names: Iterable[str]) -> dict[str, bytes]:
     found = {}
     for name in names:
         key = chunk_key(name, 0, 1)
-        if name in COORDINATES and (path / key).exists():
-            found[key] = hashlib.sha256((path / key).read_bytes()).digest()
+        if name in COORDINATES:
+            with suppress(FileNotFoundError):
+                found[key] = hashlib.sha256((path / key).read_bytes()).digest()
     return found
 
 

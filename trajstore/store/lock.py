@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from trajstore.errors import RunLocked
+from trajstore.store.remote_lock import RemoteLock, is_renewed
+from trajstore.store.remote_path import Location, RemotePath, location
 from trajstore.store.zarr_json import utc_now
 
 __all__ = ["RunLock", "is_written_to"]
@@ -53,7 +55,7 @@ class RunLock:
         _held.add(descriptor)
 
     @classmethod
-    def acquire(cls, run: Path) -> Self:
+    def acquire(cls, run: Location) -> Self | RemoteLock:
         """Lock a run, which need not be there yet; its parent folder must.
 
         A lock that a dead process of this machine has left is taken over.
@@ -66,6 +68,8 @@ class RunLock:
         OSError
             If the lock file cannot be made.
         """
+        if isinstance(run, RemotePath):
+            return RemoteLock.acquire(run)
         path = _lock_file(run)
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -131,8 +135,11 @@ def is_written_to(run: str | os.PathLike[str]) -> bool | None:
     bool or None
         None if the lock is that of another machine, which may not show here.
     """
+    place = location(run)
+    if isinstance(place, RemotePath):
+        return is_renewed(place)
     try:
-        descriptor = os.open(_lock_file(Path(run).absolute()), os.O_RDONLY)
+        descriptor = os.open(_lock_file(place), os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:

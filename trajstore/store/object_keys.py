@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from typing import TypeVar, cast
+
+from trajstore.store.remote_path import Location
 
 __all__ = ["CHECKPOINT", "DOCUMENT", "block_of", "checkpoint_folder", "chunk_key"]
+
+Place = TypeVar("Place", bound=Location)
 
 DOCUMENT = "zarr.json"
 """Key of the metadata of a group or an array."""
@@ -28,6 +32,6 @@ def block_of(leaf: str, ndim: int) -> tuple[int, int] | None:
     return (block, part) if leaf == chunk_key("", block, ndim, part)[1:] else None
 
 
-def checkpoint_folder(run: Path) -> Path:
+def checkpoint_folder(run: Place) -> Place:
     """Where the checkpoints of a run lie: beside it, as ``NAME.ckpt``."""
-    return run.with_name(f"{run.name.removesuffix('.zarr')}.ckpt")
+    return cast(Place, run.with_name(f"{run.name.removesuffix('.zarr')}.ckpt"))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import zarr
 from zarr.errors import NodeNotFoundError
 
 from trajstore.codec.block_form import Runs
-from trajstore.errors import FormatError, MissingExtra, RunNotFound
+from trajstore.errors import FormatError, RunNotFound
 from trajstore.schema import FORMAT
+from trajstore.store.remote_path import RemotePath, location
 
 __all__ = ["open_group", "run_identity"]
 
@@ -25,21 +27,22 @@ def open_group(path: str | os.PathLike[str]) -> zarr.Group:
         If there is nothing at `path`.
     FormatError
         If it is not a run, or one of a newer format.
-    MissingExtra
-        If `path` is an address, and what reads such addresses is not installed.
+    InvalidArgument, MissingExtra
+        If `path` is an address that cannot be read (`trajstore.store.remote_path.location`).
     """
-    text = os.fspath(path)
-    if "://" not in text and not os.path.exists(text):
+    place = location(path)
+    text = str(path)
+    if isinstance(place, Path) and not place.exists():
         raise RunNotFound(f"there is no run at {text}")
     try:
-        group = zarr.open_group(text, mode="r", zarr_format=3)
+        if isinstance(place, Path):
+            group = zarr.open_group(text, mode="r", zarr_format=3)
+        else:
+            group = zarr.open_group(place.zarr_store(), path=place.key, mode="r", zarr_format=3)
     except (NodeNotFoundError, ValueError, KeyError) as error:
+        if isinstance(place, RemotePath) and isinstance(error, NodeNotFoundError):
+            raise RunNotFound(f"there is no run at {text}") from error
         raise FormatError(f"{text} is not a Zarr v3 group, so not a run: {error}") from error
-    except ImportError as error:
-        remedy = "run: pip install 'trajstore[s3]'" if text.startswith("s3://") else "install it"
-        raise MissingExtra(
-            f"{text} needs a package that is not installed ({error}); {remedy}"
-        ) from error
     number = group.attrs.get("trajstore_format")
     if not isinstance(number, int):
         raise FormatError(f"{text} is a Zarr group, but no run: it has no trajstore_format")

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy.typing as npt
@@ -24,8 +24,10 @@ from trajstore.store.block_plan import ArrayLayout, Layout, within
 from trajstore.store.fingerprint import Fingerprint, block_digest, coordinate_digests
 from trajstore.store.object_keys import DOCUMENT, block_of
 from trajstore.store.open_group import open_group, run_identity
+from trajstore.store.remote_path import REMOTE_REQUESTS, Location, RemotePath, location
+from trajstore.store.run_info import object_sizes
 from trajstore.store.zarr_json import RunMetadata
-from trajstore.threads import default_threads
+from trajstore.threads import default_threads, in_parallel
 from trajstore.values.native_types import STEP_TYPE, as_bits, native_type
 
 __all__ = ["ResumedRun", "check_run", "remove_past_end", "resumed_run", "stored_fingerprints"]
@@ -37,7 +39,7 @@ class ResumedRun:
 
     Attributes
     ----------
-    path : Path
+    path : Path or RemotePath
     rows : int
         That are kept.
     layout : Layout
@@ -49,7 +51,7 @@ class ResumedRun:
         Digests of the full blocks that are kept; None in format 1.
     """
 
-    path: Path
+    path: Location
     rows: int
     layout: Layout
     metadata: RunMetadata
@@ -97,48 +99,49 @@ class ResumedRun:
             If a shard is missing, or one that is read is broken.
         """
         size = 0
+        sizes = object_sizes(self.path)
         unfinished = self.rows % self.layout.block_rows
         for name, array in self.layout.arrays.items():
             if unfinished:
                 kept = self.arrays[name].values((slice(self.rows - unfinished, self.rows),))
                 block[name][:unfinished] = as_bits(kept, array.native, name)
-            size += self._size_of_full_blocks(name)
+            size += self._size_of_full_blocks(name, sizes)
         return size
 
-    def _size_of_full_blocks(self, name: str) -> int:
+    def _size_of_full_blocks(self, name: str, sizes: Mapping[str, int]) -> int:
         size = 0
         stored = self.arrays[name]
         for number in range(self.rows // self.layout.block_rows):
             for part in range(stored.parts):
-                shard = self.path / stored.key(number, part)
-                if not shard.exists():
+                key = stored.key(number, part)
+                if key not in sizes:
                     raise FormatError(
-                        f"{name}, block {number}: the shard {shard} is missing; bring the run back "
-                        f"to what is whole with: trajstore repair {self.path}"
+                        f"{name}, block {number}: the shard {self.path / key} is missing; bring "
+                        f"the run back to what is whole with: trajstore repair {self.path}"
                     )
-                size += shard.stat().st_size
+                size += sizes[key]
         return size
 
 
-def check_run(path: str | os.PathLike[str]) -> Path:
-    """Local path of a run that is there.
+def check_run(path: str | os.PathLike[str]) -> Location:
+    """Where a run is that rows can be added to.
 
     Raises
     ------
     RunNotFound, FormatError
         If it is not.
-    InvalidArgument
-        If it is an address, not a local path.
+    InvalidArgument, MissingExtra
+        If it is an address that cannot be written to.
     """
-    text = os.fspath(path)
-    if "://" in text:
-        raise InvalidArgument(f"cannot add to {text}: a run is recorded in a local folder")
-    open_group(text)
-    return Path(text).absolute()
+    place = location(path)
+    if isinstance(place, RemotePath) and not place.listed:
+        raise InvalidArgument(f"cannot add to {path}: a web server is only read from")
+    open_group(place)
+    return place
 
 
 def resumed_run(
-    path: Path,
+    path: Location,
     rows: int | None,
     *,
     attributes: Mapping[str, Any] | None,
@@ -149,7 +152,7 @@ def resumed_run(
 
     Parameters
     ----------
-    path : Path
+    path : Path or RemotePath
         Of a run that is locked.
     rows : int or None
         Keep so many; all that are committed for None.
@@ -197,7 +200,7 @@ def resumed_run(
     )
 
 
-def _check_content(path: Path, root: Mapping[str, Any], found: Fingerprint) -> None:
+def _check_content(path: Location, root: Mapping[str, Any], found: Fingerprint) -> None:
     """Refuse to go on with what was not committed: the new digests would make it look sound.
 
     Raises
@@ -214,7 +217,7 @@ def _check_content(path: Path, root: Mapping[str, Any], found: Fingerprint) -> N
 
 
 def _stored_layout(
-    path: Path, group: zarr.Group, threads: int | None
+    path: Location, group: zarr.Group, threads: int | None
 ) -> tuple[Layout, dict[str, StoredArray]]:
     """Layout of the blocks that are there, so that more rows are written as the first ones were."""
     stored: dict[str, StoredArray] = {}
@@ -249,7 +252,7 @@ def _stored_layout(
 
 
 def stored_fingerprints(
-    path: Path,
+    path: Location,
     metadata: RunMetadata,
     arrays: Mapping[str, StoredArray],
     layout: Layout,
@@ -268,9 +271,13 @@ def stored_fingerprints(
     length = layout.block_rows
     digests = coordinate_digests(path, metadata.names())
     found = [metadata.fingerprint(digests, length)]
-    for number in range(-(-rows // length)):
-        held = min(rows - number * length, length)
-        found.append(found[-1].added(held, _stored_digest(arrays.values(), number, held)))
+    held = [min(rows - start, length) for start in range(0, rows, length)]
+    jobs = (
+        partial(_stored_digest, arrays.values(), number, many) for number, many in enumerate(held)
+    )
+    threads = REMOTE_REQUESTS if isinstance(path, RemotePath) else 1
+    for many, digest in zip(held, in_parallel(jobs, threads), strict=True):
+        found.append(found[-1].added(many, digest))
     return found
 
 
@@ -287,7 +294,7 @@ def _stored_digest(arrays: Iterable[StoredArray], number: int, rows: int) -> byt
     return block_digest(shards)
 
 
-def remove_past_end(path: Path, layout: Layout, rows: int) -> None:
+def remove_past_end(path: Location, layout: Layout, rows: int) -> None:
     """Remove the shards of blocks that a run was cut before and has not grown to again."""
     blocks = -(-rows // layout.block_rows)
     for name, array in layout.arrays.items():

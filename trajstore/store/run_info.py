@@ -15,9 +15,10 @@ from trajstore.schema import STEP, VARIABLES
 from trajstore.store.array_reader import block_form
 from trajstore.store.lock import is_written_to
 from trajstore.store.open_group import open_group
+from trajstore.store.remote_path import Location, RemotePath, location
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["digest_of_files", "information", "stored_bytes"]
+__all__ = ["digest_of_files", "information", "object_sizes", "stored_bytes"]
 
 
 def information(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -25,8 +26,8 @@ def information(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Parameters
     ----------
-    path : path-like
-        A local run.
+    path : path-like or str
+        A run; one on a web server cannot be asked for its sizes.
 
     Returns
     -------
@@ -46,12 +47,13 @@ def information(path: str | os.PathLike[str]) -> dict[str, Any]:
     # Before the root is read: whoever ends a recording says so there, and then lets go of the lock.
     written_to = is_written_to(path)
     group = open_group(path)
+    sizes = object_sizes(location(path))
     arrays: dict[str, dict[str, Any]] = {}
     for name, array in sorted(group.arrays(), key=lambda item: _order(item[0])):
         native = str(array.attrs.get("native_dtype", array.dtype))
         itemsize = NATIVE_TYPES[native].itemsize if native in NATIVE_TYPES else array.dtype.itemsize
         raw = math.prod(array.shape) * itemsize
-        stored, _ = _usage(Path(path) / name)
+        stored = sum(size for key, size in sizes.items() if key.startswith(f"{name}/"))
         form = block_form(name, array, None)
         arrays[name] = {
             "shape": list(array.shape),
@@ -63,7 +65,7 @@ def information(path: str | os.PathLike[str]) -> dict[str, Any]:
             "ratio": raw / stored if stored else None,
         }
     steps = np.asarray(group[STEP.name])
-    total, files = _usage(Path(path))
+    total = sum(sizes.values())
     raw = sum(array["bytes_native"] for array in arrays.values())
     attributes = dict(group.attrs)
     advice = advise_run(attributes, {name: arrays[name]["native_dtype"] for name in arrays})
@@ -74,7 +76,7 @@ def information(path: str | os.PathLike[str]) -> dict[str, Any]:
         "bytes_native": raw,
         "bytes_on_disk": total,
         "ratio": raw / total if total else None,
-        "files": files,
+        "files": len(sizes),
         "written_to": written_to,
         "advice": [one.facts() for one in advice],
     }
@@ -82,7 +84,7 @@ def information(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def stored_bytes(path: str | os.PathLike[str]) -> int:
     """Bytes of all files of a run, also of a block that is being written."""
-    return _usage(Path(path))[0]
+    return sum(object_sizes(location(path)).values())
 
 
 def digest_of_files(path: str | os.PathLike[str]) -> str:
@@ -115,13 +117,16 @@ def _order(name: str) -> tuple[int, str]:
     return (known.index(name) if name in known else len(known), name)
 
 
-def _usage(folder: Path) -> tuple[int, int]:
-    """Bytes and number of the files below a folder."""
-    sizes = []
-    for parent, _, names in os.walk(folder):
+def object_sizes(run: Location) -> dict[str, int]:
+    """Bytes of all objects of a run, by their keys, also of a block that is being written."""
+    if isinstance(run, RemotePath):
+        return {path.key[len(run.key) + 1 :]: size for path, size in run.below().items()}
+    sizes = {}
+    for parent, _, names in os.walk(run):
         for name in names:
+            file = os.path.join(parent, name)
             try:
-                sizes.append(os.stat(os.path.join(parent, name)).st_size)
+                sizes[os.path.relpath(file, run)] = os.stat(file).st_size
             except FileNotFoundError:  # a temporary that has just been moved into place
                 continue
-    return sum(sizes), len(sizes)
+    return sizes

@@ -42,6 +42,8 @@ from trajstore.store.create import check_target, create_folder
 from trajstore.store.fingerprint import Fingerprint
 from trajstore.store.lock import RunLock
 from trajstore.store.new_run import check_variables, new_run, token_coordinates
+from trajstore.store.remote_lock import RemoteLock
+from trajstore.store.remote_path import Location
 from trajstore.store.resumed_run import ResumedRun, check_run, remove_past_end, resumed_run
 from trajstore.store.zarr_json import RunMetadata, Status
 from trajstore.values.native_types import as_bits
@@ -57,7 +59,7 @@ class RunWriter:
 
     Attributes
     ----------
-    path : Path
+    path : Path or RemotePath
     layout : Layout
     rows : int
         Rows appended so far.
@@ -86,11 +88,11 @@ class RunWriter:
 
     def __init__(
         self,
-        path: Path,
+        path: Location,
         layout: Layout,
         metadata: RunMetadata,
         fingerprint: Fingerprint | None,
-        lock: RunLock,
+        lock: RunLock | RemoteLock,
         *,
         commit_every: float | None,
         fsync: bool,
@@ -155,8 +157,9 @@ class RunWriter:
 
         Parameters
         ----------
-        path : path-like
-            A local folder, by custom ``NAME.zarr``.
+        path : path-like or str
+            A local folder, by custom ``NAME.zarr``, or an address
+            (`trajstore.store.remote_path.location`).
         token : array_like of int, (token,)
             Vocabulary ids of the recorded tokens.
         hidden : int
@@ -219,7 +222,8 @@ class RunWriter:
         metadata, chunks = new_run(
             layout, coordinates, encoding=encoding, config=config, attributes=attributes
         )
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(path, Path):
+            path.parent.mkdir(parents=True, exist_ok=True)
         lock = RunLock.acquire(path)
         try:
             sweep(path)
@@ -255,8 +259,8 @@ class RunWriter:
 
         Parameters
         ----------
-        path : path-like
-            A local run.
+        path : path-like or str
+            A run, local or in an object store.
         rows : int, optional
             Keep so many; all that are committed without it.
         attributes : mapping, optional

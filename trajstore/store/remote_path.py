@@ -1,0 +1,302 @@
+"""Addresses of object stores, with as much of `pathlib.Path` as runs need.
+
+Whatever reads and writes a run takes a `Location`. obstore does the work: it finds the credentials,
+tries again what failed, and puts an object in place whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from zarr.abc.buffer import Buffer
+from zarr.abc.store import ByteRequest
+from zarr.storage import ObjectStore as ZarrObjectStore
+
+from trajstore.errors import InvalidArgument, MissingExtra, ObjectStoreError
+
+__all__ = ["REMOTE_REQUESTS", "Location", "RemotePath", "local_file", "location"]
+
+REMOTE_REQUESTS = 16
+"""Requests of a kind that are under way at a time."""
+
+_SCHEMES = ("s3", "gs", "az", "memory", "http", "https")
+
+_NOT_LISTED = ("http", "https")  # have no way to ask what there is
+
+
+@dataclass(frozen=True)
+class RemotePath:
+    """One key of an object store, and all keys below it. Made by `location`.
+
+    Attributes
+    ----------
+    root : str
+        Address of the whole store: ``s3://bucket``.
+    key : str
+        Without slashes at its ends; empty for the whole store.
+    """
+
+    root: str
+    key: str
+
+    def __str__(self) -> str:
+        return f"{self.root}/{self.key}"
+
+    def __fspath__(self) -> str:
+        return str(self)  # so that it goes wherever a path of a run goes; no file has that name
+
+    def __truediv__(self, name: str) -> Self:
+        return type(self)(self.root, f"{self.key}/{name.strip('/')}".strip("/"))
+
+    @property
+    def name(self) -> str:
+        """What comes after the last slash."""
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Self:
+        """What comes before it."""
+        return type(self)(self.root, self.key.rpartition("/")[0])
+
+    def with_name(self, name: str) -> Self:
+        """Another one beside it."""
+        return self.parent / name
+
+    @property
+    def store(self) -> Any:
+        """Of the whole `root`."""
+        return _store(self.root)
+
+    @property
+    def listed(self) -> bool:
+        """Whether the store can say what lies below a key; a web server cannot."""
+        return urlsplit(self.root).scheme not in _NOT_LISTED
+
+    def zarr_store(self) -> ZarrObjectStore[Any]:
+        """What zarr reads from; the run is the group `key` of it."""
+        return _ReadStore(self.store, read_only=True)
+
+    def exists(self) -> bool:
+        """Whether there is such an object, or one below."""
+        return self.stat() is not None or (self.listed and self.is_dir())
+
+    def is_dir(self) -> bool:
+        """Whether there are objects below."""
+        return next(self._below(), None) is not None
+
+    def stat(self) -> Mapping[str, Any] | None:
+        """``size``, ``last_modified`` and ``e_tag`` of the object; None if there is none."""
+        with _told(self):
+            try:
+                return dict(_obstore().head(self.store, self.key))
+            except FileNotFoundError:
+                return None
+
+    def read_bytes(self) -> bytes:
+        """The whole object.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is none.
+        """
+        with _told(self):
+            return bytes(_obstore().get(self.store, self.key).bytes())
+
+    def read_end(self, length: int) -> bytes:
+        """Last bytes of the object.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is none.
+        """
+        with _told(self):
+            try:
+                options = {"range": {"suffix": length}}
+                return bytes(_obstore().get(self.store, self.key, options=options).bytes())
+            except _obstore().exceptions.NotSupportedError:  # as Azure's says
+                size = _obstore().head(self.store, self.key)["size"]
+                start = max(size - length, 0)
+                return bytes(_obstore().get_range(self.store, self.key, start=start, end=size))
+
+    def write_bytes(self, data: bytes, *, instead_of: str | None = None, new: bool = False) -> str:
+        """Put the object in place, in one step.
+
+        Parameters
+        ----------
+        data : bytes
+        instead_of : str, optional
+            Only if the object that is there has that ``e_tag``.
+        new : bool
+            Only if there is none.
+
+        Returns
+        -------
+        str
+            Its ``e_tag``.
+
+        Raises
+        ------
+        FileExistsError
+            If there is one, or another one, than was said.
+        """
+        mode: Any = "create" if new else "overwrite"
+        if instead_of is not None:
+            mode = {"e_tag": instead_of}
+        refused = _obstore().exceptions.AlreadyExistsError, _obstore().exceptions.PreconditionError
+        with _told(self):
+            try:
+                put = _obstore().put(self.store, self.key, data, mode=mode, use_multipart=False)
+            except refused as error:
+                return self._tag_of(data, error)
+        return str(put["e_tag"])
+
+    def _tag_of(self, data: bytes, refused: Exception) -> str:
+        """Of our own object, if the answer to a request that was carried out has been lost."""
+        found = self.stat()
+        if found is None or found["size"] != len(data) or self.read_bytes() != data:
+            raise FileExistsError(f"{self} is there") from refused
+        return str(found["e_tag"])
+
+    def unlink(self, *, missing_ok: bool = True) -> None:
+        """Remove the object. Whether there was one, an object store does not say."""
+        with _told(self), suppress(FileNotFoundError):
+            _obstore().delete(self.store, self.key)
+
+    def below(self) -> dict[RemotePath, int]:
+        """All objects below, and their bytes."""
+        return {type(self)(self.root, item["path"]): item["size"] for item in self._below()}
+
+    def iterdir(self) -> Iterator[RemotePath]:
+        """Objects and folders right below."""
+        for name in sorted({path.key[len(self.key) :].split("/")[1] for path in self.below()}):
+            yield self / name
+
+    def remove_below(self) -> None:
+        """Remove all objects below."""
+        keys = [path.key for path in self.below()]
+        if keys:
+            with _told(self):
+                _obstore().delete(self.store, keys)
+
+    def _below(self) -> Iterator[Any]:
+        if not self.listed:
+            raise ObjectStoreError(f"{self}: a web server does not say what there is")
+        with _told(self):
+            for batch in _obstore().list(self.store, f"{self.key}/"):
+                yield from batch
+
+
+Location = Path | RemotePath
+"""Where a run lies, or one of its objects."""
+
+
+def location(path: str | os.PathLike[str]) -> Location:
+    """Where something lies.
+
+    Parameters
+    ----------
+    path : path-like or str
+        A local path, or ``s3://bucket/key``, ``gs://…``, ``az://container/key``, ``memory://…``
+        (of this process), ``https://…``. Credentials come from the environment.
+
+    Raises
+    ------
+    InvalidArgument
+        If it is an address of another kind, or of no key.
+    MissingExtra
+        If obstore is not installed.
+    """
+    if isinstance(path, RemotePath):
+        return path
+    text = os.fspath(path)
+    if "://" not in text:
+        return Path(text).absolute()
+    parts = urlsplit(text)
+    if parts.scheme not in _SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
+        raise InvalidArgument(f"{text} is an address of an unknown kind; known are {known}")
+    if parts.query or parts.fragment or "@" in parts.netloc:
+        raise InvalidArgument(
+            f"{text}: an address is SCHEME://BUCKET/KEY, and credentials come from the environment"
+        )
+    root, key = f"{parts.scheme}://{parts.netloc}", parts.path.strip("/")
+    if not parts.netloc or not key:
+        raise InvalidArgument(f"{text} names no run; expected SCHEME://BUCKET/KEY")
+    _obstore()
+    return RemotePath(root, key)
+
+
+@contextmanager
+def local_file(path: Location) -> Iterator[Path]:
+    """An object as a local file, if need be a copy, for as long as the block lasts.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is none.
+    """
+    if isinstance(path, Path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="trajstore-") as folder:
+        file = Path(folder) / path.name
+        file.write_bytes(path.read_bytes())
+        yield file
+
+
+class _ReadStore(ZarrObjectStore[Any]):
+    """zarr's, whose errors name the address."""
+
+    async def get(
+        self, key: str, prototype: Any, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        """Part of an object; None if there is none."""
+        with _told(key):
+            return await super().get(key, prototype, byte_range)
+
+
+@contextmanager
+def _told(address: object) -> Iterator[None]:
+    """Have what the object store refuses be an error of ours, of one line."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except _obstore().exceptions.BaseError as error:
+        said = " ".join(str(error).split("\n\nDebug source")[0].split())
+        raise ObjectStoreError(f"{address}: {said}") from error
+
+
+def _obstore() -> ModuleType:
+    try:
+        import obstore
+    except ImportError as error:
+        raise MissingExtra(
+            "addresses need the package obstore; run: pip install 'trajstore[s3]'"
+        ) from error
+    return obstore
+
+
+@cache
+def _store(root: str) -> Any:
+    """One for each address: it keeps connections, and in ``memory://`` the objects themselves."""
+    _obstore()
+    from obstore.store import HTTPStore, MemoryStore, from_url
+
+    scheme = urlsplit(root).scheme
+    if scheme == "memory":
+        return MemoryStore()
+    # An address without TLS is somebody's choice: that of a server of their own.
+    make = HTTPStore.from_url if scheme in _NOT_LISTED else from_url
+    return make(root, client_options={"allow_http": True})
