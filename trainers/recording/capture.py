@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from trainers.recording.resumed_run import ExistingRun
 from trainers.recording.step_hooks import Recorder, real_optimizer
 from trajstore.errors import RecordingError
 from trajstore.optimizer_advice import require_sound
+from trajstore.store.remote_path import RunPath
 
 __all__ = ["attach", "capture", "recording"]
 
@@ -26,7 +26,7 @@ __all__ = ["attach", "capture", "recording"]
 def attach(
     model: torch.nn.Module,
     optimizer: Any,
-    path: str | os.PathLike[str],
+    path: RunPath,
     options: RecordingOptions,
     loop: TrainingLoop,
     *,
@@ -97,7 +97,7 @@ def attach(
 def recording(
     model: torch.nn.Module,
     optimizer: Any,
-    path: str | os.PathLike[str],
+    path: RunPath,
     options: RecordingOptions,
     loop: TrainingLoop,
     *,
@@ -137,7 +137,7 @@ def _is_first_process() -> bool:
 def capture(
     model: torch.nn.Module,
     optimizer: Any,
-    path: str | os.PathLike[str],
+    path: RunPath,
     *,
     scaler: Any = None,
     max_grad_norm: float = 0.0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from trainers.recording.compared_run import Comparison
 from trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trainers.recording.step_hooks import Recorder
 from trajstore.errors import RecordingError
+from trajstore.store.remote_path import RunPath
 
 __all__ = ["TrajectoryCallback"]
 
@@ -60,7 +60,7 @@ class TrajectoryCallback(TrainerCallback):
     @takes_options
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: RunPath,
         record: str | Sequence[str] = RecordingOptions.record,
         *,
         on_step: Callable[[Recorder], None] | None = None,

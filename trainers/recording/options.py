@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -26,6 +25,7 @@ from trajstore.schema import ENCODINGS, TIERS, VARIABLES, resolve_record
 from trajstore.store.commit_timer import COMMIT_EVERY, check_commit_every
 from trajstore.store.create import check_target
 from trajstore.store.open_group import open_group
+from trajstore.store.remote_path import RunPath
 
 __all__ = ["RecordingOptions", "TrainingLoop", "takes_options"]
 
@@ -138,7 +138,7 @@ class RecordingOptions:
         """Whether one parameter is meant, whose run is at the path itself."""
         return self.parameter is None or isinstance(self.parameter, str)
 
-    def check_path(self, path: str | os.PathLike[str]) -> None:
+    def check_path(self, path: RunPath) -> None:
         """Insist that what is wanted can be recorded at a path, as far as it shows already.
 
         The runs of several parameters lie beside it, under names that the model has to tell.
@@ -151,7 +151,7 @@ class RecordingOptions:
         if self.has_one_run:
             self.check_place(path)
 
-    def check_place(self, run: str | os.PathLike[str]) -> None:
+    def check_place(self, run: RunPath) -> None:
         """Insist that a run can be made in a place, or gone on with.
 
         Raises

@@ -6,10 +6,8 @@ type of every variable; one that is there already is compared with its plan (see
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ from trainers.recording.provenance import optimizer_attributes, provenance
 from trainers.recording.token_selection import select_tokens
 from trajstore.byte_sizes import parse_bytes
 from trajstore.errors import InvalidArgument
+from trajstore.store.remote_path import Location, RunPath, location
 from trajstore.store.writer import RunWriter
 
 __all__ = ["PlannedRun", "plan_runs", "run_path"]
@@ -34,7 +33,7 @@ class PlannedRun:
 
     Attributes
     ----------
-    path : Path
+    path : Path or RemotePath
     parameter : RecordedParameter
     ids : ndarray of int64, (token,), or None
         Recorded rows of the matrix, in increasing order; None for all.
@@ -48,7 +47,7 @@ class PlannedRun:
     loop : TrainingLoop
     """
 
-    path: Path
+    path: Location
     parameter: RecordedParameter
     ids: npt.NDArray[np.int64] | None
     coordinates: dict[str, npt.NDArray[Any]]
@@ -118,7 +117,7 @@ class PlannedRun:
 
 
 def plan_runs(
-    path: str | os.PathLike[str],
+    path: RunPath,
     parameters: Sequence[RecordedParameter],
     optimizer: Optimizer,
     options: RecordingOptions,
@@ -155,13 +154,13 @@ def plan_runs(
     return planned
 
 
-def run_path(path: str | os.PathLike[str], parameter: str | None) -> Path:
+def run_path(path: RunPath, parameter: str | None) -> Location:
     """Where the run of one of several parameters is: ``NAME.<parameter>.zarr``.
 
     >>> run_path("run.zarr", "lm_head.weight").name
     'run.lm_head.weight.zarr'
     """
-    whole = Path(path)
+    whole = location(path)
     if parameter is None:
         return whole
     return whole.with_name(f"{whole.name.removesuffix('.zarr')}.{parameter}.zarr")

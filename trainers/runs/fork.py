@@ -36,6 +36,7 @@ from trajstore.schema import COORDINATES, STEP
 from trajstore.store.branched_run import branch_run
 from trajstore.store.create import check_local_target, staged_run
 from trajstore.store.open_group import open_group
+from trajstore.store.remote_path import RunPath
 from trajstore.store.writer import RunWriter
 from trajstore.store.zarr_json import utc_now
 from trajstore.values.native_types import as_bits, native_type
@@ -45,7 +46,7 @@ __all__ = ["fork"]
 
 def fork(
     run: str | os.PathLike[str],
-    output: str | os.PathLike[str],
+    output: RunPath,
     *,
     at: int,
     settings: Sequence[str] = (),

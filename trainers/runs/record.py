@@ -19,14 +19,14 @@ from trainers.texts.corpus import Corpus, load_corpus
 from trajstore.errors import InvalidArgument
 from trajstore.optimizer_advice import require_sound
 from trajstore.store.create import check_target
-from trajstore.store.remote_path import Location, location
+from trajstore.store.remote_path import Location, RunPath, location
 
 __all__ = ["record", "text_sources"]
 
 
 def record(
     config: RunConfig,
-    path: str | os.PathLike[str],
+    path: RunPath,
     *,
     corpus: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
@@ -114,7 +114,7 @@ def record(
         require_sound(numeric_advice(config))
     find_device(config.training.device)  # before what is there, which would hide that
     before: Standing | None = None
-    target = location(path)
+    target = location(path).absolute()
     if resume and target.exists():
         before = standing(target, config)
         if before.has_all(config.training.steps):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from trajstore.errors import ConfigError, CorpusError, NothingToResume, RunNotFo
 from trajstore.store.lock import RunLock
 from trajstore.store.object_keys import checkpoint_folder
 from trajstore.store.open_group import open_group
-from trajstore.store.remote_path import Location, location
+from trajstore.store.remote_path import Location, RunPath, location
 from trajstore.store.writer import RunWriter
 
 __all__ = [
@@ -42,7 +41,7 @@ _MAY_CHANGE = {
 }
 
 
-def recorded_config(path: str | os.PathLike[str]) -> RunConfig:
+def recorded_config(path: RunPath) -> RunConfig:
     """Configuration that a run was recorded with.
 
     Raises

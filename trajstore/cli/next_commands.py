@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shlex
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trajstore.byte_sizes import format_bytes
 from trajstore.cli.tables import err, out
+
+if TYPE_CHECKING:
+    from trajstore.store.remote_path import RunPath
 
 __all__ = ["FIRST", "print_interrupted", "print_recorded"]
 
@@ -27,13 +29,13 @@ Or, with a file that you have:
 
 
 def print_recorded(
-    path: Path, facts: dict[str, Any], seconds: float | None, rate: float | None
+    path: RunPath, facts: dict[str, Any], seconds: float | None, rate: float | None
 ) -> None:
     """Print what was recorded, how long that took, and three commands to go on with.
 
     Parameters
     ----------
-    path : Path
+    path : path-like
         Of the run, as it was named.
     facts : dict
         Of `trajstore.store.run_info.information`.
@@ -60,7 +62,7 @@ def print_recorded(
         out.print(f"  {command:<{longest}}   {what}")
 
 
-def print_interrupted(path: Path, facts: dict[str, Any], *, fsync: bool) -> None:
+def print_interrupted(path: RunPath, facts: dict[str, Any], *, fsync: bool) -> None:
     """Print, on standard error, how far it came, and the command that goes on."""
     again = f"trajstore record --resume -o {shlex.quote(str(path))}{' --fsync' * fsync}"
     err.print(

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.text import Text
@@ -23,6 +23,9 @@ from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import err, out, print_json, print_plan
 from trajstore.errors import InvalidArgument, MissingExtra
 from trajstore.schema import ENCODINGS
+
+if TYPE_CHECKING:
+    from trajstore.store.remote_path import Location
 
 __all__ = ["fetch", "plan", "presets", "record"]
 
@@ -113,7 +116,7 @@ def _configured(
     assignments: tuple[str, ...],
     variables: str | None,
     fields: dict[str, Any],
-    run: Path | None = None,
+    run: Location | None = None,
 ) -> Any:
     """Configuration that is asked for; of a run that goes on, where none is named, its own.
 
@@ -236,9 +239,9 @@ def record(
     if resume and output is None and not named:
         raise InvalidArgument("name the run to go on with: --resume -o RUN.zarr")
     _check_fork(source, at, output, named=named, resume=resume)
-    if output is not None and "://" in output:  # a Path would make a folder of it
-        raise InvalidArgument(f"cannot record to {output}: a run is recorded to a local folder")
-    path = Path(output or f"{preset_name or Path(str(config_file)).stem}.zarr")
+    from trajstore.store.remote_path import location
+
+    path = location(output or f"{preset_name or Path(str(config_file)).stem}.zarr")
     changes = _assignments(assignments, variables, fields)
     with StopRequest() as stop, _stopping_told(path):
         if source is None:
@@ -282,7 +285,7 @@ def record(
 
 
 @contextmanager
-def _stopping_told(path: Path) -> Iterator[None]:
+def _stopping_told(path: Location) -> Iterator[None]:
     """Say what is there when a signal ends the command before its training."""
     try:
         yield

@@ -236,7 +236,8 @@ def _jobs_of_shard(
 ) -> Iterator[Job]:
     """Checks of a shard; the first one also brings back what was found when it was opened."""
     found = CheckedChunks()
-    path = Path(stored.path) / stored.key(block, part)
+    path = stored.path / stored.key(block, part)
+    assert isinstance(path, Path)  # as `check_metadata` has insisted on
     try:
         shard = _Shard(stored, native, block, part, path, finished=finished)
     except OSError as error:

@@ -7,7 +7,6 @@ shards themselves, and `open_run` values without the way through zarr's event lo
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from trajstore.codec.selected_parts import Pick, picks
 from trajstore.errors import FormatError
 from trajstore.store.object_file import ObjectFile, opened
 from trajstore.store.object_keys import chunk_key
-from trajstore.store.remote_path import Location, location
+from trajstore.store.remote_path import Location, RunPath, location
 from trajstore.store.shard import shard_digest
 from trajstore.threads import in_parallel
 from trajstore.values.native_types import NativeType, as_bits
@@ -259,10 +258,12 @@ def block_form(name: str, array: zarr.Array[Any], runs: Runs | None) -> BlockFor
 
 
 def stored_array(
-    path: str | os.PathLike[str], name: str, array: zarr.Array[Any], runs: Runs | None
+    path: RunPath, name: str, array: zarr.Array[Any], runs: Runs | None
 ) -> StoredArray | None:
     """An array of a run as its shards hold it; parameters and None as for `block_form`."""
     form = block_form(name, array, runs)
     if form is None:
         return None
-    return StoredArray(path=location(path), name=name, shape=tuple(array.shape), form=form)
+    return StoredArray(
+        path=location(path).absolute(), name=name, shape=tuple(array.shape), form=form
+    )

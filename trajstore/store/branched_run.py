@@ -208,7 +208,8 @@ class _Branch:
 
     def write_blocks(self) -> None:
         """Take over what is there as a whole, and commit it."""
-        source = Path(self.stored.path)
+        source = self.stored.path
+        assert isinstance(source, Path)  # a branch is made of a local run
         blocks = self.stored.rows // self.stored.layout.block_rows
         for name in self.metadata.names():
             if name in COORDINATES:

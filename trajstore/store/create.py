@@ -13,13 +13,13 @@ from trajstore.errors import InvalidArgument, RunExists
 from trajstore.schema import COORDINATES, STEP, VARIABLES
 from trajstore.store.atomic import PARTIAL_SUFFIX, flush_folder, put
 from trajstore.store.object_keys import DOCUMENT
-from trajstore.store.remote_path import Location, RemotePath, location
+from trajstore.store.remote_path import Location, RemotePath, RunPath, location
 from trajstore.store.zarr_json import RunMetadata
 
 __all__ = ["check_local_target", "check_target", "create_folder", "staged_file", "staged_run"]
 
 
-def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Location:
+def check_target(path: RunPath, *, overwrite: bool = False) -> Location:
     """Where a run may be created.
 
     Raises
@@ -29,7 +29,7 @@ def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Lo
     InvalidArgument, MissingExtra
         If it is an address that cannot be written to.
     """
-    target = location(path)
+    target = location(path).absolute()
     if isinstance(target, RemotePath) and not target.listed:
         raise InvalidArgument(f"cannot record to {path}: a web server is only read from")
     if not target.exists() or _is_begun(target):
@@ -43,7 +43,7 @@ def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Lo
     return target
 
 
-def check_local_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+def check_local_target(path: RunPath, *, overwrite: bool = False) -> Path:
     """Where a run may be made that is no recording: not in an object store.
 
     Raises

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from trajstore.errors import RunLocked
 from trajstore.store.remote_lock import RemoteLock, is_renewed
-from trajstore.store.remote_path import Location, RemotePath, location
+from trajstore.store.remote_path import Location, RemotePath, RunPath, location
 from trajstore.store.zarr_json import utc_now
 
 __all__ = ["RunLock", "is_written_to"]
@@ -122,7 +122,7 @@ class RunLock:
         self.release()
 
 
-def is_written_to(run: str | os.PathLike[str]) -> bool | None:
+def is_written_to(run: RunPath) -> bool | None:
     """Whether a writer holds the lock of a run, as far as can be told from here.
 
     Parameters
@@ -135,7 +135,7 @@ def is_written_to(run: str | os.PathLike[str]) -> bool | None:
     bool or None
         None if the lock is that of another machine, which may not show here.
     """
-    place = location(run)
+    place = location(run).absolute()
     if isinstance(place, RemotePath):
         return is_renewed(place)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,12 @@ from zarr.errors import NodeNotFoundError
 from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError, RunNotFound
 from trajstore.schema import FORMAT
-from trajstore.store.remote_path import RemotePath, location
+from trajstore.store.remote_path import RemotePath, RunPath, location
 
 __all__ = ["open_group", "run_identity"]
 
 
-def open_group(path: str | os.PathLike[str]) -> zarr.Group:
+def open_group(path: RunPath) -> zarr.Group:
     """Root group of a run, read-only, at its last commit.
 
     Raises

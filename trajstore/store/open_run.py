@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import dask.array as da
@@ -21,6 +21,7 @@ from trajstore.store.array_reader import StoredArray, stored_array
 from trajstore.store.block_plan import LARGEST_TASK
 from trajstore.store.block_view import as_blocks
 from trajstore.store.open_group import open_group, run_identity
+from trajstore.store.remote_path import RunPath, location
 from trajstore.store.xarray_engine import run_store
 from trajstore.threads import default_threads
 
@@ -29,9 +30,7 @@ __all__ = ["open_run"]
 _MATRIX = 3  # dimensions of what is worth reading without a detour
 
 
-def open_run(
-    path: str | os.PathLike[str], *, chunks: Literal["blocks"] | None = "blocks"
-) -> xr.Dataset:
+def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> xr.Dataset:
     """Open a run lazily, also while it is being recorded.
 
     `xr.open_dataset` does the same with ``engine="trajstore"``, and `xr.open_zarr` for runs of the
@@ -75,13 +74,13 @@ def open_run(
     group = as_blocks(open_group(path))
     # Coordinates stay without dask, which can neither group by them nor look things up in them.
     ds = xr.open_dataset(run_store(group), chunks=None)
-    ds.encoding["source"] = os.fspath(path)  # where it is from, as xarray's readers say it
-    local = os.path.isdir(path)
+    ds.encoding["source"] = str(path)  # where it is from, as xarray's readers say it
+    local = isinstance(location(path), Path)
     if chunks is None and not local:
         return ds
     runs = run_identity(group.attrs)
     data = {}
-    token = tokenize(os.fspath(path), ds.attrs)  # once, and not for each array
+    token = tokenize(str(path), ds.attrs)  # once, and not for each array
     for name, array in group.arrays():
         variable = ds.data_vars.get(name)
         if variable is None:

@@ -23,7 +23,7 @@ from zarr.storage import ObjectStore as ZarrObjectStore
 
 from trajstore.errors import InvalidArgument, MissingExtra, ObjectStoreError
 
-__all__ = ["REMOTE_REQUESTS", "Location", "RemotePath", "local_file", "location"]
+__all__ = ["REMOTE_REQUESTS", "Location", "RemotePath", "RunPath", "local_file", "location"]
 
 REMOTE_REQUESTS = 16
 """Requests of a kind that are under way at a time."""
@@ -51,11 +51,12 @@ class RemotePath:
     def __str__(self) -> str:
         return f"{self.root}/{self.key}"
 
-    def __fspath__(self) -> str:
-        return str(self)  # so that it goes wherever a path of a run goes; no file has that name
-
     def __truediv__(self, name: str) -> Self:
         return type(self)(self.root, f"{self.key}/{name.strip('/')}".strip("/"))
+
+    def absolute(self) -> Self:
+        """Itself."""
+        return self
 
     @property
     def name(self) -> str:
@@ -200,13 +201,16 @@ class RemotePath:
 Location = Path | RemotePath
 """Where a run lies, or one of its objects."""
 
+RunPath = str | os.PathLike[str] | RemotePath
+"""How somebody says where: as a path, or an address."""
 
-def location(path: str | os.PathLike[str]) -> Location:
+
+def location(path: RunPath) -> Location:
     """Where something lies.
 
     Parameters
     ----------
-    path : path-like or str
+    path : path-like, str or RemotePath
         A local path, or ``s3://bucket/key``, ``gs://…``, ``az://container/key``, ``memory://…``
         (of this process), ``https://…``. Credentials come from the environment.
 
@@ -221,7 +225,7 @@ def location(path: str | os.PathLike[str]) -> Location:
         return path
     text = os.fspath(path)
     if "://" not in text:
-        return Path(text).absolute()
+        return Path(text)
     parts = urlsplit(text)
     if parts.scheme not in _SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)

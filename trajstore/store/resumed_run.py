@@ -7,7 +7,6 @@ to be written again with those that follow.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +23,7 @@ from trajstore.store.block_plan import ArrayLayout, Layout, within
 from trajstore.store.fingerprint import Fingerprint, block_digest, coordinate_digests
 from trajstore.store.object_keys import DOCUMENT, block_of
 from trajstore.store.open_group import open_group, run_identity
-from trajstore.store.remote_path import REMOTE_REQUESTS, Location, RemotePath, location
+from trajstore.store.remote_path import REMOTE_REQUESTS, Location, RemotePath, RunPath, location
 from trajstore.store.run_info import object_sizes
 from trajstore.store.zarr_json import RunMetadata
 from trajstore.threads import default_threads, in_parallel
@@ -123,7 +122,7 @@ class ResumedRun:
         return size
 
 
-def check_run(path: str | os.PathLike[str]) -> Location:
+def check_run(path: RunPath) -> Location:
     """Where a run is that rows can be added to.
 
     Raises
@@ -133,7 +132,7 @@ def check_run(path: str | os.PathLike[str]) -> Location:
     InvalidArgument, MissingExtra
         If it is an address that cannot be written to.
     """
-    place = location(path)
+    place = location(path).absolute()
     if isinstance(place, RemotePath) and not place.listed:
         raise InvalidArgument(f"cannot add to {path}: a web server is only read from")
     open_group(place)

@@ -15,13 +15,13 @@ from trajstore.schema import STEP, VARIABLES
 from trajstore.store.array_reader import block_form
 from trajstore.store.lock import is_written_to
 from trajstore.store.open_group import open_group
-from trajstore.store.remote_path import Location, RemotePath, location
+from trajstore.store.remote_path import Location, RemotePath, RunPath, location
 from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["digest_of_files", "information", "object_sizes", "stored_bytes"]
 
 
-def information(path: str | os.PathLike[str]) -> dict[str, Any]:
+def information(path: RunPath) -> dict[str, Any]:
     """Facts about a run at its last commit, as JSON values.
 
     Parameters
@@ -82,7 +82,7 @@ def information(path: str | os.PathLike[str]) -> dict[str, Any]:
     }
 
 
-def stored_bytes(path: str | os.PathLike[str]) -> int:
+def stored_bytes(path: RunPath) -> int:
     """Bytes of all files of a run, also of a block that is being written."""
     return sum(object_sizes(location(path)).values())
 

@@ -6,9 +6,9 @@ MiB. Reading tile by tile keeps memory flat, whatever the sizes of runs and bloc
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.schema import COORDINATES, STEP, VARIABLES
 from trajstore.store.array_reader import StoredArray, stored_array
 from trajstore.store.open_group import open_group, run_identity
+from trajstore.store.remote_path import RunPath, location
 from trajstore.values.native_types import NativeType, native_type
 from trajstore.values.rounding import convert
 
@@ -117,7 +118,7 @@ class TiledRun:
     series: dict[str, TiledVariable]
 
 
-def open_tiled(run: str | os.PathLike[str] | xr.Dataset) -> TiledRun:
+def open_tiled(run: RunPath | xr.Dataset) -> TiledRun:
     """Open what is to be exported.
 
     Parameters
@@ -142,9 +143,9 @@ def open_tiled(run: str | os.PathLike[str] | xr.Dataset) -> TiledRun:
     return source
 
 
-def _of_path(path: str | os.PathLike[str]) -> TiledRun:
+def _of_path(path: RunPath) -> TiledRun:
     group = open_group(path)
-    local = os.path.isdir(path)
+    local = isinstance(location(path), Path)
     arrays: dict[str, Any] = dict(group.arrays())
     series = {}
     for name in (name for name in VARIABLES if name in arrays):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +42,7 @@ from trajstore.store.fingerprint import Fingerprint
 from trajstore.store.lock import RunLock
 from trajstore.store.new_run import check_variables, new_run, token_coordinates
 from trajstore.store.remote_lock import RemoteLock
-from trajstore.store.remote_path import Location
+from trajstore.store.remote_path import Location, RunPath
 from trajstore.store.resumed_run import ResumedRun, check_run, remove_past_end, resumed_run
 from trajstore.store.zarr_json import RunMetadata, Status
 from trajstore.values.native_types import as_bits
@@ -132,7 +131,7 @@ class RunWriter:
     @classmethod
     def create(
         cls,
-        path: str | os.PathLike[str],
+        path: RunPath,
         *,
         token: npt.ArrayLike,
         hidden: int,
@@ -244,7 +243,7 @@ class RunWriter:
     @classmethod
     def resume(
         cls,
-        path: str | os.PathLike[str],
+        path: RunPath,
         *,
         rows: int | None = None,
         attributes: Mapping[str, Any] | None = None,

@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import xarray as xr
 
-from trajstore.errors import FormatError, InvalidArgument, RunNotFound
+from trajstore.errors import FormatError, RunNotFound
 from trajstore.store.lock import is_written_to
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.open_run import open_run
+from trajstore.store.remote_path import Location, RemotePath, RunPath, location
 from trajstore.store.run_info import stored_bytes
 from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.watching.bounded_curve import BoundedCurve
@@ -95,7 +95,7 @@ class RunFollower:
     Parameters
     ----------
     path : path-like
-        A local run, which need not be there yet.
+        A run, local or in an object store, which need not be there yet.
     budget : int
         Bytes of gradients and weights to read at each look; a row is read in any case.
     clock : callable
@@ -103,8 +103,8 @@ class RunFollower:
 
     Raises
     ------
-    InvalidArgument
-        If `path` is an address.
+    InvalidArgument, MissingExtra
+        If it is an address that cannot be read.
 
     Examples
     --------
@@ -115,19 +115,15 @@ class RunFollower:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: RunPath,
         *,
         budget: int = _BUDGET,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        if "://" in os.fspath(path):
-            raise InvalidArgument(
-                f"cannot watch {os.fspath(path)}: a run is recorded, and watched, in a local folder"
-            )
-        self._path = Path(path)
+        self._path = location(path)
         self._budget = budget
         self._clock = clock
-        self._seen: tuple[int, ...] | None = None
+        self._seen: tuple[Any, ...] | None = None
         self._forget()
 
     def look(self) -> Look:
@@ -261,8 +257,11 @@ class RunFollower:
         )
 
 
-def _state(document: Path) -> tuple[int, ...] | None:
-    """What changes with every commit, its time at the end; None if there is no such file."""
+def _state(document: Location) -> tuple[Any, ...] | None:
+    """What changes with every commit, its time at the end; None if there is no such object."""
+    if isinstance(document, RemotePath):
+        told = document.stat()
+        return None if told is None else (told["e_tag"], told["last_modified"].timestamp() * 1e9)
     try:
         found = os.stat(document)
     except (FileNotFoundError, NotADirectoryError):
