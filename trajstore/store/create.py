@@ -23,14 +23,21 @@ def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Pa
     Raises
     ------
     RunExists
-        If something is there and `overwrite` is not set, or it is not a run.
+        If something is there and `overwrite` is not set, or it is not a run, or it is a link.
     InvalidArgument
-        If it is an address, not a local path.
+        If it is an address, not a local path, or has no name, as ``/``.
     """
     text = os.fspath(path)
     if "://" in text:
         raise InvalidArgument(f"cannot record to {text}: a run is recorded to a local folder")
     target = Path(path).absolute()
+    if not text or not target.name:
+        raise InvalidArgument(f"a run needs a name of its own, got {text!r}; such as run.zarr")
+    if target.is_symlink():
+        raise RunExists(
+            f"{path} is a link to {os.readlink(target)}, and links are not replaced; name what it "
+            "points to, or choose another path"
+        )
     if not target.exists():
         return target
     if not overwrite:

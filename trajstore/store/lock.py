@@ -132,7 +132,7 @@ def is_written_to(run: str | os.PathLike[str]) -> bool | None:
         None if the lock is that of another machine, which may not show here.
     """
     try:
-        descriptor = os.open(_lock_file(Path(run).absolute()), os.O_RDONLY)
+        descriptor = os.open(_lock_file(Path(run)), os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
@@ -147,7 +147,9 @@ def is_written_to(run: str | os.PathLike[str]) -> bool | None:
 
 
 def _lock_file(run: Path) -> Path:
-    return run.with_name(f".{run.name}.lock")
+    """Where the lock is, beside the run itself, by whichever link it was reached."""
+    real = Path(os.path.realpath(run))
+    return real.parent / f".{real.name}.lock"
 
 
 def _take(descriptor: int) -> None:

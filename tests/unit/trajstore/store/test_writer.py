@@ -325,6 +325,23 @@ def test_only_runs_are_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "thesis" / "chapter1.tex").read_text() == "precious"
 
 
+def test_links_are_not_overwritten_nor_what_has_no_name(
+    small_run: tuple[Path, Any], tmp_path: Path
+) -> None:
+    path, _ = small_run
+    link, nowhere = tmp_path / "link.zarr", tmp_path / "nowhere.zarr"
+    link.symlink_to(path)
+    nowhere.symlink_to(tmp_path / "gone")
+    for target in (link, nowhere):
+        with pytest.raises(RunExists, match="is a link to"):
+            create(target, overwrite=True)
+        assert target.is_symlink()
+    for name in ("/", ""):
+        with pytest.raises(InvalidArgument, match="a name of its own"):
+            create(name, overwrite=True)  # type: ignore[arg-type]
+    assert xr.open_zarr(path).sizes["step"] == 11
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
