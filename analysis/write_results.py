@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from math import nan
@@ -19,6 +18,7 @@ import xarray as xr
 from dask.callbacks import Callback
 
 from trajstore.errors import InvalidArgument, MissingExtra, RunExists
+from trajstore.store.create import staged_folder
 from trajstore.version import __version__
 
 __all__ = ["ENDINGS", "describe", "progress_of_tasks", "write_result"]
@@ -147,11 +147,10 @@ def write_result(
         )
     for part in parts:
         _check_replaceable(part)
-    target.parent.mkdir(parents=True, exist_ok=True)
     write = {".zarr": _write_zarr, ".nc": _write_netcdf, ".csv": _write_csv}[target.suffix]
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+    with staged_folder(target) as scratch:
         for number, (part, ds) in enumerate(parts.items()):
-            new = Path(scratch) / f"{number}{target.suffix}"
+            new = scratch / f"{number}{target.suffix}"
             with progress_of_tasks(report):
                 dask.compute(write(ds, new))
             if part.is_dir():

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trajstore.errors import InvalidArgument, RunExists
-from trajstore.store.atomic import PARTIAL_SUFFIX, flush_folder, put
+from trajstore.store.atomic import PARTIAL_SUFFIX, exchange, flush_folder, put, sweep
+from trajstore.store.lock import RunLock
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.zarr_json import RunMetadata
 
-__all__ = ["check_target", "create_folder", "staged_file", "staged_run"]
+__all__ = ["check_target", "create_folder", "staged_file", "staged_folder", "staged_run"]
 
 
 def check_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
@@ -87,10 +88,7 @@ def create_folder(
     RunExists
         If another process has made something at `path` meanwhile.
     """
-    beside = f".{path.name}.{os.getpid()}"
-    new, old = path.with_name(f"{beside}{PARTIAL_SUFFIX}"), path.with_name(f"{beside}.old")
-    for left in (new, old):  # of a killed process that had the same number
-        shutil.rmtree(left, ignore_errors=True)
+    new = _beside(path)
     new.mkdir()
     try:
         for name in documents.names():
@@ -100,9 +98,7 @@ def create_folder(
             put(new / key, [data], fsync=fsync)
         put(new / DOCUMENT, [documents.root(0, "recording", digests)], fsync=fsync)
         if overwrite and path.exists():
-            path.rename(old)
-            new.rename(path)
-            shutil.rmtree(old)
+            _replace(path, new, old=new.with_suffix(".old"))
         else:
             new.rename(path)
     except BaseException as error:
@@ -127,14 +123,37 @@ def staged_file(target: str | os.PathLike[str], *, overwrite: bool = False) -> I
     _check_file(path, overwrite=overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _beside(path)
-    try:
-        partial.write_bytes(b"")
-        yield partial
-        _check_file(path, overwrite=overwrite)
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with _alone(path):
+        try:
+            partial.write_bytes(b"")
+            yield partial
+            _check_file(path, overwrite=overwrite)
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def staged_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
+    """Empty folder beside `target` for what is going to be put there; removed at the end.
+
+    Nobody else makes anything of that name meanwhile, and what died while it did is removed.
+
+    Raises
+    ------
+    RunLocked
+        If another process is making it.
+    """
+    path = Path(target).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = _beside(path)
+    with _alone(path):
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -161,28 +180,43 @@ def staged_run(
         If something is there and `overwrite` is not set, or it is not a run.
     """
     path = check_target(target, overwrite=overwrite)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = _beside(path)
-    # Of a killed process that had the same number.
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    new, old = folder / "new", folder / "old"
-    try:
-        yield new
-        check_target(path, overwrite=overwrite)
-        if path.exists():
-            path.rename(old)
+    with staged_folder(path) as folder:
+        new, old = folder / "new", folder / "old"
+        try:
+            yield new
+            check_target(path, overwrite=overwrite)
+            if path.exists():
+                _replace(path, new, old=old, keep=True)
+            else:
+                new.rename(path)
+            if on_place is not None:
+                try:
+                    on_place()
+                except BaseException:
+                    path.rename(new)
+                    raise
+        finally:
+            if old.exists() and not path.exists():
+                old.rename(path)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While nobody else makes anything there, and after what died while it did is removed."""
+    with RunLock.acquire(path):
+        sweep(path)
+        yield
+
+
+def _replace(path: Path, new: Path, *, old: Path, keep: bool = False) -> None:
+    """Put a folder in the place of another: at once, so that there always is one, if possible."""
+    if exchange(new, path):
+        new.rename(old)
+    else:
+        path.rename(old)
         new.rename(path)
-        if on_place is not None:
-            try:
-                on_place()
-            except BaseException:
-                path.rename(new)
-                raise
-    finally:
-        if old.exists() and not path.exists():
-            old.rename(path)
-        shutil.rmtree(folder, ignore_errors=True)
+    if not keep:
+        shutil.rmtree(old, ignore_errors=True)  # the new one is there; the next writer sweeps
 
 
 def _check_file(path: Path, *, overwrite: bool) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,7 +54,7 @@ class RunWriter:
     """Appends rows to a run, which nobody else can write to meanwhile.
 
     Made by `create` or `resume`; a context manager that closes the run as ``complete``, or as
-    ``interrupted`` when it is left by an exception.
+    ``interrupted`` when it is left by an exception. A new one without a row is removed then.
 
     Attributes
     ----------
@@ -103,6 +104,7 @@ class RunWriter:
         self._rows_lock = threading.Lock()  # the timer's thread asks how many there are
         self._last_step = -1
         self._given = 0  # rows whose places are with the caller
+        self._is_new = False
         self._status: Status = "recording"
         self._committer = Committer(path, metadata, fingerprint, fsync=fsync)
         self._timer = self._made_timer(commit_every)
@@ -231,6 +233,7 @@ class RunWriter:
             run = cls(
                 path, layout, metadata, fingerprint, lock, commit_every=commit_every, fsync=fsync
             )
+            run._is_new = True
             run._begin()
         except BaseException:
             lock.release()
@@ -465,6 +468,9 @@ class RunWriter:
         except BaseException as failure:
             if failure is not error:  # which is on its way already
                 raise
+        if kind is not None and self._is_new and not self.rows:
+            # A first row that was refused leaves no run that the next try would have to overwrite.
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def _check_open(self) -> None:
         if self._status != "recording":
