@@ -34,7 +34,8 @@ _held: set[int] = set()
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
 """What a file system says that has none."""
 
-_warned = False
+_warned: set[Path] = set()
+"""Where it was said that there are no locks."""
 
 
 def _leave_to_parent() -> None:
@@ -196,9 +197,8 @@ def _take(descriptor: int, run: Path) -> None:
 
 def _warn_once(run: Path, error: OSError) -> None:
     """Say what protects a run where the file system has no locks."""
-    global _warned
     if not _warned:
-        _warned = True
+        _warned.add(run.parent)
         warnings.warn(
             f"the file system of {run.parent} has no file locks ({error.strerror}); two writers "
             f"are kept apart only by what {_lock_file(run).name} says of host and process",

@@ -30,10 +30,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_second_writer_is_told_who_the_first_is(run: Path) -> None:
-    with (
-        RunLock.acquire(run),
-        pytest.raises(RunLocked, match=rf"this process itself \({os.getpid()}\)"),
-    ):
+    own = rf"this process itself \({os.getpid()}\)"
+    with RunLock.acquire(run), pytest.raises(RunLocked, match=own):
         RunLock.acquire(run)
     assert not list(run.parent.iterdir()), "a released lock leaves nothing"
     RunLock.acquire(run).release()
@@ -173,7 +171,7 @@ def test_without_file_locks_the_lock_file_protects_and_that_is_said_once(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("trajstore.store.lock.fcntl.flock", none)
-    monkeypatch.setattr(lock_module, "_warned", False)
+    monkeypatch.setattr(lock_module, "_warned", set())
     with RunLock.acquire(run):
         with pytest.raises(RunLocked):
             RunLock.acquire(run)
