@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from math import nan
@@ -18,10 +18,15 @@ import xarray as xr
 from dask.callbacks import Callback
 
 from trajstore.errors import InvalidArgument, MissingExtra, RunExists
+from trajstore.store.create import staged_folder
+from trajstore.version import __version__
 
 __all__ = ["ENDINGS", "describe", "progress_of_tasks", "write_result"]
 
 ENDINGS = (".zarr", ".nc", ".csv")
+
+_WRITTEN_BY = "written_by_trajstore"
+"""Attribute of a Zarr that tells a result from a run, and from what others have written."""
 
 # Values of one part of a table; some 100 bytes each while it is text.
 _CSV_VALUES = 1 << 19
@@ -118,7 +123,7 @@ def write_result(
     InvalidArgument
         For another ending.
     RunExists
-        If something is at `path` and `overwrite` is not set.
+        If something is at `path` and `overwrite` is not set, or it is a folder that is no result.
     MissingExtra
         For NetCDF without h5netcdf.
     """
@@ -140,17 +145,39 @@ def write_result(
         raise RunExists(
             f"{', '.join(taken)} is already there; choose another name, or overwrite it"
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        _check_replaceable(part)
     write = {".zarr": _write_zarr, ".nc": _write_netcdf, ".csv": _write_csv}[target.suffix]
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+    with staged_folder(target) as scratch:
         for number, (part, ds) in enumerate(parts.items()):
-            new = Path(scratch) / f"{number}{target.suffix}"
+            new = scratch / f"{number}{target.suffix}"
             with progress_of_tasks(report):
                 dask.compute(write(ds, new))
             if part.is_dir():
                 shutil.rmtree(part)
             new.replace(part)
     return list(parts)
+
+
+def _check_replaceable(path: Path) -> None:
+    """Refuse to replace a folder that no analysis has written.
+
+    Raises
+    ------
+    RunExists
+    """
+    if not path.is_dir():
+        return
+    try:
+        document = json.loads((path / "zarr.json").read_bytes())
+        ours = _WRITTEN_BY in document["attributes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = False
+    if not ours or path.is_symlink():
+        raise RunExists(
+            f"{path} is a folder that no analysis has written, so it is not replaced; choose "
+            "another name"
+        )
 
 
 def _plain(ds: xr.Dataset, text: Any) -> xr.Dataset:
@@ -169,7 +196,7 @@ def _plain(ds: xr.Dataset, text: Any) -> xr.Dataset:
 
 def _write_zarr(ds: xr.Dataset, path: Path) -> Any:
     # Text of fixed length is no type of Zarr's specification; this is.
-    plain = _plain(ds, np.dtypes.StringDType())
+    plain = _plain(ds, np.dtypes.StringDType()).assign_attrs({_WRITTEN_BY: __version__})
     with warnings.catch_warnings():
         # Readers that know consolidated metadata expect it; the others need not.
         warnings.filterwarnings("ignore", "Consolidated metadata", UserWarning)

@@ -15,7 +15,7 @@ STEPS = 40
 HOSTILE = ["<script>alert(1)</script>", "\x1b[31mred\x1b]0;title\x07", "\u202eright", "a", "b", "c"]
 
 
-def begin(path: Path, **options: Any) -> RunWriter:
+def begin(path: Path | str, **options: Any) -> RunWriter:
     """Writer of an empty run, whose blocks of 4 rows are committed when they are full."""
     chosen: dict[str, Any] = {
         "token": np.arange(TOKENS) * 3,

@@ -21,6 +21,7 @@ from analysis.figures.figure import (
 )
 from analysis.write_results import progress_of_tasks
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
+from trajstore.store.create import staged_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Canvas
@@ -163,13 +164,8 @@ def save(
     """
     target = Path(path)
     check_target(target, dpi=dpi, overwrite=overwrite)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    new = target.with_name(f".{target.name}.{os.getpid()}{target.suffix}")
-    try:
-        canvas.savefig(new, dpi=dpi)
-        new.replace(target)
-    finally:
-        new.unlink(missing_ok=True)
+    with staged_file(target, overwrite=overwrite) as new:
+        canvas.savefig(new, dpi=dpi, format=target.suffix[1:].lower())
     return target
 
 

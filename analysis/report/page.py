@@ -23,6 +23,7 @@ from analysis.token_populations import populations
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import InvalidArgument, MissingExtra, RunExists, VariableNotRecorded
 from trajstore.integrity.verify import verify
+from trajstore.store.create import staged_file
 from trajstore.store.open_run import open_run
 from trajstore.store.run_info import information
 from trajstore.version import __version__
@@ -69,13 +70,8 @@ def write_report(
     target = Path(path)
     check_target(target, overwrite=overwrite)
     html = template.render(**_facts(Path(run), check, report))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    new = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
+    with staged_file(target, overwrite=overwrite) as new:
         new.write_text(html, "utf-8")
-        new.replace(target)
-    finally:
-        new.unlink(missing_ok=True)
     return target
 
 

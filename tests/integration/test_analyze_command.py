@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,3 +202,17 @@ def test_summary_prints_the_tables(run: Path, trajstore_cli: Callable[..., Any])
     expected = norms.isel(token=ds.is_dead.values).mean("token")
     got = np.array(facts["grad_norms"]["values"])[0, :, 0]  # mean, first and last, dead
     np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_only_results_are_overwritten(
+    run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    own, result = tmp_path / "walk.zarr", tmp_path / "result.zarr"
+    shutil.copytree(run, own)
+    trajstore_cli("analyze", run, "freeze", "-o", result)
+    trajstore_cli("analyze", run, "freeze", "-o", result, "--overwrite")
+    (tmp_path / "home.csv").mkdir()
+    for target in (own, tmp_path / "home.csv"):
+        done = trajstore_cli("analyze", own, "freeze", "-o", target, "--overwrite", rc=2)
+        assert "no analysis has written" in " ".join(done.stderr.split())
+    assert trajstore.verify(own).clean

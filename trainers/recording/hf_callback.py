@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import os
+import sys
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +21,9 @@ from trajstore.errors import RecordingError
 from trajstore.store.remote_path import RunPath
 
 __all__ = ["TrajectoryCallback"]
+
+_recording: weakref.WeakSet[TrajectoryCallback] = weakref.WeakSet()
+"""Callbacks whose training has begun, and not ended as far as they know."""
 
 
 class TrajectoryCallback(TrainerCallback):
@@ -86,6 +93,7 @@ class TrajectoryCallback(TrainerCallback):
         self._options.check_path(path)
         self._on_step = on_step
         self._on_note = on_note
+        self._thread = 0
         self.recorder: Recorder | None = None
         self.comparison: Comparison | None = None
 
@@ -106,6 +114,7 @@ class TrajectoryCallback(TrainerCallback):
                 "(DataParallel), which cannot be recorded; start one process a GPU with torchrun, "
                 "or show it one GPU with CUDA_VISIBLE_DEVICES"
             )
+        _end_failed(self._path)
         if self.recorder is not None:
             raise RecordingError("this callback has recorded a run already; make a new one")
         schedule = {
@@ -133,9 +142,13 @@ class TrajectoryCallback(TrainerCallback):
             on_note=self._on_note,
             comparison=self.comparison,
         )
-        # The Trainer tells no callback that it failed: what is whole is committed at the latest
-        # when the interpreter ends.
+        # The Trainer tells no callback that it failed: what is whole is committed when the cell of
+        # the notebook ends, when another callback begins the run anew or goes on with it, and at
+        # the latest when the interpreter ends.
+        self._thread = threading.get_ident()
+        _recording.add(self)
         atexit.register(self.close)
+        _at_end_of_cell(self, register=True)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -152,5 +165,39 @@ class TrajectoryCallback(TrainerCallback):
             Mark the run ``complete``, not ``interrupted``.
         """
         atexit.unregister(self.close)
+        _recording.discard(self)
+        _at_end_of_cell(self, register=False)
         if self.recorder is not None:
             self.recorder.close(complete=complete)
+
+    def _has_ended(self) -> bool:
+        """Whether its training, which was begun by the thread that asks, must be over."""
+        return self._thread == threading.get_ident()
+
+    def _is_of(self, path: RunPath) -> bool:
+        """Whether it records to a path."""
+        return os.path.realpath(str(self._path)) == os.path.realpath(str(path))
+
+    def _after_cell(self, *result: Any) -> None:
+        """Close what a training has left that failed in a cell of a notebook."""
+        if self._has_ended():
+            self.close()
+
+
+def _end_failed(path: RunPath) -> None:
+    """Close what records to a path, and must have failed: its thread begins another training."""
+    for other in list(_recording):
+        if other._is_of(path) and other._has_ended():
+            other.close()
+
+
+def _at_end_of_cell(callback: TrajectoryCallback, *, register: bool) -> None:
+    """In a notebook, have `_after_cell` called when a cell ends, or no longer."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is None:
+        return
+    events = shell.events
+    if register:
+        events.register("post_run_cell", callback._after_cell)
+    elif callback._after_cell in events.callbacks.get("post_run_cell", ()):
+        events.unregister("post_run_cell", callback._after_cell)

@@ -20,6 +20,7 @@ from rich.progress import (
 from rich.text import Text
 
 from trajstore.byte_sizes import format_bytes
+from trajstore.cli.start import working
 from trajstore.cli.tables import err
 from trajstore.errors import InvalidArgument, MissingExtra
 
@@ -56,6 +57,7 @@ class _Bar:
         self._task = self._bar.add_task("", total=None, state="")
 
     def __enter__(self) -> Self:
+        working()
         self._bar.start()
         return self
 
@@ -112,6 +114,7 @@ def stopped_by_signals() -> Iterator[None]:
     def stop(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
+    working()
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -45,6 +45,7 @@ __all__ = ["BLOCK", "BlockCodec", "local_folder"]
 BLOCK = "trajstore.block"
 
 _FOLDER = re.compile(r"(?:.*/)?([^/]+)/c[./][\d./]+")  # of the array, in the key of an object
+_SMALL = 16 << 10  # bytes of an object that is read by one request, not by two
 _GAP = 64 << 10  # bytes that are quicker read than left out, where each request takes its time
 
 Array = npt.NDArray[Any]
@@ -220,9 +221,7 @@ class _Reading:
         """Values, of a whole object."""
         tail = self._tail(data[-self._form.tail_length :])
         # Who asks for it so is about to write it again, with its padding.
-        return self._decoded(
-            tail, lambda offset, length: data[offset : offset + length], padding=True
-        )
+        return self._decoded(tail, partial(_part_of, data), padding=True)
 
     async def from_store(self, byte_getter: Any, prototype: Any) -> Array:
         """Values, by ranges of an object of any store."""
@@ -234,10 +233,14 @@ class _Reading:
 
     async def _from_ranges(self, byte_getter: Any, prototype: Any) -> Array:
         length = self._form.tail_length
-        found = await byte_getter.get(prototype, byte_range=SuffixByteRequest(length))
+        found = await byte_getter.get(prototype, byte_range=SuffixByteRequest(length + _SMALL))
         if found is None:
             raise self._missing()
-        tail = self._tail(found.to_bytes())
+        end = found.to_bytes()
+        tail = self._tail(end[-length:])
+        if len(end) < length + _SMALL:  # which is all of it
+            whole: Array = await _in_thread(self._decoded, tail, partial(_part_of, end))
+            return whole
         stretches = _stretches(self._ranges(tail))
         parts = await asyncio.gather(
             *(
@@ -305,6 +308,10 @@ class _Reading:
 def local_folder(store: Any) -> Any:
     """Folder of a local store, or of one that says it is one (``local_root``); else None."""
     return store.root if isinstance(store, LocalStore) else getattr(store, "local_root", None)
+
+
+def _part_of(data: bytes, offset: int, length: int) -> bytes:
+    return data[offset : offset + length]
 
 
 def _place(key: str, ndim: int) -> tuple[int, int] | None:

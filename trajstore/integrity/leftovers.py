@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trajstore.byte_sizes import format_bytes
 from trajstore.integrity.array_json_checks import block_rows, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.store.atomic import PARTIAL_SUFFIX, leftovers
+from trajstore.store.lock import lock_left
 from trajstore.store.object_keys import DOCUMENT, block_of
 
 __all__ = ["Leftovers", "find_leftovers"]
+
+
+_NAMED = 5
 
 
 @dataclass(kw_only=True)
@@ -27,12 +33,15 @@ class Leftovers:
     unknown : list of Path
     unlisted : list of str
         A sentence on each folder that the system did not let be read.
+    lock : Path or None
+        The lock file of a writer that died.
     """
 
     temporaries: list[Path] = field(default_factory=list)
     beyond: dict[str, list[Path]] = field(default_factory=dict)
     unknown: list[Path] = field(default_factory=list)
     unlisted: list[str] = field(default_factory=list)
+    lock: Path | None = None
 
     def notes(self) -> list[str]:
         """A sentence on each kind that is there."""
@@ -41,9 +50,19 @@ class Leftovers:
             for name, paths in self.beyond.items()
         ]
         if self.temporaries:
+            named = [
+                f"{path.name} ({format_bytes(_size(path))})" for path in self.temporaries[:_NAMED]
+            ]
+            more = len(self.temporaries) - len(named)
             notes.append(
                 f"there are temporaries ({len(self.temporaries)}), as a writer leaves them that "
-                f"ends, or is, in the middle of a write; the first is {self.temporaries[0].name}"
+                f"ends, or is, in the middle of a write: {', '.join(named)}"
+                + (f" and {more} more" if more else "")
+            )
+        if self.lock is not None:
+            notes.append(
+                f"{self.lock.name} ({format_bytes(_size(self.lock))}) is the lock of a writer that "
+                "has ended; the next one removes it"
             )
         notes += [f"{path.name} is not part of the run" for path in self.unknown]
         return notes + self.unlisted
@@ -58,7 +77,7 @@ def find_leftovers(metadata: CheckedMetadata, rows: int | None = None) -> Leftov
     rows : int, optional
         Rows of the run; those that are committed without it.
     """
-    found = Leftovers(temporaries=leftovers(metadata.path))
+    found = Leftovers(temporaries=leftovers(metadata.path), lock=lock_left(metadata.path))
     rows = metadata.rows if rows is None else rows
     for entry in _entries(metadata.path, found):
         if not _is_known(entry) and entry.name not in metadata.own:
@@ -97,6 +116,15 @@ def _entries(folder: Path, found: Leftovers) -> list[os.DirEntry[str]]:
     except OSError as error:
         found.unlisted.append(f"{folder.name} cannot be searched for leftovers: {error.strerror}")
         return []
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, or of all files of a folder; 0 of what has gone meanwhile."""
+    total = 0
+    for file in [path, *path.rglob("*")]:
+        with contextlib.suppress(OSError):
+            total += file.lstat().st_size if not file.is_dir() else 0
+    return total
 
 
 def _is_known(entry: os.DirEntry[str]) -> bool:

@@ -67,9 +67,36 @@ def check_metadata(path: str | os.PathLike[str]) -> CheckedMetadata:
     _check_age(found)
     _check_lengths(found)
     check_attributes(found)
-    if not found.arrays and found.root is not None and "trajstore_format" not in found.attributes:
-        raise FormatError(f"{text} is a Zarr group, but no run: it has no trajstore_format")
+    if not _is_of_trajstore(found):
+        raise FormatError(_no_run(found.path, text))
     return found
+
+
+def _is_of_trajstore(found: CheckedMetadata) -> bool:
+    """Whether anything says that it is a run: others call their arrays step and W, too.
+
+    A result of an analysis has the run's coordinates, and ``step`` with its copy of the root's
+    attributes, and does not hold the recorded parameter.
+    """
+    if "trajstore_format" in found.attributes:
+        return True
+    documents = {**(found.consolidated() or {}), **found.own}
+    trajectories = [documents[name] for name in TRAJECTORIES if name in documents]
+    if not trajectories:
+        return False
+    return found.copy is not None or any(
+        "native_dtype" in text or "trajstore." in text for text in map(json.dumps, trajectories)
+    )
+
+
+def _no_run(path: Path, text: str) -> str:
+    what = "is a Zarr group, but no run" if (path / DOCUMENT).exists() else "is not a run"
+    inside = sorted(
+        entry.name for entry in path.iterdir() if (entry / STEP.name / DOCUMENT).exists()
+    )
+    if inside:
+        return f"{text} {what}, and has runs in it: name one of {', '.join(inside[:9])}"
+    return f"{text} {what}: it has no trajstore_format, and no array of a run"
 
 
 def _array_folders(path: Path) -> list[str]:

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trajstore.errors import InvalidArgument, RunNotFound
+from trajstore.errors import InvalidArgument
+from trajstore.integrity.metadata_checks import check_metadata
 from trajstore.integrity.repair_plan import RepairPlan, plan_repair
 from trajstore.integrity.verify import check_run
 from trajstore.store.atomic import put, sweep
@@ -107,8 +108,7 @@ def repair(
     if "://" in text:
         raise InvalidArgument(f"cannot repair {text}: copy the run to a local folder first")
     run = Path(text).absolute()
-    if not run.exists():
-        raise RunNotFound(f"there is no run at {text}")
+    check_metadata(text)  # before a lock is made beside what is no run
     # A copy on a medium that cannot be written to has no writer, and no place for a lock.
     locked = yes or os.access(run.parent, os.W_OK)
     with RunLock.acquire(run) if locked else contextlib.nullcontext():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import re
 import shutil
@@ -10,11 +12,24 @@ from pathlib import Path
 
 from trajstore.store.remote_path import Location, RemotePath
 
-__all__ = ["PARTIAL_SUFFIX", "flush_folder", "leftovers", "link_or_copy", "put", "sweep"]
+__all__ = [
+    "PARTIAL_SUFFIX",
+    "exchange",
+    "flush_folder",
+    "is_alive",
+    "leftovers",
+    "link_or_copy",
+    "put",
+    "sweep",
+]
 
 PARTIAL_SUFFIX = ".partial"
 
 _PIECE = 8 << 20
+
+_HERE = -100  # AT_FDCWD of <fcntl.h>
+_EXCHANGE = 2  # RENAME_EXCHANGE of <linux/fs.h>
+_UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
 
 def put(path: Location, parts: Iterable[bytes], *, fsync: bool = False) -> int:
@@ -90,36 +105,61 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sweep(run: Location) -> list[Path]:
-    """Remove what writers that died have left in a run's folder and beside it.
+def exchange(one: Path, other: Path) -> bool:
+    """Have two folders change places, at once; False where the system cannot.
 
-    Only whoever holds the run's lock may do that: unfinished objects of a writer that lives look
-    the same. Of what lies beside the run, nothing is removed that belongs to a living process of
-    this machine, because what is exported or imported to the same place has no lock.
+    Source: renameat2(2), of Linux.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _UNKNOWN:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def sweep(run: Location) -> list[Path]:
+    """Remove what processes that died have left in a run's folder, or a file's, and beside it.
+
+    Only whoever holds the lock may do that: unfinished objects of a writer that lives look the
+    same. Of what lies beside it, nothing is removed that has the number of a living process other
+    than this one.
+
+    Parameters
+    ----------
+    run : Path or RemotePath
+        A run, or any file or folder that is made beside its place.
 
     Returns
     -------
     list of Path
         What was removed.
     """
-    left = leftovers(run)
+    left = leftovers(run, own=True)
     for path in left:
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
     return left
 
 
-def leftovers(run: Location) -> list[Path]:
-    """What `sweep` would remove. In an object store, nothing is left of an unfinished write."""
+def leftovers(run: Location, *, own: bool = False) -> list[Path]:
+    """What `sweep` would remove; with `own` also what has the number of this process.
+
+    In an object store, nothing is left of an unfinished write.
+    """
     if isinstance(run, RemotePath):
         return []
     ours = re.compile(rf"\.{re.escape(run.name)}\.(\d+)({re.escape(PARTIAL_SUFFIX)}|\.old)")
     beside = [
         path
         for path in run.parent.iterdir()
-        if (match := ours.fullmatch(path.name)) and not _is_alive(int(match[1]))
+        if (match := ours.fullmatch(path.name))
+        and ((own and int(match[1]) == os.getpid()) or not is_alive(int(match[1])))
     ]
     inside = re.compile(rf"\..+\.\d+{re.escape(PARTIAL_SUFFIX)}")
     return beside + [
@@ -127,7 +167,8 @@ def leftovers(run: Location) -> list[Path]:
     ]
 
 
-def _is_alive(process: int) -> bool:
+def is_alive(process: int) -> bool:
+    """Whether there is a process of that number on this machine."""
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):

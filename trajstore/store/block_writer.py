@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from trajstore.store.atomic import put
 from trajstore.store.block_plan import CHUNKS_AHEAD, Layout
 from trajstore.store.fingerprint import block_digest
 from trajstore.store.object_keys import chunk_key
+from trajstore.store.remote_lock import taken_over
 from trajstore.store.remote_path import Location, RemotePath
 from trajstore.store.shard import Chunk, Shard, chunk_windows, encode_chunk
 from trajstore.threads import submit
@@ -73,8 +75,10 @@ class BlockWriter:
         self._encoders = ThreadPoolExecutor(layout.threads, "trajstore-encoder")
         self._writer = ThreadPoolExecutor(1, "trajstore-writer")
         self._uploads: ThreadPoolExecutor | None = None
+        self._tags: dict[RemotePath, str] = {}  # of the objects that may be replaced
         if isinstance(path, RemotePath):
             self._uploads = ThreadPoolExecutor(_UPLOADS, "trajstore-upload")
+            self._tags = path.tags()
 
     @property
     def idle(self) -> bool:
@@ -144,10 +148,11 @@ class BlockWriter:
                 chunks = (self._encoded() for _ in range(math.prod(form.grid)))
                 shard = Shard(form, chunks, block=number, part=part, rows=rows)
                 path = self._path / chunk_key(name, number, len(array.shard), part)
-                if self._uploads is None:
+                if isinstance(path, Path):
                     size += put(path, shard, fsync=self._fsync)
                 else:
-                    uploads.append(submit(self._uploads, put, path, [b"".join(shard)]))
+                    assert self._uploads is not None
+                    uploads.append(submit(self._uploads, self._upload, path, b"".join(shard)))
                     if len(uploads) > _UPLOADS:
                         size += uploads.popleft().result()
                 digests.append((name, part, rows, shard.digest))
@@ -155,6 +160,15 @@ class BlockWriter:
         self.bytes_written += size - (self._block_bytes if number == self._number else 0)
         self._number, self._block_bytes = number, size
         return block_digest(digests)
+
+    def _upload(self, path: RemotePath, data: bytes) -> int:
+        """Put a shard in place of what this writer, or the one before it, has put there."""
+        tag = self._tags.get(path)
+        try:
+            self._tags[path] = path.write_bytes(data, instead_of=tag, new=tag is None)
+        except FileExistsError as error:
+            raise taken_over(self._path) from error
+        return len(data)
 
     def _encoded(self) -> Chunk:
         """Next chunk; a few that come after it, also of the next block, are then being encoded."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from trajstore.errors import RunLocked
 from trajstore.schema import STEP
 from trajstore.store.atomic import put
 from trajstore.store.fingerprint import Fingerprint
 from trajstore.store.object_keys import DOCUMENT
+from trajstore.store.remote_lock import taken_over
 from trajstore.store.remote_path import REMOTE_REQUESTS, Location, RemotePath
 from trajstore.store.zarr_json import RunMetadata, Status
 from trajstore.threads import in_parallel
@@ -117,10 +117,7 @@ class Committer:
         try:
             self._root_tag = root.write_bytes(document, instead_of=self._root_tag)
         except FileExistsError as error:
-            raise RunLocked(
-                f"{self._path} has been written to by another process, which took its lock over "
-                "as it was not renewed for long; this one ends"
-            ) from error
+            raise taken_over(self._path) from error
 
 
 def _tag_of(root: Location) -> str | None:

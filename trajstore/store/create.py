@@ -11,12 +11,21 @@ from pathlib import Path
 
 from trajstore.errors import InvalidArgument, RunExists
 from trajstore.schema import COORDINATES, STEP, VARIABLES
-from trajstore.store.atomic import PARTIAL_SUFFIX, flush_folder, put
+from trajstore.store.atomic import PARTIAL_SUFFIX, exchange, flush_folder, put, sweep
+from trajstore.store.lock import RunLock
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.remote_path import Location, RemotePath, RunPath, location
 from trajstore.store.zarr_json import RunMetadata
 
-__all__ = ["check_local_target", "check_target", "create_folder", "staged_file", "staged_run"]
+__all__ = [
+    "check_local_target",
+    "check_target",
+    "create_folder",
+    "remove_folder",
+    "staged_file",
+    "staged_folder",
+    "staged_run",
+]
 
 
 def check_target(path: RunPath, *, overwrite: bool = False) -> Location:
@@ -25,15 +34,20 @@ def check_target(path: RunPath, *, overwrite: bool = False) -> Location:
     Raises
     ------
     RunExists
-        If something is there and `overwrite` is not set, or it is not a run.
+        If something is there and `overwrite` is not set, or it is not a run, or it is a link.
     InvalidArgument, MissingExtra
-        If it is an address that cannot be written to.
+        If it has no name, as ``/``, or is an address that cannot be written to.
     """
     target = location(path).absolute()
-    if isinstance(target, RemotePath) and not target.listed:
-        raise InvalidArgument(f"cannot record to {path}: a web server is only read from")
-    if not target.exists() or _is_begun(target):
-        return target
+    if isinstance(target, RemotePath):
+        if not target.listed:
+            raise InvalidArgument(f"cannot record to {path}: a web server is only read from")
+        if not target.exists() or _is_begun(target):
+            return target
+    else:
+        _check_local(path, target)
+        if not target.exists():
+            return target
     if not overwrite:
         raise RunExists(
             f"{path} is already there; choose another path, or overwrite it (--overwrite)"
@@ -51,7 +65,7 @@ def check_local_target(path: RunPath, *, overwrite: bool = False) -> Path:
     RunExists
         As `check_target`.
     InvalidArgument
-        If it is an address.
+        If it has no name, as ``/``, or is an address.
     """
     target = check_target(path, overwrite=overwrite)
     if isinstance(target, RemotePath):
@@ -62,9 +76,19 @@ def check_local_target(path: RunPath, *, overwrite: bool = False) -> Path:
     return target
 
 
-def _is_begun(path: Location) -> bool:
+def _check_local(path: RunPath, target: Path) -> None:
+    if not str(path) or not target.name:
+        raise InvalidArgument(f"a run needs a name of its own, got {str(path)!r}; such as run.zarr")
+    if target.is_symlink():
+        raise RunExists(
+            f"{path} is a link to {os.readlink(target)}, and links are not replaced; name what it "
+            "points to, or choose another path"
+        )
+
+
+def _is_begun(path: RemotePath) -> bool:
     """Whether nothing is there but what the creation of a run leaves that was killed."""
-    if isinstance(path, Path) or (path / DOCUMENT).exists():
+    if (path / DOCUMENT).exists():
         return False
     known = {STEP.name, *VARIABLES, *COORDINATES}
     return all(entry.name in known for entry in path.iterdir())
@@ -113,23 +137,17 @@ def create_folder(
     """
     if isinstance(path, RemotePath):
         if overwrite:
-            (path / DOCUMENT).unlink()
-            path.remove_below()
+            remove_folder(path)
         _put_all(path, documents, chunks, digests, fsync=fsync)
         return
-    beside = f".{path.name}.{os.getpid()}"
-    new, old = path.with_name(f"{beside}{PARTIAL_SUFFIX}"), path.with_name(f"{beside}.old")
-    for left in (new, old):  # of a killed process that had the same number
-        shutil.rmtree(left, ignore_errors=True)
+    new = _beside(path)
     new.mkdir()
     try:
         for name in documents.names():
             (new / name).mkdir()
         _put_all(new, documents, chunks, digests, fsync=fsync)
         if overwrite and path.exists():
-            path.rename(old)
-            new.rename(path)
-            shutil.rmtree(old)
+            _replace(path, new, old=new.with_suffix(".old"))
         else:
             new.rename(path)
     except BaseException as error:
@@ -139,6 +157,15 @@ def create_folder(
         raise
     if fsync:
         flush_folder(path.parent)
+
+
+def remove_folder(path: Location) -> None:
+    """Remove a run; only whoever holds its lock may."""
+    if isinstance(path, RemotePath):
+        (path / DOCUMENT).unlink()
+        path.remove_below()
+    else:
+        shutil.rmtree(path)
 
 
 def _put_all(
@@ -169,14 +196,37 @@ def staged_file(target: str | os.PathLike[str], *, overwrite: bool = False) -> I
     _check_file(path, overwrite=overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _beside(path)
-    try:
-        partial.write_bytes(b"")
-        yield partial
-        _check_file(path, overwrite=overwrite)
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with _alone(path):
+        try:
+            partial.write_bytes(b"")
+            yield partial
+            _check_file(path, overwrite=overwrite)
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def staged_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
+    """Empty folder beside `target` for what is going to be put there; removed at the end.
+
+    Nobody else makes anything of that name meanwhile, and what died while it did is removed.
+
+    Raises
+    ------
+    RunLocked
+        If another process is making it.
+    """
+    path = Path(target).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = _beside(path)
+    with _alone(path):
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -203,28 +253,43 @@ def staged_run(
         If something is there and `overwrite` is not set, or it is not a run.
     """
     path = check_local_target(target, overwrite=overwrite)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = _beside(path)
-    # Of a killed process that had the same number.
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    new, old = folder / "new", folder / "old"
-    try:
-        yield new
-        check_target(path, overwrite=overwrite)
-        if path.exists():
-            path.rename(old)
+    with staged_folder(path) as folder:
+        new, old = folder / "new", folder / "old"
+        try:
+            yield new
+            check_target(path, overwrite=overwrite)
+            if path.exists():
+                _replace(path, new, old=old, keep=True)
+            else:
+                new.rename(path)
+            if on_place is not None:
+                try:
+                    on_place()
+                except BaseException:
+                    path.rename(new)
+                    raise
+        finally:
+            if old.exists() and not path.exists():
+                old.rename(path)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While nobody else makes anything there, and after what died while it did is removed."""
+    with RunLock.acquire(path):
+        sweep(path)
+        yield
+
+
+def _replace(path: Path, new: Path, *, old: Path, keep: bool = False) -> None:
+    """Put a folder in the place of another: at once, so that there always is one, if possible."""
+    if exchange(new, path):
+        new.rename(old)
+    else:
+        path.rename(old)
         new.rename(path)
-        if on_place is not None:
-            try:
-                on_place()
-            except BaseException:
-                path.rename(new)
-                raise
-    finally:
-        if old.exists() and not path.exists():
-            old.rename(path)
-        shutil.rmtree(folder, ignore_errors=True)
+    if not keep:
+        shutil.rmtree(old, ignore_errors=True)  # the new one is there; the next writer sweeps
 
 
 def _check_file(path: Path, *, overwrite: bool) -> None:

@@ -8,11 +8,15 @@ locks do not reach from one to the other.
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import gc
 import json
 import os
 import socket
 import time
+import warnings
+import weakref
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,13 +25,19 @@ from trajstore.store.remote_lock import RemoteLock, is_renewed
 from trajstore.store.remote_path import Location, RemotePath, RunPath, location
 from trajstore.store.zarr_json import utc_now
 
-__all__ = ["RunLock", "is_written_to"]
+__all__ = ["RunLock", "is_written_to", "lock_left"]
 
 
 _TRIES = 3
 
 _held: set[int] = set()
 """Descriptors of the locks of this process."""
+
+_NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
+"""What a file system says that has none."""
+
+_warned: set[Path] = set()
+"""Where it was said that there are no locks."""
 
 
 def _leave_to_parent() -> None:
@@ -53,6 +63,8 @@ class RunLock:
         self.path = path
         self._descriptor: int | None = descriptor
         _held.add(descriptor)
+        # Of a writer that was dropped without being closed, nobody else could let go.
+        self._dropped = weakref.finalize(self, _close, descriptor)
 
     @classmethod
     def acquire(cls, run: Location) -> Self | RemoteLock:
@@ -74,13 +86,11 @@ class RunLock:
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
-                _take(descriptor)
+                _take(descriptor, run)
             except BlockingIOError:
                 owner = _owner(descriptor)
                 os.close(descriptor)
-                raise RunLocked(
-                    f"{run} is being written to by {_named(owner)}; wait for it, or end it"
-                ) from None
+                raise RunLocked(_refusal(run, owner)) from None
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -94,8 +104,7 @@ class RunLock:
                     f"{run} is locked by {_named(owner)}; if that process has ended, remove {path}"
                 )
             facts = {"host": socket.gethostname(), "process": os.getpid(), "started": utc_now()}
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(facts).encode(), 0)
+            _say(path, descriptor, facts)
         except BaseException:
             os.close(descriptor)
             raise
@@ -106,6 +115,7 @@ class RunLock:
         if self._descriptor is None:
             return
         descriptor, self._descriptor = self._descriptor, None
+        self._dropped.detach()
         _held.discard(descriptor)
         try:
             # Removed while it is held, so that whoever opens the path next makes a file of its
@@ -114,6 +124,10 @@ class RunLock:
                 self.path.unlink()
         finally:
             os.close(descriptor)
+
+    def is_held(self) -> bool:
+        """Whether it has not been released: nobody else can take it."""
+        return self._descriptor is not None
 
     def __enter__(self) -> Self:
         return self
@@ -146,6 +160,11 @@ def is_written_to(run: RunPath) -> bool | None:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        owner = _owner(descriptor)
+        return _lives(owner) if owner.get("host") == socket.gethostname() else None
     else:
         here = socket.gethostname()
         return False if _owner(descriptor).get("host", here) == here else None
@@ -153,11 +172,19 @@ def is_written_to(run: RunPath) -> bool | None:
         os.close(descriptor)
 
 
+def lock_left(run: Path) -> Path | None:
+    """The lock file of a writer that died, if there is one; the next writer removes it."""
+    path = _lock_file(run)
+    return path if path.exists() and is_written_to(run) is False else None
+
+
 def _lock_file(run: Path) -> Path:
-    return run.with_name(f".{run.name}.lock")
+    """Where the lock is, beside the run itself, by whichever link it was reached."""
+    real = Path(os.path.realpath(run))
+    return real.parent / f".{real.name}.lock"
 
 
-def _take(descriptor: int) -> None:
+def _take(descriptor: int, run: Path) -> None:
     """Lock a file, if need be after an instant: `is_written_to` holds it for microseconds."""
     for left in reversed(range(_TRIES)):
         try:
@@ -166,7 +193,73 @@ def _take(descriptor: int) -> None:
         except BlockingIOError:
             if not left:
                 raise
+            if left == 1 and _is_here(_owner(descriptor)):
+                gc.collect()  # a writer that was dropped may still lie about
             time.sleep(0.01)  # flock has no time limit, and waiting without one may be for hours
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            _warn_once(run, error)
+            owner = _owner(descriptor)
+            if owner.get("host") == socket.gethostname() and _lives(owner):
+                raise BlockingIOError from error
+            return
+
+
+def _warn_once(run: Path, error: OSError) -> None:
+    """Say what protects a run where the file system has no locks."""
+    if not _warned:
+        _warned.add(run.parent)
+        warnings.warn(
+            f"the file system of {run.parent} has no file locks ({error.strerror}); two writers "
+            f"are kept apart only by what {_lock_file(run).name} says of host and process",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _lives(owner: dict[str, Any]) -> bool:
+    """Whether the process that a lock file names lives, of this machine."""
+    process = owner.get("process")
+    if not isinstance(process, int):
+        return False
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _is_here(owner: dict[str, Any]) -> bool:
+    return owner.get("host") == socket.gethostname() and owner.get("process") == os.getpid()
+
+
+def _refusal(run: Path, owner: dict[str, Any]) -> str:
+    if _is_here(owner):
+        return (
+            f"{run} is being written to by this process itself ({os.getpid()}), since "
+            f"{owner.get('started')}; close() the writer, recorder or callback that does, and try "
+            "again"
+        )
+    return f"{run} is being written to by {_named(owner)}; wait for it, or end it"
+
+
+def _close(descriptor: int) -> None:
+    if descriptor in _held:  # or the process is a forked child
+        _held.discard(descriptor)
+        os.close(descriptor)
+
+
+def _say(path: Path, descriptor: int, facts: dict[str, Any]) -> None:
+    """Write down who holds a lock; where that fails, the file goes, while it is held."""
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(facts).encode(), 0)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _is_still(path: Path, descriptor: int) -> bool:

@@ -2,9 +2,9 @@
 
 The lock of a run is an object beside it, ``.NAME.zarr.lock``. Its writer renews it, so a lock that
 has not been renewed for long is that of a writer that died, and is taken over. Each of these steps
-is a conditional request, of which the store lets one of several through. A writer that was stopped
-for so long that another took its lock finds that out at its next commit, whose root is conditional,
-too (`trajstore.store.commit`).
+is a conditional request, of which the store lets one of several through. So is whatever a writer
+puts in place: one that was stopped for so long that another took its lock finds that out, and harms
+nothing.
 """
 
 from __future__ import annotations
@@ -20,13 +20,18 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
 from trajstore.errors import ObjectStoreError, RunLocked
-from trajstore.store.remote_path import RemotePath
+from trajstore.store.atomic import is_alive
+from trajstore.store.remote_path import Location, RemotePath
 from trajstore.store.zarr_json import utc_now
 
-__all__ = ["RemoteLock", "is_renewed"]
+__all__ = ["RemoteLock", "is_renewed", "taken_over"]
 
 _RENEW = 20.0  # seconds
 _DEAD = timedelta(seconds=120)  # without renewal; clocks may differ by less than that
+
+
+_given_up: set[str] = set()
+"""Writers of this process that have let go of their locks."""
 
 
 class RemoteLock:
@@ -88,8 +93,14 @@ class RemoteLock:
             return
         self._released.set()
         self._thread.join()
-        if self._tag is not None:
-            self.path.unlink()
+        _given_up.add(self._facts["writer"])
+        with suppress(ObjectStoreError):  # in an outage: the lock is void in any case
+            if self.is_held():
+                self.path.unlink()
+
+    def is_held(self) -> bool:
+        """Whether no other writer has taken it over."""
+        return bool(_owner(self.path).get("writer") == self._facts["writer"])
 
     def __enter__(self) -> Self:
         return self
@@ -108,6 +119,14 @@ class RemoteLock:
                 continue  # an outage; if it lasts, the commits will say so
 
 
+def taken_over(run: Location) -> RunLocked:
+    """What a writer is told that finds objects of another one where it writes."""
+    return RunLocked(
+        f"{run} has been written to by another process, which took its lock over as it was not "
+        "renewed for long; this one ends"
+    )
+
+
 def is_renewed(run: RemotePath) -> bool:
     """Whether a writer holds the lock of a run, as far as can be told from here."""
     path = run.with_name(f".{run.name}.lock")
@@ -117,19 +136,11 @@ def is_renewed(run: RemotePath) -> bool:
 
 def _is_dead(found: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
     """Whether a lock is that of a writer that died: here, or somewhere and some time ago."""
-    if owner.get("host") == socket.gethostname() and not _is_alive(int(owner.get("process", 0))):
+    if owner.get("writer") in _given_up:
+        return True
+    if owner.get("host") == socket.gethostname() and not is_alive(int(owner.get("process", 0))):
         return True
     return bool(datetime.now(UTC) - found["last_modified"] > _DEAD)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _owner(path: RemotePath) -> dict[str, Any]:

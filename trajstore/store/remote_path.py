@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +30,9 @@ REMOTE_REQUESTS = 16
 """Requests of a kind that are under way at a time."""
 
 _SCHEMES = ("s3", "gs", "az", "memory", "http", "https")
+
+RETRIES: dict[str, Any] = {"max_retries": 10, "retry_timeout": timedelta(minutes=3)}
+"""How often, and how long, obstore tries again what failed: after pauses that grow."""
 
 _NOT_LISTED = ("http", "https")  # have no way to ask what there is
 
@@ -178,6 +182,10 @@ class RemotePath:
         """All objects below, and their bytes."""
         return {type(self)(self.root, item["path"]): item["size"] for item in self._below()}
 
+    def tags(self) -> dict[RemotePath, str]:
+        """All objects below, and the ``e_tag`` of each."""
+        return {type(self)(self.root, item["path"]): item["e_tag"] for item in self._below()}
+
     def iterdir(self) -> Iterator[RemotePath]:
         """Objects and folders right below."""
         for name in sorted({path.key[len(self.key) :].split("/")[1] for path in self.below()}):
@@ -302,5 +310,5 @@ def _store(root: str) -> Any:
     if scheme == "memory":
         return MemoryStore()
     # An address without TLS is somebody's choice: that of a server of their own.
-    make = HTTPStore.from_url if scheme in _NOT_LISTED else from_url
-    return make(root, client_options={"allow_http": True})
+    make: Any = HTTPStore.from_url if scheme in _NOT_LISTED else from_url
+    return make(root, client_options={"allow_http": True}, retry_config=RETRIES)

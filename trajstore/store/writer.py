@@ -37,7 +37,7 @@ from trajstore.store.block_plan import BLOCKS, Layout, plan
 from trajstore.store.block_writer import BlockWriter
 from trajstore.store.commit import Committer
 from trajstore.store.commit_timer import COMMIT_EVERY, CommitTimer, check_commit_every
-from trajstore.store.create import check_target, create_folder
+from trajstore.store.create import check_target, create_folder, remove_folder
 from trajstore.store.fingerprint import Fingerprint
 from trajstore.store.lock import RunLock
 from trajstore.store.new_run import check_variables, new_run, token_coordinates
@@ -54,7 +54,7 @@ class RunWriter:
     """Appends rows to a run, which nobody else can write to meanwhile.
 
     Made by `create` or `resume`; a context manager that closes the run as ``complete``, or as
-    ``interrupted`` when it is left by an exception.
+    ``interrupted`` when it is left by an exception. A new one without a row is removed then.
 
     Attributes
     ----------
@@ -104,6 +104,7 @@ class RunWriter:
         self._rows_lock = threading.Lock()  # the timer's thread asks how many there are
         self._last_step = -1
         self._given = 0  # rows whose places are with the caller
+        self._is_new = self._is_failed = False
         self._status: Status = "recording"
         self._committer = Committer(path, metadata, fingerprint, fsync=fsync)
         self._timer = self._made_timer(commit_every)
@@ -234,6 +235,7 @@ class RunWriter:
             run = cls(
                 path, layout, metadata, fingerprint, lock, commit_every=commit_every, fsync=fsync
             )
+            run._is_new = True
             run._begin()
         except BaseException:
             lock.release()
@@ -452,7 +454,7 @@ class RunWriter:
             try:
                 self._buffers.close()
             finally:
-                self._lock.release()
+                self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -464,10 +466,20 @@ class RunWriter:
         traceback: TracebackType | None,
     ) -> None:
         try:
+            self._is_failed = kind is not None
             self.close("complete" if kind is None else "interrupted")
         except BaseException as failure:
             if failure is not error:  # which is on its way already
                 raise
+
+    def _end(self) -> None:
+        """Let go of the run; one that has come to no row goes with it, if its caller failed.
+
+        So a first row that was refused leaves no run that the next try would have to overwrite.
+        """
+        with self._lock:
+            if self._is_failed and self._is_new and not self.rows and self._lock.is_held():
+                remove_folder(self.path)
 
     def _check_open(self) -> None:
         if self._status != "recording":

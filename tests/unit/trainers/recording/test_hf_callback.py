@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -204,3 +205,67 @@ def test_a_script_whose_trainer_fails_leaves_all_whole_rows(tmp_path: Path) -> N
     assert ds.attrs["status"] == "interrupted"
     assert ds.step.values.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert np.isfinite(ds.W.values).all()
+
+
+class FailAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def trainer_of(tiny: Any, path: Path, *callbacks: TrainerCallback) -> Trainer:
+    arguments = TrainingArguments(
+        output_dir=str(path.parent / "out"), max_steps=4, use_cpu=True, save_strategy="no",
+        report_to="none", disable_tqdm=True, logging_strategy="no", dataloader_pin_memory=False,
+    )  # fmt: skip
+    return Trainer(
+        model=tiny, args=arguments, train_dataset=examples(40), callbacks=list(callbacks)
+    )
+
+
+def test_after_a_training_that_failed_the_next_one_begins_anew(tmp_path: Path, tiny: Any) -> None:
+    """As in a notebook, where nobody closes the first callback, and the process lives on."""
+    path = tmp_path / "run.zarr"
+    failing = trainer_of(tiny, path, TrajectoryCallback(path), FailAt(2))
+    with pytest.raises(KeyboardInterrupt):
+        failing.train()
+    with pytest.raises(RecordingError, match="make a new one"):
+        failing.train()
+    assert xr.open_zarr(path).attrs["status"] == "interrupted"
+    assert xr.open_zarr(path).step.values.tolist() == [0, 1, 2]
+
+    failing = trainer_of(tiny, path, TrajectoryCallback(path, overwrite=True), FailAt(3))
+    with pytest.raises(KeyboardInterrupt):
+        failing.train()
+    trainer_of(tiny, path, TrajectoryCallback(path, overwrite=True)).train()
+    assert xr.open_zarr(path).step.values.tolist() == [0, 1, 2, 3, 4]
+    assert xr.open_zarr(path).attrs["status"] == "complete"
+
+
+def test_in_a_notebook_it_is_closed_when_the_cell_ends(
+    tmp_path: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Events:
+        def __init__(self) -> None:
+            self.callbacks: dict[str, list[Any]] = {"post_run_cell": []}
+
+        def register(self, event: str, function: Any) -> None:
+            self.callbacks[event].append(function)
+
+        def unregister(self, event: str, function: Any) -> None:
+            self.callbacks[event].remove(function)
+
+    events = Events()
+    shell = SimpleNamespace(events=events)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    path = tmp_path / "run.zarr"
+    with pytest.raises(KeyboardInterrupt):
+        trainer_of(tiny, path, TrajectoryCallback(path), FailAt(2)).train()
+    for function in list(events.callbacks["post_run_cell"]):
+        function(None)
+    assert xr.open_zarr(path).attrs["status"] == "interrupted"
+    assert xr.open_zarr(path).sizes["step"] == 3
+    assert events.callbacks["post_run_cell"] == []

@@ -459,3 +459,51 @@ def test_what_is_no_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument):
         repair("s3://bucket/run.zarr")
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+def _of_others(folder: Path) -> Path:
+    """A Zarr of another program, which has the names of a run, and whose root can be lost."""
+    group = zarr.create_group(folder)
+    for name, shape in {"step": (3,), "token": (2,), "W": (3, 2, 2)}.items():
+        dims = ("step", "token", "hidden") if name == "W" else (name,)
+        array = group.create_array(name, shape=shape, dtype="i4", dimension_names=dims)
+        array[...] = np.arange(np.prod(shape)).reshape(shape)
+    return folder
+
+
+def _result(folder: Path, run: Path) -> Path:
+    """What an analysis wrote: coordinates of the run, and `step` with its copy of the root."""
+    shutil.copytree(run, folder)
+    for name in ("W", "grad", "exp_avg", "loss"):
+        shutil.rmtree(folder / name)
+    document = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+    (folder / "zarr.json").write_text(json.dumps(document))
+    return folder
+
+
+@pytest.mark.parametrize("root", [True, False])
+@pytest.mark.parametrize("what", ["others", "result", "runs"])
+def test_what_others_have_written_is_not_repaired(
+    run: Path, tmp_path: Path, what: str, root: bool
+) -> None:
+    if what == "runs":
+        folder = tmp_path
+    else:
+        folder = tmp_path / "there"
+        _of_others(folder) if what == "others" else _result(folder, run)
+        if not root:
+            (folder / "zarr.json").unlink()
+    before = contents(folder)
+    with pytest.raises(FormatError, match=r"name one of run\.zarr" if what == "runs" else "no"):
+        repair(folder, yes=True)
+    assert contents(folder) == before
+    assert {path.name for path in tmp_path.iterdir()} <= {"run.zarr", "there"}
+
+
+def test_the_lock_of_a_run_is_the_same_by_every_link(run: Path, tmp_path: Path) -> None:
+    link = tmp_path / "elsewhere" / "link.zarr"
+    link.parent.mkdir()
+    link.symlink_to(run)
+    with RunWriter.resume(run), pytest.raises(RunLocked):
+        repair(link, yes=True)
+    assert list(link.parent.iterdir()) == [link]

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from trajstore.store.atomic import put
+from trajstore.store.atomic import exchange, leftovers, put, sweep
 
 
 def test_an_object_is_replaced_whole(tmp_path: Path) -> None:
@@ -34,3 +36,33 @@ def test_a_failed_write_leaves_the_old_object_and_nothing_else(tmp_path: Path) -
         put(target, failing())
     assert target.read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["object"]
+
+
+def test_two_folders_change_places_at_once(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        folder.mkdir()
+        (folder / "name").write_text(folder.name)
+    if not exchange(one, other):
+        pytest.skip("this system cannot")
+    assert (one / "name").read_text() == "other"
+    assert (other / "name").read_text() == "one"
+    with pytest.raises(FileNotFoundError):
+        exchange(one, tmp_path / "gone")
+
+
+def test_only_what_the_dead_have_left_is_swept(tmp_path: Path) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    run = tmp_path / "a.h5"
+    file, folder = (tmp_path / f".a.h5.{dead.pid}{end}" for end in (".partial", ".old"))
+    file.write_text("x")
+    folder.mkdir()
+    (folder / "x").write_text("x")
+    own = tmp_path / f".a.h5.{os.getpid()}.partial"
+    kept = [tmp_path / name for name in (f".a.h5.{os.getppid()}.partial", ".b.h5.1.partial")]
+    for path in (own, *kept):
+        path.write_text("x")
+    assert sorted(leftovers(run)) == sorted([file, folder])
+    assert sorted(sweep(run)) == sorted([file, folder, own])
+    assert sorted(tmp_path.iterdir()) == sorted(kept)

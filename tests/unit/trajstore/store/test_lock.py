@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -11,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from trajstore import RunLocked
-from trajstore.store.lock import RunLock, is_written_to
+from trajstore.store import lock as lock_module
+from trajstore.store.lock import RunLock, is_written_to, lock_left
 
 HOLDER = """
 import sys, pathlib
@@ -28,7 +30,8 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_a_second_writer_is_told_who_the_first_is(run: Path) -> None:
-    with RunLock.acquire(run), pytest.raises(RunLocked, match=f"process {os.getpid()} on"):
+    own = rf"this process itself \({os.getpid()}\)"
+    with RunLock.acquire(run), pytest.raises(RunLocked, match=own):
         RunLock.acquire(run)
     assert not list(run.parent.iterdir()), "a released lock leaves nothing"
     RunLock.acquire(run).release()
@@ -89,6 +92,7 @@ def test_a_lock_that_cannot_be_written_is_not_kept(
     with pytest.raises(OSError, match="No space"):
         RunLock.acquire(run)
     monkeypatch.undo()
+    assert not list(run.parent.iterdir())
     RunLock.acquire(run).release()
 
 
@@ -143,3 +147,40 @@ def test_a_look_at_the_lock_does_not_keep_a_writer_from_it(
     monkeypatch.setattr("trajstore.store.lock.time.sleep", lambda _: os.close(looking))
     with RunLock.acquire(run):
         assert is_written_to(run) is True
+
+
+def test_a_lock_that_was_dropped_is_let_go(run: Path) -> None:
+    RunLock.acquire(run)
+    with RunLock.acquire(run):
+        pass
+
+
+def test_the_lock_of_the_dead_is_named(run: Path) -> None:
+    left = run.with_name(f".{run.name}.lock")
+    assert lock_left(run) is None
+    left.write_text("{}")
+    assert lock_left(run) == left
+    with RunLock.acquire(run):
+        assert lock_left(run) is None
+
+
+def test_without_file_locks_the_lock_file_protects_and_that_is_said_once(
+    run: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def none(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("trajstore.store.lock.fcntl.flock", none)
+    monkeypatch.setattr(lock_module, "_warned", set())
+    with RunLock.acquire(run):
+        with pytest.raises(RunLocked):
+            RunLock.acquire(run)
+        assert is_written_to(run) is True
+    run.with_name(f".{run.name}.lock").write_text(
+        json.dumps({"host": lock_module.socket.gethostname(), "process": 2**30})
+    )
+    assert is_written_to(run) is False
+    RunLock.acquire(run).release()
+    assert [str(one.message).split(";")[0] for one in recwarn] == [
+        f"the file system of {run.parent} has no file locks (No locks available)"
+    ]

@@ -289,6 +289,17 @@ def test_a_wrong_row_is_refused_and_changes_nothing(
     assert xr.open_zarr(run.path).loss.values.tolist() == [0, 1]
 
 
+def test_a_first_row_that_is_refused_leaves_no_run(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument), create(tmp_path / "run.zarr") as run:
+        run.append(step=0)
+    assert list(tmp_path.iterdir()) == []
+    with create(tmp_path / "run.zarr") as run:
+        run.append(**row(0))
+    with pytest.raises(InvalidArgument), RunWriter.resume(run.path, rows=0) as run:
+        run.append(step=1)
+    assert xr.open_zarr(run.path).sizes["step"] == 0, "one that was there stays"
+
+
 def test_a_closed_writer_says_so(tmp_path: Path) -> None:
     with create(tmp_path / "run.zarr") as run:
         run.append(**row(0))
@@ -325,6 +336,23 @@ def test_only_runs_are_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "thesis" / "chapter1.tex").read_text() == "precious"
 
 
+def test_links_are_not_overwritten_nor_what_has_no_name(
+    small_run: tuple[Path, Any], tmp_path: Path
+) -> None:
+    path, _ = small_run
+    link, nowhere = tmp_path / "link.zarr", tmp_path / "nowhere.zarr"
+    link.symlink_to(path)
+    nowhere.symlink_to(tmp_path / "gone")
+    for target in (link, nowhere):
+        with pytest.raises(RunExists, match="is a link to"):
+            create(target, overwrite=True)
+        assert target.is_symlink()
+    for name in ("/", ""):
+        with pytest.raises(InvalidArgument, match="a name of its own"):
+            create(name, overwrite=True)  # type: ignore[arg-type]
+    assert xr.open_zarr(path).sizes["step"] == 11
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -347,9 +375,13 @@ def test_an_impossible_run_is_not_made(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_address_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="local folder"):
-        create("s3://bucket/run.zarr")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [("https://host/run.zarr", "only read from"), ("file:///run.zarr", "unknown")],
+)
+def test_where_nothing_can_be_written_is_said(address: Any, told: str) -> None:
+    with pytest.raises(InvalidArgument, match=told):
+        create(address)
 
 
 def test_the_root_says_what_the_format_promises(small_run: tuple[Path, Any]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from watched_runs import BLOCK, HIDDEN, TOKENS, begin, extend, norms
+from watched_runs import BLOCK, HIDDEN, TOKENS, begin, extend, norms, values
 
 from trajstore import FormatError, InvalidArgument, RunWriter
 from trajstore.watching.row_measures import Measured, RowMeasures
@@ -162,9 +162,25 @@ os._exit(0)
     assert RunFollower(path).look().standing == "interrupted"
 
 
+def test_a_run_at_an_address() -> None:
+    pytest.importorskip("obstore")
+    address = "memory://watched/run.zarr"
+    follower = RunFollower(address)
+    assert follower.look().standing == "absent"
+    with begin(address) as run:
+        extend(run, range(4))
+        look = follower.look()
+        assert (look.standing, look.rows) == ("recording", 4)
+        assert look.bytes_on_disk > 0
+        run.append(4, **values(4))
+    look = follower.look()
+    assert (look.standing, look.rows) == ("complete", 5)
+    assert np.allclose(look.curves["gradient dead"].means(5), norms(range(5))["dead"])
+
+
 def test_what_is_no_run_and_what_is_no_folder_is_said(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="cannot watch s3://b/r"):
-        RunFollower("s3://b/r")
+    with pytest.raises(InvalidArgument, match="an address of an unknown kind"):
+        RunFollower("file:///b/r")
     (tmp_path / "zarr.json").write_text("{}")
     with pytest.raises(FormatError):
         RunFollower(tmp_path).look()

@@ -1,0 +1,177 @@
+"""A server of S3 on loopback, and a proxy before it that fails as networks do."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trajstore.store.remote_path import RemotePath, _store, location
+
+__all__ = ["Fault", "copied", "faulty", "s3_server", "to_s3", "web_server"]
+
+BUCKET = "bucket"
+
+Fault = Callable[[str, str, int], str | None]
+"""Of method, path and number of a request: a status, ``cut``, ``lose``, ``slow``, or None."""
+
+
+def copied(run: Path, address: str) -> RemotePath:
+    """A local run, copied to an address."""
+    far = location(address)
+    assert isinstance(far, RemotePath)
+    for file in run.rglob("*"):
+        if file.is_file():
+            (far / file.relative_to(run).as_posix()).write_bytes(file.read_bytes())
+    return far
+
+
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """Address of a server with one empty bucket."""
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(
+        ip_address="127.0.0.1", port=0, verbose=False
+    )
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        address = f"http://{host}:{port}"
+        request = urllib.request.Request(f"{address}/{BUCKET}", method="PUT")
+        urllib.request.urlopen(request).close()
+        yield address
+    finally:
+        server.stop()
+
+
+@contextmanager
+def to_s3(address: str, patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """While the environment says that S3 is there."""
+    with patch.context() as now:
+        now.setenv("AWS_ACCESS_KEY_ID", "test")
+        now.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        now.setenv("AWS_REGION", "us-east-1")
+        now.setenv("AWS_ENDPOINT_URL", address)
+        _store.cache_clear()
+        yield
+    _store.cache_clear()
+
+
+@contextmanager
+def faulty(address: str, fault: Fault) -> Iterator[tuple[str, list[str]]]:
+    """Address of a proxy before a server, and the requests that it saw."""
+    seen: list[str] = []
+    count = threading.Lock()
+    target = address.removeprefix("http://")
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def forward(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            with count:
+                number = len(seen)
+                seen.append(f"{self.command} {self.path}")
+            wrong = fault(self.command, self.path, number)
+            if wrong == "cut":
+                self.close_connection = True
+                return
+            if wrong is not None and wrong.isdigit():
+                self.answer(int(wrong), {}, b"")
+                return
+            server = http.client.HTTPConnection(target)
+            # Under its own name: the request is signed with it.
+            server.request(self.command, self.path, body, dict(self.headers))
+            answer = server.getresponse()
+            data = answer.read()
+            server.close()
+            if wrong == "lose":  # carried out, and nobody hears of it
+                self.close_connection = True
+                return
+            if wrong == "slow":
+                time.sleep(0.2)
+            self.answer(answer.status, dict(answer.getheaders()), data)
+
+        do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = forward  # noqa: N815
+
+        def answer(self, status: int, headers: dict[str, str], data: bytes) -> None:
+            self.send_response_only(status)
+            for name, value in headers.items():
+                if name.lower() not in ("content-length", "connection", "transfer-encoding"):
+                    self.send_header(name, value)
+            length = headers.get("Content-Length") if self.command == "HEAD" else str(len(data))
+            self.send_header("Content-Length", length or "0")
+            self.end_headers()
+            self.wfile.write(b"" if self.command == "HEAD" else data)
+
+        def log_message(self, *arguments: Any) -> None:
+            return
+
+    with _serving(Handler) as address:
+        yield address, seen
+
+
+@contextmanager
+def web_server(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Address of a server of files, in ranges, that lists nothing; and the requests that it saw."""
+    seen: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            seen.append(f"{self.command} {self.path}")
+            file = folder / self.path.strip("/")
+            if not file.is_file():
+                self.send_response_only(404)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            data = whole = file.read_bytes()
+            self.send_response_only(206 if "Range" in self.headers else 200)
+            if "Range" in self.headers:
+                first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
+                start = int(first) if first else max(len(whole) - int(last), 0)
+                stop = int(last) + 1 if first and last else len(whole)
+                data = whole[start:stop]
+                self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(whole)}")
+            self.send_header("Last-Modified", "Sun, 22 Nov 2026 00:00:00 GMT")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(data)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def log_message(self, *arguments: Any) -> None:
+            return
+
+    with _serving(Handler) as address:
+        yield address, seen
+
+
+@contextmanager
+def _serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *arguments: Any) -> None:
+            return  # a client that has gone
+
+    server = Server(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+        _store.cache_clear()

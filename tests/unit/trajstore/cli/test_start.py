@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from multiprocessing import Pipe
+
+import pytest
+from forked_processes import processes
+
+from trajstore.cli import start
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def _stopped(end: object) -> None:
+    os.dup2(end.fileno(), 2)  # type: ignore[attr-defined]
+    signal.signal(signal.SIGINT, start._stop)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_during_the_imports_is_a_sentence() -> None:
+    ours, theirs = Pipe()
+    process = processes.Process(target=_stopped, args=(theirs,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 130
+    assert os.read(ours.fileno(), 1000) == b"trajstore: stopped by Ctrl-C\n"
+
+
+def test_whoever_works_can_tidy_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def command(**options: str) -> None:
+        seen.append(signal.getsignal(signal.SIGINT))
+        start.working()
+        seen.append(signal.getsignal(signal.SIGINT))
+
+    monkeypatch.setattr("trajstore.cli.main.main", command)
+    start.main()
+    assert seen == [start._stop, signal.default_int_handler]
+
+
+def test_what_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    monkeypatch.setattr("trajstore.cli.main.main", lambda **options: start.working())
+    start.main()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
