@@ -12,7 +12,7 @@ from analysis import input_checks
 from analysis.norms import displacement, grad_norms
 from analysis.recorded_changes import hold_only_changes
 from analysis.streaming_scan import Scan
-from analysis.token_populations import by_population, members, populations, with_mostly_dead
+from analysis.token_populations import populations, statistics, with_mostly_dead
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import vector_norm
 
@@ -22,8 +22,8 @@ _STATISTICS = ("mean", "min", "max", "median")
 
 
 def _table(da: xr.DataArray) -> xr.DataArray:
-    statistics = by_population(da, quantiles=())
-    return statistics[list(_STATISTICS)].to_dataarray("statistic")
+    made = statistics(da, np.empty(0))
+    return made[list(_STATISTICS)].to_dataarray("statistic")
 
 
 def _centroid_norms(W: npt.NDArray[Any], groups: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
@@ -72,7 +72,8 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     Dataset
         Along ``when`` (first and last training step; their numbers are ``when_step``):
         ``grad_norms`` (statistic, when, population), ``loss`` (when). Furthermore
-        ``max_dead_grad_norm``, the largest of any dead token at any step; ``displacement``
+        ``max_dead_grad_norm``, the largest of any dead token at any step, where the run says which
+        are dead; ``displacement``
         (statistic, population) of the last row from the first; ``centroid_norm`` (state,
         population) at the first and last row; ``logits`` (logit_statistic) at the first step. The
         coordinate ``population_tokens`` is the number of tokens in each population.
@@ -96,7 +97,6 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
         )
     if not hold_only_changes(ds):
         input_checks.variables(ds, "W")
-    members(ds)  # says what is missing
     ds = with_mostly_dead(ds)
     names, groups = populations(ds)
     steps = ds["step"].values
@@ -110,10 +110,11 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
         norms = grad_norms(ds.isel(step=slice(1, None)))
         ends = norms.isel(step=[0, -1]).rename(step="when").drop_vars("when")
         parts["grad_norms"] = _table(ends)
-        dead = groups[names.index("dead")].nonzero()[0]
-        parts["max_dead_grad_norm"] = (
-            norms.isel(token=dead).max(skipna=False) if dead.size else xr.DataArray(np.nan)
-        )
+        if "dead" in names:
+            dead = groups[names.index("dead")].nonzero()[0]
+            parts["max_dead_grad_norm"] = (
+                norms.isel(token=dead).max(skipna=False) if dead.size else xr.DataArray(np.nan)
+            )
     if "loss" in ds:
         parts["loss"] = ds["loss"].isel(step=trained).rename(step="when").drop_vars("when")
     parts["displacement"] = _table(displacement(ds, since=int(steps[0])).isel(step=-1, drop=True))
@@ -121,14 +122,14 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
         parts["centroid_norm"] = _ends(ds, groups, len(names))
     if "logits" in ds:
         logits = ds["logits"].isel(step=1, drop=True).astype(np.float64)
-        statistics = {
+        of_logits = {
             "min": logits.min(),
             "max": logits.max(),
             "range": logits.max() - logits.min(),
             "std": logits.std(ddof=1),
         }
-        parts["logits"] = xr.concat(list(statistics.values()), dim="logit_statistic").assign_coords(
-            logit_statistic=list(statistics)
+        parts["logits"] = xr.concat(list(of_logits.values()), dim="logit_statistic").assign_coords(
+            logit_statistic=list(of_logits)
         )
     return xr.Dataset(
         {name: part.drop_attrs() for name, part in parts.items()},

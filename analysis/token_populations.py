@@ -19,6 +19,7 @@ __all__ = [
     "members",
     "own_masks",
     "populations",
+    "statistics",
     "with_mostly_dead",
 ]
 
@@ -230,6 +231,11 @@ def by_population(
     if ((levels < 0) | (levels > 1)).any():
         raise InvalidArgument(f"got quantiles {tuple(quantiles)}, expected values from 0 to 1")
     members(da)  # says what is missing
+    return statistics(da, levels)
+
+
+def statistics(da: xr.DataArray, levels: npt.NDArray[np.float64]) -> xr.Dataset:
+    """`by_population` also where nothing says which tokens are dead: then of all tokens."""
     names, groups = populations(da)
     if da.chunks is not None:
         da = da.chunk({"token": -1})

@@ -31,6 +31,9 @@ _WRITTEN_BY = "written_by_trajstore"
 # Values of one part of a table; some 100 bytes each while it is text.
 _CSV_VALUES = 1 << 19
 
+_CENSUS = 1000
+"""Most values of a table that is shown as a whole."""
+
 Report = Callable[[int, int], None]
 """Told of tasks done and tasks in all."""
 
@@ -64,7 +67,8 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
     -------
     dict
         Per variable: ``sizes``, ``units``, ``nan`` (how many), and ``min``, ``mean`` and ``max``
-        of the others; NaN if there is none.
+        of the others; NaN if there is none. Of a small table of counts also ``values``, and
+        ``labels`` along each dimension.
     """
     lazy = {
         (name, fact): value
@@ -76,7 +80,7 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
             ("max", array.max()),
             ("nan", array.isnull().sum()),
         )
-    }
+    } | {(name, "values"): result[name] for name in result.data_vars if _is_census(result[name])}
     with progress_of_tasks(report):
         values = dict(zip(lazy, dask.compute(*lazy.values()), strict=True))
     return {
@@ -87,9 +91,23 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
                 fact: values[name, fact].item() if array.size else absent
                 for fact, absent in (("min", nan), ("mean", nan), ("max", nan), ("nan", 0))
             },
+            **_census(values.get((name, "values"))),
         }
         for name, array in result.data_vars.items()
     }
+
+
+def _is_census(array: xr.DataArray) -> bool:
+    """Whether it is a small table of counts, each dimension of which is labelled by texts."""
+    labelled = all(dim in array.coords and array[dim].dtype.kind in "UTO" for dim in array.dims)
+    return array.dtype.kind in "iu" and array.ndim > 1 and labelled and array.size <= _CENSUS
+
+
+def _census(array: xr.DataArray | None) -> dict[str, Any]:
+    if array is None:
+        return {}
+    labels = {str(dim): [str(label) for label in array[dim].values] for dim in array.dims}
+    return {"values": array.values.tolist(), "labels": labels}
 
 
 def write_result(

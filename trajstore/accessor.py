@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 from collections.abc import Callable
 from typing import Any
 
 import xarray as xr
 
-from trajstore.errors import VariableNotRecorded
+from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.nearest_name import did_you_mean
 
 __all__ = ["TrajAccessor"]
@@ -38,6 +40,45 @@ class TrajAccessor:
 
     def __init__(self, ds: xr.Dataset) -> None:
         self._ds = ds
+
+    def __repr__(self) -> str:
+        """What is in the run, in a line."""
+        ds = self._ds
+        steps = ds["step"].values.tolist() if "step" in ds.coords else []
+        span = f", steps {steps[0]} to {steps[-1]}" if len(steps) else ""
+        dead = f", {int(ds['is_dead'].sum())} of them dead" if "is_dead" in ds.coords else ""
+        return (
+            f"<run: {len(steps)} rows{span}; {ds.sizes.get('token', 0)} tokens{dead}; "
+            f"{', '.join(map(str, ds.data_vars)) or 'no variables'}; "
+            f"{ds.attrs.get('status', 'part of a run')}>"
+        )
+
+    def to_netcdf(self, path: str | os.PathLike[str]) -> None:
+        """Write the run, or what was selected of it, to a NetCDF file, block by block.
+
+        NetCDF has no nested attributes, such as ``config``: those become JSON texts. Needs
+        h5netcdf, the extra ``hdf5``.
+
+        Parameters
+        ----------
+        path : path-like
+            Ending in ``.nc``; nothing must be there.
+
+        Raises
+        ------
+        InvalidArgument, RunExists, MissingExtra
+            For another ending; if something is there; without h5netcdf.
+        """
+        from analysis.write_results import write_result
+
+        if os.path.splitext(path)[1] != ".nc":
+            raise InvalidArgument(f"a NetCDF file is called NAME.nc, got {os.fspath(path)}")
+        texts = {
+            name: json.dumps(value)
+            for name, value in self._ds.attrs.items()
+            if value is None or isinstance(value, bool | dict | list)
+        }
+        write_result(self._ds.assign_attrs(texts), path)
 
     @property
     def dead(self) -> xr.Dataset:
@@ -96,7 +137,13 @@ class TrajAccessor:
         import analysis
 
         return sorted(
-            {"dead", "live", "plot", *(name for name in analysis.__all__ if name.islower())}
+            {
+                "dead",
+                "live",
+                "plot",
+                "to_netcdf",
+                *(name for name in analysis.__all__ if name.islower()),
+            }
         )
 
 

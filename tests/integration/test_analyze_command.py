@@ -16,6 +16,8 @@ import xarray as xr
 
 import analysis
 import trajstore
+from analysis.write_results import describe
+from trajstore.cli.tables import out, print_description
 
 ROWS, TOKENS, HIDDEN = 21, 12, 8
 
@@ -216,3 +218,41 @@ def test_only_results_are_overwritten(
         done = trajstore_cli("analyze", own, "freeze", "-o", target, "--overwrite", rc=2)
         assert "no analysis has written" in " ".join(done.stderr.split())
     assert trajstore.verify(own).clean
+
+
+def test_a_summary_without_dead_tokens_is_one_of_all(
+    trajstore_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "untold.zarr"
+    variables = {"W": "float32", "grad": "float32", "loss": "float32"}
+    with trajstore.RunWriter.create(path, token=[1, 2], hidden=2, variables=variables) as writer:
+        for step in range(3):
+            values = np.full((2, 2), step, "f4")
+            writer.append(step, W=values, grad=values, loss=1.0)
+    text = trajstore_cli("summary", path).stdout
+    assert "all (2)" in text
+    assert "trajstore annotate" in text
+    assert "dead (" not in text
+
+
+def test_a_census_is_printed() -> None:
+    counts = xr.DataArray(
+        [[1, 2], [3, 4]], {"a": ["x", "y"], "b": ["u", "v"]}, ("a", "b"), name="census"
+    )
+    told = describe(counts.to_dataset())["census"]
+    assert told["values"] == [[1, 2], [3, 4]]
+    assert told["labels"] == {"a": ["x", "y"], "b": ["u", "v"]}
+    assert "values" not in describe(counts.astype(float).to_dataset())["census"]
+
+    facts = {
+        "census": {
+            "sizes": {"cause": 2, "outcome": 2}, "min": 0, "mean": 1, "max": 9, "nan": 0,
+            "units": "1", "values": [[1, 2000], [3, 4]],
+            "labels": {"cause": ["lr", "moments"], "outcome": ["moves", "rests"]},
+        }
+    }  # fmt: skip
+    with out.capture() as captured:
+        print_description(facts)
+    lines = [line.split() for line in captured.get().splitlines()]
+    assert ["cause", "moves", "rests"] in lines
+    assert ["lr", "1", "2,000"] in lines

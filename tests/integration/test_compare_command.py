@@ -67,10 +67,20 @@ def test_identical_runs(tmp_path: Path, trajstore_cli: Cli, options: list[str]) 
 
 def test_what_cannot_be_compared_says_why(tmp_path: Path, trajstore_cli: Cli) -> None:
     one = record(tmp_path / "a.zarr", 2)
-    with RunWriter.create(
-        tmp_path / "b.zarr", token=np.arange(6), hidden=3, variables={"W": "bfloat16"}
-    ) as run:
-        run.append(step=0, W=np.zeros((6, 3), "f4"))
-    done = trajstore_cli("compare", one, run.path, rc=2)
-    assert "token has length 5 and 6" in done.stderr
+    for name, token, hidden, rc in (
+        ("more.zarr", [4, 2, 9, 0, 1, 3], 3, 0),
+        ("other.zarr", [7, 8], 3, 2),
+        ("wider.zarr", [0, 1], 4, 2),
+    ):
+        with RunWriter.create(
+            tmp_path / name, token=token, hidden=hidden, variables={"W": "bfloat16"}
+        ) as run:
+            run.append(step=0, W=np.zeros((len(token), hidden), "f4"))
+        done = trajstore_cli("compare", one, run.path, rc=rc)
+        told = {
+            "more.zarr": "has 5 tokens, the second 6; only the 5 that both have are compared",
+            "other.zarr": "no token in common",
+            "wider.zarr": "hidden has length 3 and 4",
+        }
+        assert told[name] in " ".join((done.stdout + done.stderr).split())
     trajstore_cli("compare", one, tmp_path / "nothing.zarr", rc=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import click
 from rich.text import Text
@@ -19,7 +20,10 @@ from trajstore.cli.tables import (
     print_runs,
     print_summary,
 )
-from trajstore.errors import FormatError, RunNotFound
+from trajstore.errors import FormatError, InvalidArgument, RunNotFound
+
+if TYPE_CHECKING:
+    import xarray as xr
 
 __all__ = ["analyze", "compare", "info", "summary"]
 
@@ -189,6 +193,26 @@ def analyze(
         out.print(Text(f"Wrote {', '.join(map(str, files))}: {', '.join(map(str, result))}."))
 
 
+def _of_common_tokens(first: xr.Dataset, second: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
+    """Two runs, with the tokens that both have, where they are not the same.
+
+    Raises
+    ------
+    InvalidArgument
+        If they have none in common.
+    """
+    import numpy as np
+
+    ids, one, other = np.intersect1d(
+        first["token"].values, second["token"].values, return_indices=True
+    )
+    if np.array_equal(first["token"].values, second["token"].values):
+        return first, second
+    if not ids.size:
+        raise InvalidArgument("these runs have no token in common, so nothing can be compared")
+    return first.isel(token=one), second.isel(token=other)
+
+
 @click.command()
 @RUN
 @click.argument("other", type=click.Path())
@@ -212,6 +236,8 @@ def compare(run: str, other: str, as_json: bool) -> None:
     from trajstore.store.open_run import open_run
 
     first, second = open_run(run), open_run(other)
+    tokens = {"first": first.sizes["token"], "second": second.sizes["token"]}
+    first, second = _of_common_tokens(first, second)
     found = analysis.compare(first, second)
     digest = first.attrs.get(CONTENT)
     same_content = digest is not None and digest == second.attrs.get(CONTENT)
@@ -224,6 +250,7 @@ def compare(run: str, other: str, as_json: bool) -> None:
         "same_content": same_content,
         "steps": {"common": found.sizes["step"], "first": first.sizes["step"],
                   "second": second.sizes["step"]},
+        "tokens": {"common": first.sizes["token"], **tokens},
         "differing_settings": found.attrs["differing_settings"],
         "only_first": [str(name) for name in first.data_vars if name not in second.data_vars],
         "only_second": [str(name) for name in second.data_vars if name not in first.data_vars],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from trajstore.cli.annotate_command import annotate
 from trajstore.cli.exchange_commands import export, import_, upgrade
 from trajstore.cli.figure_commands import plot, report
 from trajstore.cli.inspect_commands import analyze, compare, info, summary
@@ -67,6 +68,7 @@ for command in (
     export,
     import_,
     upgrade,
+    annotate,
     compare,
     verify,
     repair,

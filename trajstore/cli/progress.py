@@ -20,7 +20,7 @@ from rich.progress import (
 from rich.text import Text
 
 from trajstore.byte_sizes import format_bytes
-from trajstore.cli.start import working
+from trajstore.cli.stop_signals import working
 from trajstore.cli.tables import err
 from trajstore.errors import InvalidArgument, MissingExtra
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
-__all__ = ["StopRequest"]
+__all__ = ["StopRequest", "stop_at_once", "working"]
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -67,3 +67,22 @@ class StopRequest:
         # Not through a stream, which the interrupted code may be writing to.
         with suppress(OSError):  # nobody may be listening any more
             os.write(2, b"Stopping after this step; a second signal stops at once.\n")
+
+
+def stop_at_once() -> None:
+    """Have Ctrl-C end the process with a sentence: until something is done, until `working`."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _stop)
+
+
+def working() -> None:
+    """Have Ctrl-C raise `KeyboardInterrupt` from now on: there may be something to be tidied."""
+    if signal.getsignal(signal.SIGINT) is _stop:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    # An exception in the middle of an import becomes whatever the imported makes of it.
+    with suppress(OSError):
+        os.write(2, b"trajstore: stopped by Ctrl-C\n")
+    os._exit(128 + number)

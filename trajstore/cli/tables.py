@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -41,6 +42,7 @@ __all__ = [
     "table",
 ]
 
+_SETTINGS = 12  # that differ and are named
 _WIDE = 100  # columns of a terminal from which on tables have all of theirs
 
 out = PlainConsole(soft_wrap=True)
@@ -93,6 +95,24 @@ def print_description(facts: dict[str, Any]) -> None:
         numbers = (f"{fact[key]:.6g}" for key in ("min", "mean", "max"))
         printed.add_row(name, sizes, *numbers, str(fact["nan"]), fact["units"])
     print_table(printed)
+    for name, fact in facts.items():
+        if "values" in fact:
+            _print_census(name, fact["labels"], fact["values"])
+
+
+def _print_census(name: str, labels: dict[str, list[str]], values: list[Any]) -> None:
+    """Print a table of counts: the labels of its last dimension are the columns."""
+    *dims, last = labels
+    printed = table(name, *dims, *labels[last])
+    for column in printed.columns[: len(dims)]:
+        column.justify = "left"
+    for place in itertools.product(*(range(len(labels[dim])) for dim in dims)):
+        row: Any = values
+        for at in place:
+            row = row[at]
+        named = (labels[dim][at] for dim, at in zip(dims, place, strict=True))
+        printed.add_row(*named, *(f"{count:,}" for count in row))
+    print_table(printed)
 
 
 def print_comparison(facts: dict[str, Any]) -> None:
@@ -105,13 +125,22 @@ def print_comparison(facts: dict[str, Any]) -> None:
         f"{_counted(len(facts['variables']), 'common variable')}, the runs {verdict}"
         f"{', by their content digests' if facts['same_content'] else ''}."
     )
+    tokens = facts["tokens"]
+    if not tokens["common"] == tokens["first"] == tokens["second"]:
+        out.print(
+            f"The first run has {tokens['first']:,} tokens, the second {tokens['second']:,}; only "
+            f"the {tokens['common']:,} that both have are compared."
+        )
     if not common == first == second:
         out.print(f"The first run has {_counted(first, 'step')}, the second {second:,}.")
     for which in ("first", "second"):
         if facts[f"only_{which}"]:
             out.print(f"Only the {which} run has {', '.join(facts[f'only_{which}'])}.")
     if facts["differing_settings"]:
-        out.print(f"Their settings differ in {', '.join(facts['differing_settings'])}.")
+        named, more = facts["differing_settings"][:_SETTINGS], ""
+        if len(facts["differing_settings"]) > _SETTINGS:
+            more = f" and {len(facts['differing_settings']) - _SETTINGS} others (--json)"
+        out.print(f"Their settings differ in {', '.join(named)}{more}.")
     if not differing:
         return
     printed = table(
@@ -282,7 +311,8 @@ def print_summary(summary: xr.Dataset) -> None:
     )
     if "grad_norms" in summary:
         printed = table("Gradient norms (L2)", "tokens", "step", "mean", "min", "max")
-        for population in (name for name in tokens if name != "all" and tokens[name]):
+        told = [name for name in tokens if name != "all" and tokens[name]] or ["all"]
+        for population in told:
             for when, step in steps.items():
                 norms = summary["grad_norms"].sel(population=population, when=when)
                 values = (norms.sel(statistic=name).item() for name in ("mean", "min", "max"))
@@ -290,8 +320,10 @@ def print_summary(summary: xr.Dataset) -> None:
                     f"{population} ({tokens[population]})", str(step), *(f"{v:.6e}" for v in values)
                 )
         print_table(printed)
-        largest = summary["max_dead_grad_norm"].item()
-        if not tokens["dead"]:
+        largest = summary["max_dead_grad_norm"].item() if "dead" in tokens else math.nan
+        if "dead" not in tokens:
+            pass
+        elif not tokens["dead"]:
             out.print("There are no dead tokens: every id occurs in the text.")
         elif largest == 0:
             out.print("Dead token gradients are EXACTLY ZERO: only weight decay can move them.")
@@ -308,7 +340,7 @@ def print_summary(summary: xr.Dataset) -> None:
         values = (moved.sel(statistic=name).item() for name in ("mean", "median", "min", "max"))
         printed.add_row(f"{population} ({number})", *(f"{value:.4e}" for value in values))
     print_table(printed)
-    clouds = ("all", "dead") if tokens["dead"] else ("all",)
+    clouds = ("all", "dead") if tokens.get("dead") else ("all",)
     for population in clouds if "centroid_norm" in summary else ():
         centroid = summary["centroid_norm"].sel(population=population).values
         out.print(
@@ -327,6 +359,8 @@ def print_summary(summary: xr.Dataset) -> None:
             for loss, step in zip(summary["loss"].values, steps.values(), strict=True)
         )
         out.print(f"Loss: {losses}")
+    if "dead" not in tokens:
+        out.print("Nothing says which tokens are dead; tell it with: trajstore annotate --help")
 
 
 def print_verification(found: Verification) -> None:

@@ -3,7 +3,8 @@
 ``export_run`` writes a ``selection`` of a run: ``export_native``, ``export_layout`` and
 ``export_hdf5`` say what a file will hold (``exported_file``, ``variable_tensor``),
 `trajstore.formats` writes it; ``export_zarr`` makes another run, ``to_torch`` tensors;
-``upgrade_run`` makes a run of the present format of an older one.
+``upgrade_run`` makes a run of the present format of an older one. ``token_annotations`` reads what
+a file tells of the tokens of a run that is there.
 
 ``import_file`` makes runs of a file. ``roles`` is the table of what arrays can be, by names, types
 and dimensions; ``recognition`` finds out what the arrays of a file are, with ``number_reading`` and

@@ -91,7 +91,7 @@ def write_hdf5(
 
 
 def _create(file: Any, tensor: Tensor, as_bits: Sequence[str], rows: int, gzip: int) -> Any:
-    series = len(tensor.shape) > 1
+    series = len(tensor.shape) > 1 and tensor.shape[0] > 0  # h5py makes no chunks of nothing
     sixteen = tensor.dtype in as_bits
     dataset = file.create_dataset(
         tensor.key,

@@ -8,7 +8,7 @@ from multiprocessing import Pipe
 import pytest
 from forked_processes import processes
 
-from trajstore.cli import start
+from trajstore.cli import start, stop_signals
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def handler() -> Iterator[None]:
 
 def _stopped(end: object) -> None:
     os.dup2(end.fileno(), 2)  # type: ignore[attr-defined]
-    signal.signal(signal.SIGINT, start._stop)
+    signal.signal(signal.SIGINT, stop_signals._stop)
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -38,16 +38,16 @@ def test_whoever_works_can_tidy_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def command(**options: str) -> None:
         seen.append(signal.getsignal(signal.SIGINT))
-        start.working()
+        stop_signals.working()
         seen.append(signal.getsignal(signal.SIGINT))
 
     monkeypatch.setattr("trajstore.cli.main.main", command)
     start.main()
-    assert seen == [start._stop, signal.default_int_handler]
+    assert seen == [stop_signals._stop, signal.default_int_handler]
 
 
 def test_what_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    monkeypatch.setattr("trajstore.cli.main.main", lambda **options: start.working())
+    monkeypatch.setattr("trajstore.cli.main.main", lambda **options: stop_signals.working())
     start.main()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN

@@ -221,3 +221,14 @@ def test_hdf5_of_few_variables_keeps_float32_that_is_bfloat16(
     assert done.layout == "hdf5"
     assert done.variables == dict.fromkeys(types, "float32")
     assert_same_run(tmp_path / "run.zarr", tmp_path / "back.zarr")
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hdf5", "zarr"])
+def test_a_run_without_rows_is_exported(tmp_path: Path, form: str) -> None:
+    if form == "hdf5":
+        pytest.importorskip("h5py")
+    with trajstore.RunWriter.create(
+        tmp_path / "run.zarr", token=[1, 2], hidden=3, variables={"W": "bfloat16"}
+    ) as run:
+        pass
+    assert trajstore.export(run.path, tmp_path / "file", format=form).rows == 0
