@@ -148,6 +148,7 @@ def token_table(
     told: Iterable[Told],
     numbers: Mapping[str, Any],
     *,
+    sizes: Mapping[str, int],
     rows_of: str = "W",
     by_place: bool = False,
 ) -> TokenTable:
@@ -161,7 +162,9 @@ def token_table(
         Length of the token axis.
     told : iterable of Told
     numbers : mapping of str to number
-        Numbers beside the arrays: sizes of the vocabulary and of the populations.
+        Numbers beside the arrays: sizes of the populations.
+    sizes : mapping of str to int
+        Those of them that are the size of the vocabulary.
     rows_of : str, default 'W'
         Name of the array, for messages.
     by_place : bool
@@ -174,7 +177,7 @@ def token_table(
     """
     told, notes = _settled(where, tokens, list(told))
     told = _counted_by_place(tokens, told, by_place=by_place)
-    length, from_ = _vocabulary(where, told, numbers)
+    length, from_ = _vocabulary(where, told, sizes)
     token, restricted = _rows(where, tokens, told, length, from_, rows_of)
     if len(token) and int(token.max()) > np.iinfo(np.int32).max:
         raise FormatError(f"{where}: token {token.max()} is no vocabulary id; ids are 32-bit")
@@ -183,8 +186,10 @@ def token_table(
         limit = tokens if each.by_place else universe
         if each.role.endswith("_ids") and len(each.values) and int(each.values.max()) >= limit:
             if each.by_place or length is not None or not restricted:
+                what = "places" if each.by_place else "token ids"
                 raise FormatError(
-                    f"{where}: {each.name} does not hold token ids from 0 to {limit - 1}"
+                    f"{where}: {each.name} holds {each.values.max()}, expected {what} from 0 to "
+                    f"{limit - 1}"
                 )
             universe = int(each.values.max()) + 1
     dead = _dead(where, told, universe, token)
@@ -261,16 +266,14 @@ def _settled(where: Any, tokens: int, told: list[Told]) -> tuple[list[Told], lis
     return made, notes
 
 
-def _vocabulary(where: Any, told: list[Told], numbers: Mapping[str, Any]) -> tuple[int | None, str]:
+def _vocabulary(where: Any, told: list[Told], sizes: Mapping[str, int]) -> tuple[int | None, str]:
     """Length of the vocabulary, and what tells it."""
     lengths = [
         (each.name, len(each.values))
         for each in told
         if (each.role.endswith("_mask") or each.role == "token_count") and not each.by_place
     ]
-    for key, value in numbers.items():
-        if key.lower() in ("vocab_size", "n_vocab", "vocabulary_size") and isinstance(value, int):
-            lengths.append((key, value))
+    lengths += sizes.items()
     for name, length in lengths:
         if length != lengths[0][1]:
             raise FormatError(
@@ -294,7 +297,13 @@ def _rows(
         if not np.array_equal(each.values, given[0].values):
             raise FormatError(f"{where}: {given[0].name} and {each.name} are different ids")
     if given:
-        return given[0].values, True
+        ids = given[0].values
+        if length is not None and int(ids.max(initial=-1)) >= length:
+            raise FormatError(
+                f"{where}: {from_} speaks of {length} tokens, and {given[0].name} holds "
+                f"{ids.max()}; leave one out with --map ignore={from_}"
+            )
+        return ids, True
     whole = np.arange(tokens, dtype=np.int64)
     if length == tokens:
         return whole, False

@@ -75,6 +75,15 @@ def test_labels_that_the_user_names(tmp_path: Path, text: str, expected: Any) ->
     assert ds.step.values.tolist() == list(expected)
 
 
+def test_labels_of_an_array_that_the_user_names_are_kept(tmp_path: Path) -> None:
+    arrays = {"W": series("W"), "at": np.array([0, 1, 3, 5, 7, 9])}
+    ds, done = imported(tmp_path, arrays, labels={"steps": "at"})
+    assert ds.step.values.tolist() == [0, 1, 3, 5, 7, 9]
+    ds, done = imported(tmp_path, {"W": series("W"), "steps": arrays["at"]})
+    assert ds.step.values.tolist() == [0, 1, 2, 3, 4, 5]
+    assert any("--labels steps=steps keeps what it says" in note for note in done.notes)
+
+
 @pytest.mark.parametrize("text", ["0:3", "0,1,2,3,5,5", "a", "0:9999999999999:1", "5:1:0"])
 def test_labels_that_do_not_fit(tmp_path: Path, text: str) -> None:
     with pytest.raises(InvalidArgument, match="steps"):
@@ -290,6 +299,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "vocabulary": ({"vocab_size": 5}, r"vocab_size speaks of 5 tokens, and W has 7"),
     "hidden": ({"hidden_dim": 4}, "hidden_dim is 4, and W has shape"),
+    "hidden, called otherwise": ({"d_model": 4}, "d_model is 4, and W has shape"),
+    "ids beyond a size": (
+        {"token_ids": np.arange(0, 21, 3), "vocab_size": 10},
+        "vocab_size speaks of 10 tokens, and token_ids holds 18",
+    ),
+    "ids beyond a mask": (
+        {"token_ids": np.arange(0, 21, 3), "dead_mask": np.zeros(10, bool)},
+        "dead_mask speaks of 10 tokens, and token_ids holds 18",
+    ),
     "runs": ({"W": np.stack([series("W")] * 2)}, "W is of one of 2 runs, and g does not say"),
     "n_runs": ({"W": np.stack([series("W")] * 2), "n_runs": 3, "g": None}, "n_runs is 3"),
     "steps": ({"steps": np.arange(6)[::-1].copy()}, "increase"),
