@@ -35,6 +35,7 @@ IGNORE = "ignore"
 """Role of arrays that are to be left out."""
 
 _BITS = ("uint16", "int16")
+_LISTS = ("dead_mask", "live_mask", "dead_ids", "live_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +136,7 @@ def recognise(
     """
     mapped = dict(mapped or {})
     _check_map(file, mapped, ignored)
+    _check_attributes(file, ignored)
     taken = {ROLES[role].name for role in mapped.values() if role in ROLES}
     found: list[Found] = []
     left = _passed_over(file, ignored)
@@ -233,6 +235,19 @@ def _check_map(file: ArrayFile, mapped: Mapping[str, str], ignored: tuple[str, .
     for key in ignored:
         if key not in (*file.keys, *file.attributes, *file.passed_over):
             raise InvalidArgument(f"{file.path} holds no {key!r}; it holds {abridged(file.keys)}")
+
+
+def _check_attributes(file: ArrayFile, ignored: tuple[str, ...]) -> None:
+    """Whether no attribute tells of the tokens what only arrays are asked for."""
+    for key, value in file.attributes.items():
+        role = named(key).role
+        is_list = isinstance(value, list) or (isinstance(value, str) and value[:1] in ("[", "("))
+        if key not in ignored and is_list and role is not None and role.name in _LISTS:
+            raise FormatError(
+                f"{file.path}: {key} is an attribute, and {role.name} is read from arrays only; "
+                f"save it as an array, or beside the file as {role.name}.npy for --masks with "
+                f"--map {IGNORE}={key}"
+            )
 
 
 def _mapped_to(mapped: Mapping[str, str], role: Role) -> str:

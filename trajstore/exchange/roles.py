@@ -362,7 +362,8 @@ SCALARS: dict[str, Scalar] = {
 
 
 _CONFIGURATION = re.compile(
-    r"^(?:(?:config|cfg|args|hparams|hyper_?parameters|hyperparams|settings|param_groups)[./])+"
+    r"^(?:(?:config|cfg|args|hparams|hyper_?parameters|hyperparams|settings|param_groups"
+    r"|meta|metadata)[./])+"
 )
 """Groups in which people keep such numbers."""
 
