@@ -169,7 +169,7 @@ def recognise(
             name = _described(file, key, name)
         if not shape:
             if name.role is not None and not is_number(dtype):
-                raise _unfit(file, _found(key, dtype, shape, name))
+                raise _unfit(file, _found(key, dtype, shape, name), is_said=key in mapped)
             if name.role is not None and name.role.is_variable and dtype in NATIVE_TYPES:
                 alone.append(_found(key, dtype, shape, name))
             elif key not in numbers:
@@ -182,7 +182,9 @@ def recognise(
             if "." in key and not _fits(one):  # one of the many arrays of a checkpoint
                 left.append(replace(line, why="of another parameter"))
                 continue
-            found.append(_fitting(file, one))
+            if not _fits(one):
+                raise _unfit(file, one, is_said=key in mapped)
+            found.append(one)
         elif key in numbers or f"{key}[0]" in numbers:
             continue
         elif len(shape) == 1 and scalar_of(key) is not None:
@@ -281,14 +283,8 @@ def _is_float(dtype: str) -> bool:
     return dtype in NATIVE_TYPES or dtype in _BITS
 
 
-def _fitting(file: ArrayFile, one: Found) -> Found:
-    """The array, if its type and rank fit its role."""
-    if not _fits(one):
-        raise _unfit(file, one)
-    return one
-
-
 def _fits(one: Found) -> bool:
+    """Whether the type and rank of an array fit its role."""
     role, rank = one.role, len(one.shape)
     if role.kind == "float":
         fits = one.dtype in NATIVE_TYPES or (one.dtype in _BITS and rank > 1)
@@ -300,13 +296,19 @@ def _fits(one: Found) -> bool:
     return fits and least <= rank <= len(role.dims) + 1
 
 
-def _unfit(file: ArrayFile, one: Found) -> FormatError:
+def _unfit(file: ArrayFile, one: Found, *, is_said: bool) -> FormatError:
     expected = {"float": "floating-point numbers or their 16 bits", "whole": "whole numbers",
                 "truth": "truths"}[one.role.kind]  # fmt: skip
+    told = f"{one.key} is of type {one.dtype} and shape {one.shape}"
+    wanted = f"expected {expected} of ({', '.join(one.role.dims)})"
+    if is_said:
+        return FormatError(
+            f"{file.path}: {told}, and was said to be {one.role.name}, {wanted}; the file holds "
+            f"{abridged(file.keys)}"
+        )
     return FormatError(
-        f"{file.path}: {one.key} is of type {one.dtype} and shape {one.shape}, and its name says "
-        f"{one.role.name}, expected {expected} of ({', '.join(one.role.dims)}); say what it is "
-        f"with --map ROLE={one.key}, or leave it out with --map {IGNORE}={one.key}"
+        f"{file.path}: {told}, and its name says {one.role.name}, {wanted}; say what it is with "
+        f"--map ROLE={one.key}, or leave it out with --map {IGNORE}={one.key}"
     )
 
 

@@ -407,9 +407,11 @@ class RunReading:
         if self.anchor.role.name == "cells":
             self.notes.append("the file holds W rounded to bfloat16, as cells, and no W")
         elif "W" not in names:
+            key = self.anchor.key
             self.notes.append(
-                f"{self.anchor.key} became delta; the file holds no initial W, hence no W"
-            )
+                "the file holds delta and no initial W, hence no W" if key == "delta"
+                else f"{key} became delta; the file holds no initial W, hence no W"
+            )  # fmt: skip
         if self.layout is not None:
             absent = [
                 column.key for column in self.layout.columns if column.key not in self.file.keys

@@ -179,6 +179,11 @@ def token_table(
     told = _counted_by_place(tokens, told, by_place=by_place)
     length, from_ = _vocabulary(where, told, sizes)
     token, restricted = _rows(where, tokens, told, length, from_, rows_of)
+    if length is not None and int(token.max(initial=-1)) >= length:
+        raise FormatError(
+            f"{where}: {from_} speaks of {length} tokens, and {rows_of} has a row of token "
+            f"{token.max()}, as other arrays say; leave one out with --map ignore={from_}"
+        )
     if len(token) and int(token.max()) > np.iinfo(np.int32).max:
         raise FormatError(f"{where}: token {token.max()} is no vocabulary id; ids are 32-bit")
     universe = max(length or 0, int(token.max(initial=-1)) + 1)
@@ -195,8 +200,8 @@ def token_table(
     dead = _dead(where, told, universe, token)
     counts = [each for each in told if each.role == "token_count"]
     if dead is None:
-        sizes = [f"{key} {numbers[key]}" for key in numbers if key.lower() in POPULATION_SIZES]
-        only = f", only how many ({', '.join(sizes)})" if sizes else ""
+        counted = [f"{key} {numbers[key]}" for key in numbers if key.lower() in POPULATION_SIZES]
+        only = f", only how many ({', '.join(counted)})" if counted else ""
         notes.append(f"the file does not tell which tokens are dead{only}")
     else:
         whole = length is not None or not restricted
@@ -297,13 +302,7 @@ def _rows(
         if not np.array_equal(each.values, given[0].values):
             raise FormatError(f"{where}: {given[0].name} and {each.name} are different ids")
     if given:
-        ids = given[0].values
-        if length is not None and int(ids.max(initial=-1)) >= length:
-            raise FormatError(
-                f"{where}: {from_} speaks of {length} tokens, and {given[0].name} holds "
-                f"{ids.max()}; leave one out with --map ignore={from_}"
-            )
-        return ids, True
+        return given[0].values, True
     whole = np.arange(tokens, dtype=np.int64)
     if length == tokens:
         return whole, False

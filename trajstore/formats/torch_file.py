@@ -79,13 +79,11 @@ class TorchFile:
         self.attributes: dict[str, Any] = {}
         self.passed_over: dict[str, str] = {}
         for key, value in _leaves(self._loaded(torch), "", 0):
-            held = (self._tensors, self._rows, self.attributes, self.passed_over)
-            if sum(map(len, held)) >= _MOST_ITEMS:
+            arrays = len(self._tensors) + len(self._rows)
+            if arrays + len(self.attributes) + len(self.passed_over) >= _MOST_ITEMS:
                 raise FormatError(f"{path} holds more than {_MOST_ITEMS} values")
-            if isinstance(value, np.ndarray):
-                value = torch.from_numpy(value)
-            if isinstance(value, torch.Tensor):
-                self._take(torch, key, value)
+            if isinstance(value, np.ndarray | torch.Tensor):
+                self._take(torch, key, torch.as_tensor(value))
             elif isinstance(value, list):
                 self._take_rows(torch, key, value)
             else:

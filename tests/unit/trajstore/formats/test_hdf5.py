@@ -118,7 +118,7 @@ def test_sizes_that_are_announced_and_not_stored_are_refused(tmp_path: Path) -> 
         with h5py.File(tmp_path / "f.h5", "w") as file:
             file.create_dataset("W", (1 << 20, 50_257, 64), "u2", chunks=chunks)
         assert (tmp_path / "f.h5").stat().st_size < 1 << 20
-        with pytest.raises(FormatError, match=r"f\.h5: W was not written to its end: (none|of its)"):
+        with pytest.raises(FormatError, match="h5: W was not written to its end: "):
             trajstore.import_file(tmp_path / "f.h5", tmp_path / "run.zarr")
 
 
@@ -126,7 +126,7 @@ def test_attributes_that_list_tokens_are_not_passed_over(tmp_path: Path) -> None
     foreign(tmp_path / "f.h5", trained_mask=None, untrained_mask=None)
     with h5py.File(tmp_path / "f.h5", "a") as file:
         file.attrs["dead_ids"] = [1, 3]
-    with pytest.raises(FormatError, match="dead_ids is an attribute, and .* from arrays only"):
+    with pytest.raises(FormatError, match="dead_ids is an attribute, and dead_ids is"):
         trajstore.import_file(tmp_path / "f.h5", tmp_path / "run.zarr")
     np.save(tmp_path / "dead_ids.npy", [1, 3])
     done = trajstore.import_file(
