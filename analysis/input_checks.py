@@ -37,6 +37,12 @@ def variables(ds: xr.Dataset, *names: str) -> None:
                 "speed, acceleration, displacement, freeze, bulk_thermal, coherence), and not "
                 "where they are"
             )
+        elif "imported" in ds.attrs:
+            remedy = (
+                "; --schedule constant or linear:N of the import makes it of a file's learning rate"
+                if missing == ["lr"]
+                else ", as the file that it was imported from does not"
+            )
         raise VariableNotRecorded(
             f"this question needs {', '.join(missing)}, which the run does not hold{remedy}"
         )

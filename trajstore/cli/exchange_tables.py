@@ -57,9 +57,9 @@ def print_understood(*, as_json: bool) -> None:
     print_table(printed)
     out.print(
         Text(
-            "Case does not matter; run_0_… before a name, and _history, _bits, _W or _E behind it, "
-            "and dead_… or live_… for the rows of some tokens, are understood. An array of (step, "
-            "token, hidden) that is alone needs no name; uint16 are the bits of bfloat16."
+            "Case does not matter; run_0_… before a name, and _history, _bits, _E, _W or _U behind "
+            "it, and dead_… or live_… for the rows of some tokens, are understood. An array of "
+            "(step, token, hidden) that is alone needs no name; uint16 are the bits of bfloat16."
         )
     )
     printed = table("Numbers", "name", "names in use", "goes to")

@@ -293,7 +293,8 @@ def _difference(
     tile: Tile, variable: TiledVariable, before: Array, tokens: Array
 ) -> tuple[Array, int]:
     earlier = np.concatenate([each.read() for each in variable.tiles(before, tokens)])
-    change = np.subtract(tile.read(), earlier, dtype=np.float32)
+    with np.errstate(invalid="ignore"):  # of two infinities it is NaN
+        change = np.subtract(tile.read(), earlier, dtype=np.float32)
     return change.view(np.uint32), 0
 
 

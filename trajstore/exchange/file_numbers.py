@@ -12,7 +12,7 @@ from trajstore.exchange.roles import ROLES, SCALARS, Scalar, scalar_of
 from trajstore.exchange.token_tables import POPULATION_SIZES
 from trajstore.schema import STEP
 
-__all__ = ["STARTING_STEP", "attributes_of", "number_of", "places_of"]
+__all__ = ["STARTING_STEP", "attributes_of", "number_of", "places_of", "told_numbers"]
 
 STARTING_STEP = ("starting_step", "start_step", "resumed_from", "resume_step")
 """Names of the step that a training went on from."""
@@ -74,14 +74,24 @@ def number_of(where: Path, numbers: Mapping[str, Any], name: str, mapped: Mappin
     InvalidArgument
         If the file does not tell it.
     """
-    for key, value in numbers.items():
-        scalar = _scalar(key, mapped)
-        if scalar is not None and scalar.name == name:
-            return value
+    for value in told_numbers(numbers, name, mapped).values():
+        return value
     raise InvalidArgument(
         f"{where} tells no {name}, under none of the names {', '.join(SCALARS[name].names)}; say "
         f"which number it is with --map {name}=NAME"
     )
+
+
+def told_numbers(
+    numbers: Mapping[str, Any], name: str, mapped: Mapping[str, str]
+) -> dict[str, Any]:
+    """Those of the numbers that are a scalar of the table, by their keys."""
+    of_key = {key: _scalar(key, mapped) for key in numbers}
+    return {
+        key: numbers[key]
+        for key, scalar in of_key.items()
+        if scalar is not None and scalar.name == name
+    }
 
 
 def _scalar(key: str, mapped: Mapping[str, str]) -> Scalar | None:

@@ -151,6 +151,8 @@ def _table(
             why += ["first row NaN"] if held.blank else []
         elif one.role.is_variable:
             role, why = "", ["a number of each run"]
+        elif one.role.name == STEP.name and overrules.steps not in (None, one.key):
+            role, why = "", ["the steps are as you said"]
         why += [f"run {one.run}"] if one.run is not None else []
         why += [f"runs along {one.shape[0]}"] if one.extra == 1 and held is not None else []
         why += [one.matrix] if one.matrix is not None else []

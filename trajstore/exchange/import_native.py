@@ -17,7 +17,7 @@ from trajstore.exchange.imported_file import (
     kept_attributes,
 )
 from trajstore.exchange.recognition import Taken, abridged
-from trajstore.exchange.step_labels import true_steps
+from trajstore.exchange.step_labels import checked_labels
 from trajstore.formats.safetensors import SafetensorsFile
 from trajstore.schema import COORDINATES, STEP, TRAJECTORIES, VARIABLES
 from trajstore.values.native_types import NATIVE_TYPES
@@ -41,7 +41,7 @@ def read_native(file: SafetensorsFile) -> Understood:
             f"{file.path}: layout native requires {', '.join(missing)}; "
             f"it holds {abridged(file.keys)}"
         )
-    steps, _ = true_steps(_filled(file, STEP.name, ("int64",)), trusted=True)
+    steps = checked_labels(file.path, STEP.name, _filled(file, STEP.name, ("int64",)))
     token = _filled(file, "token", ("int32", "int64"))
     coordinates: dict[str, Any] = {}
     for name, entry in COORDINATES.items():

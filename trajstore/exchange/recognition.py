@@ -35,6 +35,7 @@ IGNORE = "ignore"
 """Role of arrays that are to be left out."""
 
 _BITS = ("uint16", "int16")
+_LISTS = ("dead_mask", "live_mask", "dead_ids", "live_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +136,7 @@ def recognise(
     """
     mapped = dict(mapped or {})
     _check_map(file, mapped, ignored)
+    _check_attributes(file, ignored)
     taken = {ROLES[role].name for role in mapped.values() if role in ROLES}
     found: list[Found] = []
     left = _passed_over(file, ignored)
@@ -167,7 +169,7 @@ def recognise(
             name = _described(file, key, name)
         if not shape:
             if name.role is not None and not is_number(dtype):
-                raise _unfit(file, _found(key, dtype, shape, name))
+                raise _unfit(file, _found(key, dtype, shape, name), is_said=key in mapped)
             if name.role is not None and name.role.is_variable and dtype in NATIVE_TYPES:
                 alone.append(_found(key, dtype, shape, name))
             elif key not in numbers:
@@ -180,7 +182,9 @@ def recognise(
             if "." in key and not _fits(one):  # one of the many arrays of a checkpoint
                 left.append(replace(line, why="of another parameter"))
                 continue
-            found.append(_fitting(file, one))
+            if not _fits(one):
+                raise _unfit(file, one, is_said=key in mapped)
+            found.append(one)
         elif key in numbers or f"{key}[0]" in numbers:
             continue
         elif len(shape) == 1 and scalar_of(key) is not None:
@@ -235,6 +239,19 @@ def _check_map(file: ArrayFile, mapped: Mapping[str, str], ignored: tuple[str, .
             raise InvalidArgument(f"{file.path} holds no {key!r}; it holds {abridged(file.keys)}")
 
 
+def _check_attributes(file: ArrayFile, ignored: tuple[str, ...]) -> None:
+    """Whether no attribute tells of the tokens what only arrays are asked for."""
+    for key, value in file.attributes.items():
+        role = named(key).role
+        is_list = isinstance(value, list) or (isinstance(value, str) and value[:1] in ("[", "("))
+        if key not in ignored and is_list and role is not None and role.name in _LISTS:
+            raise FormatError(
+                f"{file.path}: {key} is an attribute, and {role.name} is read from arrays only; "
+                f"save it as an array, or beside the file as {role.name}.npy for --masks with "
+                f"--map {IGNORE}={key}"
+            )
+
+
 def _mapped_to(mapped: Mapping[str, str], role: Role) -> str:
     return next(key for key, name in mapped.items() if name == role.name)
 
@@ -266,14 +283,8 @@ def _is_float(dtype: str) -> bool:
     return dtype in NATIVE_TYPES or dtype in _BITS
 
 
-def _fitting(file: ArrayFile, one: Found) -> Found:
-    """The array, if its type and rank fit its role."""
-    if not _fits(one):
-        raise _unfit(file, one)
-    return one
-
-
 def _fits(one: Found) -> bool:
+    """Whether the type and rank of an array fit its role."""
     role, rank = one.role, len(one.shape)
     if role.kind == "float":
         fits = one.dtype in NATIVE_TYPES or (one.dtype in _BITS and rank > 1)
@@ -285,13 +296,19 @@ def _fits(one: Found) -> bool:
     return fits and least <= rank <= len(role.dims) + 1
 
 
-def _unfit(file: ArrayFile, one: Found) -> FormatError:
+def _unfit(file: ArrayFile, one: Found, *, is_said: bool) -> FormatError:
     expected = {"float": "floating-point numbers or their 16 bits", "whole": "whole numbers",
                 "truth": "truths"}[one.role.kind]  # fmt: skip
+    told = f"{one.key} is of type {one.dtype} and shape {one.shape}"
+    wanted = f"expected {expected} of ({', '.join(one.role.dims)})"
+    if is_said:
+        return FormatError(
+            f"{file.path}: {told}, and was said to be {one.role.name}, {wanted}; the file holds "
+            f"{abridged(file.keys)}"
+        )
     return FormatError(
-        f"{file.path}: {one.key} is of type {one.dtype} and shape {one.shape}, and its name says "
-        f"{one.role.name}, expected {expected} of ({', '.join(one.role.dims)}); say what it is "
-        f"with --map ROLE={one.key}, or leave it out with --map {IGNORE}={one.key}"
+        f"{file.path}: {told}, and its name says {one.role.name}, {wanted}; say what it is with "
+        f"--map ROLE={one.key}, or leave it out with --map {IGNORE}={one.key}"
     )
 
 

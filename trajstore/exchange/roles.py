@@ -1,8 +1,8 @@
 """The one table of what the arrays of a file can be: roles, the names in use, dimensions and types.
 
 It drives the recognition of every format. A name is looked up whole, and then without what people
-add to names: ``run_0_`` before, ``_history`` or ``_bits`` behind, ``_W`` or ``_E`` for the matrix,
-``dead_`` or ``live_`` for the rows of some tokens. Case does not matter.
+add to names: ``run_0_`` before, ``_history`` or ``_bits`` behind, ``_E``, ``_W`` or ``_U`` for the
+matrix, ``dead_`` or ``live_`` for the rows of some tokens. Case does not matter.
 """
 
 from __future__ import annotations
@@ -176,7 +176,8 @@ _OF_MATRIX = {
     **dict.fromkeys("w_u w_out lm_head unembed unembedding unembeddings".split(), "W"),
 }
 _POPULATIONS = {"dead": "dead", "untrained": "dead", "live": "live", "trained": "live"}
-_MATRIX = re.compile(r"(.+)_(w|e)")
+_MATRIX = re.compile(r"(.+)_([ewu])")
+_LETTERS = {"e": "E", "w": "W", "u": "W"}
 _STORAGE = re.compile(
     r"(.+)_(?:history|histories|hist|trajectory|traj|bits|u16|uint16|bf16|bfloat16|f16|fp16|f32|fp32"
     r"|float32|series|movie|all|over_time)"
@@ -261,9 +262,9 @@ def _readings(stem: str) -> Iterator[tuple[str, str | None, str | None]]:
             last = match[1]
             yield last, None, population
         if match := _MATRIX.fullmatch(last):
-            yield match[1], match[2].upper(), population
+            yield match[1], _LETTERS[match[2]], population
             if inner := _STORAGE.fullmatch(match[1]):
-                yield inner[1], match[2].upper(), population
+                yield inner[1], _LETTERS[match[2]], population
         match = _POPULATION.fullmatch(last)
         if match is None:
             return
@@ -362,7 +363,8 @@ SCALARS: dict[str, Scalar] = {
 
 
 _CONFIGURATION = re.compile(
-    r"^(?:(?:config|cfg|args|hparams|hyper_?parameters|hyperparams|settings|param_groups)[./])+"
+    r"^(?:(?:config|cfg|args|hparams|hyper_?parameters|hyperparams|settings|param_groups"
+    r"|meta|metadata)[./])+"
 )
 """Groups in which people keep such numbers."""
 

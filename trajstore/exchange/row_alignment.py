@@ -137,13 +137,19 @@ def _with_first_row(
     if held.missing or held.time == "before" or VARIABLES[held.variable].row0 != "nan":
         return held
     if rows.steps[0] != 0 and not rows.resumed:
+        if held.variable == "grad" and len(rows.steps) > 1 and first_row_is_blank(held):
+            notes.append(
+                f"{held.key} of step {rows.steps[0]}, the first row, is 0 or NaN everywhere and "
+                "was kept: a training that was resumed there would have made none (a number "
+                f"starting_step of {rows.steps[0]} in the file says so)"
+            )
         return held
     if first_row_is_blank(held):
-        if rows.resumed and held.variable == "grad":
-            notes.append(
-                f"resumed at step {rows.steps[0]}: what its first step made is not in the file, "
-                "and NaN in the run"
-            )
+        note = (
+            f"resumed at step {rows.steps[0]}: what its first step made is not in the file, and "
+            "NaN in the run"
+        )
+        notes += [note] if rows.resumed and note not in notes else []
         return replace(held, blank=True)
     if rows.resumed:
         return held

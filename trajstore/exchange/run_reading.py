@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError, InvalidArgument
-from trajstore.exchange.file_numbers import STARTING_STEP, attributes_of, number_of
+from trajstore.exchange.file_numbers import STARTING_STEP, attributes_of, number_of, told_numbers
 from trajstore.exchange.imported_file import (
     ImportedRun,
     ImportedVariable,
@@ -26,7 +26,7 @@ from trajstore.exchange.recognition import Found, Recognised
 from trajstore.exchange.roles import ROLES, RULE, is_pair, scalar_of
 from trajstore.exchange.row_alignment import Alignment, aligned
 from trajstore.exchange.run_parts import RunPart
-from trajstore.exchange.step_labels import named_steps, true_steps, unlabelled_steps
+from trajstore.exchange.step_labels import checked_labels, named_steps, true_steps, unlabelled_steps
 from trajstore.exchange.token_tables import TokenTable, Told, token_table, told_tables
 from trajstore.formats.array_file import ArrayFile, values_of
 from trajstore.schema import STEP, TRAJECTORIES, VARIABLES
@@ -150,7 +150,8 @@ class RunReading:
                         f"steps={key} says which to take"
                     )
             trusted = self.own or file.attributes.get("steps") == "optimizer"
-            steps, note = true_steps(steps, trusted=trusted or file.format == "folder")
+            trusted = trusted or file.format == "folder" or key == self.overrules.steps
+            steps, note = true_steps(steps, name=key, trusted=trusted)
             self.notes += [note] if note else []
             return steps
         start = self._starting_step()
@@ -178,9 +179,7 @@ class RunReading:
                 f"{self.file.path}: {one.key} has shape {values.shape}, and {self.anchor.key} has "
                 f"{self.rows} rows, expected ({self.rows},)"
             )
-        if (values.astype(object) >= 1 << 62).any():
-            raise FormatError(f"{self.file.path}: {one.key} must be step numbers that increase")
-        return values.astype(np.int64)
+        return checked_labels(self.file.path, one.key, values)
 
     def _step_number(self) -> int | None:
         """Step of a single state, of a number beside it."""
@@ -232,7 +231,13 @@ class RunReading:
         exported = self.own or self.file.attributes.get("exporter") == "trajstore"
         by_place = exported and any(one.role == "token" for one in own)
         table = token_table(
-            self.file.path, tokens, told, self.part.numbers, rows_of=name, by_place=by_place
+            self.file.path,
+            tokens,
+            told,
+            self.part.numbers,
+            sizes=self._sizes("vocab_size"),
+            rows_of=name,
+            by_place=by_place,
         )
         if not self.own:
             self.notes += table.notes
@@ -371,15 +376,18 @@ class RunReading:
                     f"{self.file.path}: its attributes cannot be read ({error})"
                 ) from None
             return kept_attributes(self.file, text)
-        for key, axis in (("vocab_size", 0), ("hidden_dim", 1)):
-            said = self.part.numbers.get(key)
-            have = (self.tokens, self.hidden)[axis]
-            if isinstance(said, int) and (said < have or (axis and said != have)):
+        for key, said in self._sizes("hidden_dim").items():
+            if said != self.hidden:
                 raise FormatError(
                     f"{self.file.path}: {key} is {said}, and {self.anchor.key} has shape "
                     f"{self.anchor.shape}; leave it out with --map ignore={key}"
                 )
         return attributes_of(self.file.path, self.part.numbers, self.overrules.mapped)
+
+    def _sizes(self, name: str) -> dict[str, int]:
+        """Numbers that are a size of the table of scalars, by their keys."""
+        told = told_numbers(self.part.numbers, name, self.overrules.mapped)
+        return {key: size for key, size in told.items() if isinstance(size, int)}
 
     def _check_rule_is_read(self) -> None:
         """Whether no default would stand for what the file says and its format does not offer."""
@@ -399,9 +407,11 @@ class RunReading:
         if self.anchor.role.name == "cells":
             self.notes.append("the file holds W rounded to bfloat16, as cells, and no W")
         elif "W" not in names:
+            key = self.anchor.key
             self.notes.append(
-                f"{self.anchor.key} became delta; the file holds no initial W, hence no W"
-            )
+                "the file holds delta and no initial W, hence no W" if key == "delta"
+                else f"{key} became delta; the file holds no initial W, hence no W"
+            )  # fmt: skip
         if self.layout is not None:
             absent = [
                 column.key for column in self.layout.columns if column.key not in self.file.keys

@@ -10,12 +10,42 @@ import numpy.typing as npt
 
 from trajstore.errors import FormatError, InvalidArgument
 
-__all__ = ["named_steps", "true_steps", "unlabelled_steps"]
+__all__ = ["checked_labels", "named_steps", "true_steps", "unlabelled_steps"]
 
 Array = npt.NDArray[Any]
 
 
-def true_steps(labels: Array, *, trusted: bool = False) -> tuple[Array, str | None]:
+def checked_labels(where: Any, name: str, labels: Array) -> Array:
+    """Labels of the rows of a file, as step numbers.
+
+    Parameters
+    ----------
+    where : path-like
+        Of the file, for messages.
+    name : str
+        Of the array that holds them.
+    labels : ndarray of int, (step,)
+
+    Raises
+    ------
+    FormatError
+        If they are negative, too large, or do not increase.
+    """
+    wrong = (labels < 0) | (labels.astype(object) >= 1 << 62)
+    wrong[1:] |= labels[1:] <= labels[:-1]
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        after = f" after {labels[row - 1]}" if row else ""
+        raise FormatError(
+            f"{where}: {name} holds {labels[row]}{after} in row {row}, expected step numbers from "
+            "0 on that increase; --labels steps=… gives others"
+        )
+    return labels.astype(np.int64)
+
+
+def true_steps(
+    labels: Array, *, name: str = "recorded_steps", trusted: bool = False
+) -> tuple[Array, str | None]:
     """Optimizer steps of the rows of a file.
 
     The recorder of notebooks 14.1a, 15.1a and 1.12f counted a callback that fires after every step
@@ -27,24 +57,17 @@ def true_steps(labels: Array, *, trusted: bool = False) -> tuple[Array, str | No
     Parameters
     ----------
     labels : ndarray of int64, (step,)
+    name : str
+        Of the array that holds them.
     trusted : bool
-        Whether the file says that its labels count optimizer steps.
+        Whether the file or its user says that they count optimizer steps.
 
     Returns
     -------
     steps : ndarray of int64, (step,)
     note : str, optional
         What was corrected.
-
-    Raises
-    ------
-    FormatError
-        If labels are negative or do not increase.
     """
-    if len(labels) and (
-        labels[0] < 0 or labels[-1] >= 1 << 62 or (labels[1:] <= labels[:-1]).any()
-    ):
-        raise FormatError("recorded_steps must be step numbers from 0 on that increase")
     spacing = np.diff(labels)
     holes = np.flatnonzero(spacing == 2)
     if trusted or not len(holes) or labels[0] != 0 or spacing.max() > 2:
@@ -53,9 +76,10 @@ def true_steps(labels: Array, *, trusted: bool = False) -> tuple[Array, str | No
     if epoch == 0 or not np.array_equal(holes, np.arange(epoch, len(spacing), epoch)):
         return labels, None
     return np.arange(len(labels), dtype=np.int64), (
-        f"recorded_steps ran from 0 to {labels[-1]} in {len(labels)} rows and skipped a number "
+        f"{name} ran from 0 to {labels[-1]} in {len(labels)} rows and skipped a number "
         f"every {epoch} rows, at the end of each epoch: it counted callbacks; the rows are "
-        f"optimizer steps 0 to {len(labels) - 1} and were labelled so"
+        f"optimizer steps 0 to {len(labels) - 1} and were labelled so (--labels steps={name} keeps "
+        "what it says)"
     )
 
 

@@ -148,6 +148,7 @@ def token_table(
     told: Iterable[Told],
     numbers: Mapping[str, Any],
     *,
+    sizes: Mapping[str, int],
     rows_of: str = "W",
     by_place: bool = False,
 ) -> TokenTable:
@@ -161,7 +162,9 @@ def token_table(
         Length of the token axis.
     told : iterable of Told
     numbers : mapping of str to number
-        Numbers beside the arrays: sizes of the vocabulary and of the populations.
+        Numbers beside the arrays: sizes of the populations.
+    sizes : mapping of str to int
+        Those of them that are the size of the vocabulary.
     rows_of : str, default 'W'
         Name of the array, for messages.
     by_place : bool
@@ -174,8 +177,13 @@ def token_table(
     """
     told, notes = _settled(where, tokens, list(told))
     told = _counted_by_place(tokens, told, by_place=by_place)
-    length, from_ = _vocabulary(where, told, numbers)
+    length, from_ = _vocabulary(where, told, sizes)
     token, restricted = _rows(where, tokens, told, length, from_, rows_of)
+    if length is not None and int(token.max(initial=-1)) >= length:
+        raise FormatError(
+            f"{where}: {from_} speaks of {length} tokens, and {rows_of} has a row of token "
+            f"{token.max()}, as other arrays say; leave one out with --map ignore={from_}"
+        )
     if len(token) and int(token.max()) > np.iinfo(np.int32).max:
         raise FormatError(f"{where}: token {token.max()} is no vocabulary id; ids are 32-bit")
     universe = max(length or 0, int(token.max(initial=-1)) + 1)
@@ -183,15 +191,17 @@ def token_table(
         limit = tokens if each.by_place else universe
         if each.role.endswith("_ids") and len(each.values) and int(each.values.max()) >= limit:
             if each.by_place or length is not None or not restricted:
+                what = "places" if each.by_place else "token ids"
                 raise FormatError(
-                    f"{where}: {each.name} does not hold token ids from 0 to {limit - 1}"
+                    f"{where}: {each.name} holds {each.values.max()}, expected {what} from 0 to "
+                    f"{limit - 1}"
                 )
             universe = int(each.values.max()) + 1
     dead = _dead(where, told, universe, token)
     counts = [each for each in told if each.role == "token_count"]
     if dead is None:
-        sizes = [f"{key} {numbers[key]}" for key in numbers if key.lower() in POPULATION_SIZES]
-        only = f", only how many ({', '.join(sizes)})" if sizes else ""
+        counted = [f"{key} {numbers[key]}" for key in numbers if key.lower() in POPULATION_SIZES]
+        only = f", only how many ({', '.join(counted)})" if counted else ""
         notes.append(f"the file does not tell which tokens are dead{only}")
     else:
         whole = length is not None or not restricted
@@ -261,16 +271,14 @@ def _settled(where: Any, tokens: int, told: list[Told]) -> tuple[list[Told], lis
     return made, notes
 
 
-def _vocabulary(where: Any, told: list[Told], numbers: Mapping[str, Any]) -> tuple[int | None, str]:
+def _vocabulary(where: Any, told: list[Told], sizes: Mapping[str, int]) -> tuple[int | None, str]:
     """Length of the vocabulary, and what tells it."""
     lengths = [
         (each.name, len(each.values))
         for each in told
         if (each.role.endswith("_mask") or each.role == "token_count") and not each.by_place
     ]
-    for key, value in numbers.items():
-        if key.lower() in ("vocab_size", "n_vocab", "vocabulary_size") and isinstance(value, int):
-            lengths.append((key, value))
+    lengths += sizes.items()
     for name, length in lengths:
         if length != lengths[0][1]:
             raise FormatError(

@@ -49,7 +49,8 @@ class Hdf5File:
     keys : tuple of str
         Of the datasets; those in groups have the names of these before theirs, and slashes.
     attributes : dict of str to str, int, float, bool or list of them
-        Of the root: single values, and a few of them.
+        Of the root and of groups, with their names before theirs: single values, and a few of
+        them.
     passed_over : dict of str to str
         Links, which are not followed, texts of any length, and what no variable is.
 
@@ -79,9 +80,9 @@ class Hdf5File:
         self._streams: dict[str, ChunkStream] = {}
         self._held: dict[str, tuple[tuple[int, ...], Array]] = {}
         self.passed_over: dict[str, str] = {}
+        self.attributes: dict[str, Any] = {}
         try:
             self._datasets = dict(self._sound(h5py))
-            self.attributes = self._numbers()
         except BaseException:
             self._close()
             raise
@@ -217,12 +218,15 @@ class Hdf5File:
     def _sound(self, h5py: Any) -> Iterator[tuple[str, Any]]:
         try:
             yield from self._items(h5py, self._file, "", 0, [_MOST_ITEMS])
+        except FormatError:
+            raise
         except _UNSOUND as error:
             raise FormatError(f"{self.path} is not a sound HDF5 file: {error}") from None
 
     def _items(
         self, h5py: Any, group: Any, prefix: str, depth: int, left: list[int]
     ) -> Iterator[tuple[str, Any]]:
+        self._add_numbers(group, prefix)
         for name in list(group):
             left[0] -= 1
             if left[0] < 0:
@@ -239,33 +243,28 @@ class Hdf5File:
                 yield from self._items(h5py, item, f"{prefix}{name}/", depth + 1, left)
             # No variable is a text, and texts of any length are not read; see `hdf5_writing`.
             elif isinstance(item, h5py.Dataset) and item.dtype.kind in "biufS":
-                _check_stored(f"{prefix}{name}", item)
+                _check_stored(self.path, f"{prefix}{name}", item)
                 yield f"{prefix}{name}", item
             elif isinstance(item, h5py.Group):
                 self.passed_over[f"{prefix}{name}"] = "a group too deep in others"
             elif isinstance(item, h5py.Dataset):
                 self.passed_over[f"{prefix}{name}"] = _kind(item.dtype)
 
-    def _numbers(self) -> dict[str, Any]:
-        """Attributes of the root that are a few numbers, or a text of fixed length."""
-        found: dict[str, Any] = {}
-        try:
-            for name in self._file.attrs:
-                if not isinstance(name, str):
-                    raise ValueError(f"the name {name!r} is no text")
-                opened = self._file.attrs.get_id(name)
-                if opened.dtype.kind not in "biufS":
-                    self.passed_over[name] = _kind(opened.dtype)
-                elif opened.shape is None or math.prod(opened.shape) > _MOST_NUMBERS:
-                    self.passed_over[name] = f"an attribute of shape {opened.shape}"
-                elif opened.shape == ():
-                    found[name] = _plain(self._file.attrs[name])
-                else:
-                    values = np.asarray(self._file.attrs[name]).reshape(-1)
-                    found[name] = [_plain(value) for value in values]
-        except _UNSOUND as error:
-            raise FormatError(f"{self.path} is not a sound HDF5 file: {error}") from None
-        return found
+    def _add_numbers(self, group: Any, prefix: str) -> None:
+        """Take attributes of a group that are a few numbers, or a text of fixed length."""
+        for name in group.attrs:
+            if not isinstance(name, str):
+                raise ValueError(f"the name {name!r} is no text")
+            key, opened = f"{prefix}{name}", group.attrs.get_id(name)
+            if opened.dtype.kind not in "biufS":
+                self.passed_over[key] = _kind(opened.dtype)
+            elif opened.shape is None or math.prod(opened.shape) > _MOST_NUMBERS:
+                self.passed_over[key] = f"an attribute of shape {opened.shape}"
+            elif opened.shape == ():
+                self.attributes[key] = _plain(group.attrs[name])
+            else:
+                values = np.asarray(group.attrs[name]).reshape(-1)
+                self.attributes[key] = [_plain(value) for value in values]
 
     def _wrong(self, key: str, error: Exception) -> FormatError:
         return FormatError(f"{self.path} is not a sound HDF5 file: {key} cannot be read ({error})")
@@ -290,8 +289,8 @@ def _plain(value: Any) -> Any:
     return float(str(value)) if value.dtype.kind == "f" else value.item()
 
 
-def _check_stored(name: str, dataset: Any) -> None:
-    """Raise ValueError if a dataset cannot be trusted to be in the file as announced."""
+def _check_stored(path: Path, name: str, dataset: Any) -> None:
+    """Raise an error if a dataset cannot be trusted to be in the file as announced."""
     if dataset.shape is None:
         raise ValueError(f"{name} is empty")
     if dataset.external or dataset.is_virtual:
@@ -301,23 +300,33 @@ def _check_stored(name: str, dataset: Any) -> None:
         return
     if dataset.chunks is None:
         need, stored = count * itemsize, dataset.id.get_storage_size()
+        if not stored:
+            raise _unwritten(path, name, "none of its values was written")
         if stored != need:
             raise ValueError(f"{name} needs {need} bytes, and {stored} are stored")
         return
     chunks = math.prod(
         -(-length // part) for length, part in zip(dataset.shape, dataset.chunks, strict=True)
     )
+    stored = dataset.id.get_num_chunks()
     # Chunks that are not there read as zeros, so a small file could claim any size.
-    if chunks > _MOST_CHUNKS or dataset.id.get_num_chunks() != chunks:
-        raise ValueError(
-            f"{name} needs {chunks} chunks, and {dataset.id.get_num_chunks()} are stored"
-        )
+    if stored < chunks:
+        raise _unwritten(path, name, f"of its {chunks} chunks {stored} were written")
+    if chunks > _MOST_CHUNKS or stored != chunks:
+        raise ValueError(f"{name} needs {chunks} chunks, and {stored} are stored")
     chunk = math.prod(dataset.chunks) * itemsize
     if chunk > LARGE_CHUNK and not filters(dataset):
         for at in range(chunks):
             stored = dataset.id.get_chunk_info(at).size
             if stored != chunk:
                 raise ValueError(f"{name} has a chunk of {stored} bytes, {chunk} are announced")
+
+
+def _unwritten(path: Path, name: str, told: str) -> FormatError:
+    return FormatError(
+        f"{path}: {name} was not written to its end: {told}, and HDF5 would make up the others; "
+        "copy the rows that are there to a file of their own"
+    )
 
 
 def _must_be_held(dataset: Any) -> bool:

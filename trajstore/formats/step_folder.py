@@ -15,6 +15,7 @@ from trajstore.errors import FormatError
 from trajstore.formats.array_file import ArrayFile, is_number, plain_number, values_of
 from trajstore.formats.step_numbers import common_numbers, numbers_of_steps
 from trajstore.formats.trainer_state import logged_rows
+from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["STEPS", "StepFolder", "TrainerCheckpoint", "is_checkpoint", "step_entries"]
 
@@ -176,9 +177,8 @@ class StepFolder:
             return rows_of_it.view(np.uint64) if _is_float(rows_of_it) else rows_of_it
         first = self._kinds[key][2]
         rows = range(len(self._entries) - first)[start:stop]
-        return np.stack(
-            [self._file(row + first).read(self._name(row + first, key)) for row in rows]
-        )
+        read = [self._file(row + first).read(self._name(row + first, key)) for row in rows]
+        return np.stack(read).reshape(len(rows), *self._kinds[key][0])
 
     def _name(self, row: int, key: str) -> str:
         """Key in the file of a row; a `.npy` has its own name, which holds the step."""
@@ -202,7 +202,7 @@ class StepFolder:
         unread: dict[tuple[str, str], list[str]] = {}
         for row, (_, path) in enumerate(self._entries):
             file = self._file(row)
-            here = {key: (file.shape(key), file.dtype(key)) for key in file.keys}
+            here = {key: (_shape(file, key), file.dtype(key)) for key in file.keys}
             if file.format == "npy":
                 here = {_array_name(path): next(iter(here.values()))}
             first = self._entries[0][1].name
@@ -248,12 +248,11 @@ class StepFolder:
             for key, (shape, dtype) in here.items():
                 is_whole = "int" in dtype or dtype == "bool"
                 if (len(shape) == 1 and is_whole) or (not shape and is_number(dtype)):
-                    tables[key] = values_of(file, key)
+                    tables[key] = values_of(file, key).reshape(shape)
             return
         for key in list(tables):
-            if not np.array_equal(
-                tables[key], values_of(file, key), equal_nan=_is_float(tables[key])
-            ):
+            here_too = values_of(file, key).reshape(here[key][0])
+            if not np.array_equal(tables[key], here_too, equal_nan=_is_float(tables[key])):
                 del tables[key]
 
     def _add_log(self) -> None:
@@ -348,6 +347,12 @@ class TrainerCheckpoint:
 def _is_float(values: Array) -> bool:
     """Whether an array is one of floating-point numbers."""
     return values.dtype.kind == "f"
+
+
+def _shape(file: ArrayFile, key: str) -> tuple[int, ...]:
+    """Shape of an array of a file; of a number with an axis of one, as of one without."""
+    shape = file.shape(key)
+    return () if shape == (1,) and file.dtype(key) in NATIVE_TYPES else shape
 
 
 def _array_name(path: Path) -> str:

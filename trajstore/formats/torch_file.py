@@ -1,5 +1,8 @@
 """Files of `torch.save`: tensors in dictionaries and lists, and the numbers and texts beside them.
 
+Lists that grew by one entry a step are arrays: of numbers, of tensors of one shape, of dictionaries
+with the same keys, and tensors under the numbers of their steps.
+
 The only place of the formats that needs torch, imported when a file is opened. Nothing but tensors
 and plain values is unpickled (``weights_only=True``), so a file cannot run code.
 """
@@ -9,7 +12,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -72,31 +75,38 @@ class TorchFile:
         if not self.path.is_file():
             raise RunNotFound(f"there is no file at {path}")
         self._tensors: dict[str, torch.Tensor] = {}
+        self._rows: dict[str, list[torch.Tensor]] = {}
         self.attributes: dict[str, Any] = {}
         self.passed_over: dict[str, str] = {}
         for key, value in _leaves(self._loaded(torch), "", 0):
-            held = len(self._tensors) + len(self.attributes) + len(self.passed_over)
-            if held >= _MOST_ITEMS:
+            arrays = len(self._tensors) + len(self._rows)
+            if arrays + len(self.attributes) + len(self.passed_over) >= _MOST_ITEMS:
                 raise FormatError(f"{path} holds more than {_MOST_ITEMS} values")
-            if isinstance(value, torch.Tensor):
-                self._take(torch, key, value)
+            if isinstance(value, np.ndarray | torch.Tensor):
+                self._take(torch, key, torch.as_tensor(value))
+            elif isinstance(value, list):
+                self._take_rows(torch, key, value)
             else:
                 self.attributes[key] = value
-        self.keys = tuple(self._tensors)
+        self.keys = (*self._tensors, *self._rows)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         self._tensors.clear()
+        self._rows.clear()
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of a tensor."""
+        if key in self._rows:
+            return (len(self._rows[key]), *self._rows[key][0].shape)
         return tuple(self._tensors[key].shape)
 
     def dtype(self, key: str) -> str:
         """Type of a tensor."""
-        return str(self._tensors[key].dtype).removeprefix("torch.")
+        tensor = self._rows[key][0] if key in self._rows else self._tensors[key]
+        return _type(tensor)
 
     def read(
         self, key: str, start: int | None = None, stop: int | None = None, outer: int | None = None
@@ -112,11 +122,15 @@ class TorchFile:
         """
         import torch
 
-        tensor = self._tensors[key]
-        if outer is not None:
-            tensor = tensor[outer]
-        if start is not None:
-            tensor = tensor[start:stop]
+        rows = self._rows.get(key)
+        if rows is not None and outer is None:
+            tensor = torch.stack(rows[start:stop])
+        else:
+            tensor = self._tensors[key] if rows is None else rows[outer or 0]
+            if rows is None and outer is not None:
+                tensor = tensor[outer]
+            if start is not None:
+                tensor = tensor[start:stop]
         tensor = tensor.detach().contiguous()
         dtype = self.dtype(key)
         if dtype not in NATIVE_TYPES:
@@ -150,8 +164,20 @@ class TorchFile:
                     ) from None
         raise AssertionError("one of the two ways returns or raises")
 
+    def _take_rows(self, torch: Any, key: str, tensors: list[torch.Tensor]) -> None:
+        """Take tensors of one shape and type, a row each."""
+        for tensor in tensors:
+            self._take(torch, key, tensor)
+        if self._tensors.pop(key, None) is None or key in self.passed_over:
+            return
+        # One tensor that is listed again and again could announce any size, too.
+        if sum(tensor.nbytes for tensor in tensors) > self.path.stat().st_size:
+            self.passed_over[key] = "a list of tensors that repeats one, whose values changed since"
+        else:
+            self._rows[key] = tensors
+
     def _take(self, torch: Any, key: str, tensor: torch.Tensor) -> None:
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = _type(tensor)
         dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
         # Strides of 0 could announce any size in a few bytes.
         held = tensor.untyped_storage().nbytes() if dense else 0
@@ -166,13 +192,64 @@ class TorchFile:
             self._tensors[key] = tensor
 
 
+def _type(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def _leaves(value: Any, key: str, depth: int) -> Iterator[tuple[str, Any]]:
-    """Tensors and plain values in nested dictionaries and lists."""
-    if isinstance(value, Mapping) and depth < _DEEPEST:
-        for name, item in value.items():
-            yield from _leaves(item, f"{key}.{name}" if key else str(name), depth + 1)
-    elif isinstance(value, list | tuple) and depth < _DEEPEST:
-        for number, item in enumerate(value):
-            yield from _leaves(item, f"{key}.{number}" if key else str(number), depth + 1)
+    """Plain values, tensors, arrays and lists of tensors in nested dictionaries and lists."""
+    inner: Mapping[Any, Any] | None = None
+    if isinstance(value, Mapping):
+        by_step = _by_step(value)
+        inner = value if by_step is None else {"steps": by_step[0]}
+        if by_step is not None:
+            yield key or "tensors", by_step[1]
+    elif isinstance(value, list | tuple):
+        series = _series(value) if "param_groups" not in key.split(".") else None
+        if isinstance(series, np.ndarray | list):
+            yield key or "tensors", series
+            return
+        inner = dict(enumerate(value)) if series is None else series
     elif isinstance(value, str | int | float | bool) or hasattr(value, "untyped_storage"):
         yield key or "tensor", value
+    if inner is not None and depth < _DEEPEST:
+        for name, item in inner.items():
+            yield from _leaves(item, f"{key}.{name}" if key else str(name), depth + 1)
+
+
+def _series(values: Sequence[Any]) -> Array | list[Any] | dict[Any, list[Any]] | None:
+    """An array of numbers, tensors that are its rows, or lists by the keys of each entry's.
+
+    None for other lists, the arguments of a function for instance.
+    """
+    types = {type(value) for value in values}
+    if types in ({int}, {bool}) or (types and types <= {int, float}):
+        # Two numbers in brackets are a pair, such as both betas.
+        is_pair = isinstance(values, tuple) and len(values) == 2
+        array = None if is_pair else np.array(values)
+        return array if array is not None and array.dtype.kind in "bif" else None
+    if values and _are_alike(values):
+        return list(values)
+    first = values[0] if len(values) > 1 else None
+    if isinstance(first, Mapping) and all(
+        isinstance(each, Mapping) and each.keys() == first.keys() for each in values
+    ):
+        return {name: [each[name] for each in values] for name in first}
+    return None
+
+
+def _by_step(value: Mapping[Any, Any]) -> tuple[list[int], list[Any]] | None:
+    """Numbers and tensors of a dictionary that has one of these for each of those."""
+    if len(value) < 2 or {type(key) for key in value} != {int} or not _are_alike(value.values()):
+        return None
+    steps = sorted(value)
+    return steps, [value[step] for step in steps]
+
+
+def _are_alike(values: Iterable[Any]) -> bool:
+    """Whether values are tensors of one shape and type."""
+    kinds = {
+        (tuple(value.shape), value.dtype) if hasattr(value, "untyped_storage") else None
+        for value in values
+    }
+    return len(kinds) == 1 and None not in kinds

@@ -190,6 +190,9 @@ def test_what_is_not_known_is_said(make_run):
     ds = as_run(make_run, trained("AdamW", {}, torch.float32, rows=3), "float32")
     with pytest.raises(VariableNotRecorded, match=r"exp_avg_sq.*all"):
         analysis.adam_update(ds.drop_vars("exp_avg_sq"))
+    imported = ds.drop_vars("lr").assign_attrs(imported={"file": "f"})
+    with pytest.raises(VariableNotRecorded, match=r"lr, .*; --schedule constant or linear:N"):
+        analysis.adam_update(imported)
     with pytest.raises(VariableNotRecorded, match="attribute optimizer"):
         analysis.adam_update(ds.drop_attrs())
     ds.attrs["optimizer"]["class"] = "torch.optim.sgd.SGD"

@@ -75,6 +75,15 @@ def test_labels_that_the_user_names(tmp_path: Path, text: str, expected: Any) ->
     assert ds.step.values.tolist() == list(expected)
 
 
+def test_labels_of_an_array_that_the_user_names_are_kept(tmp_path: Path) -> None:
+    arrays = {"W": series("W"), "at": np.array([0, 1, 3, 5, 7, 9])}
+    ds, done = imported(tmp_path, arrays, labels={"steps": "at"})
+    assert ds.step.values.tolist() == [0, 1, 3, 5, 7, 9]
+    ds, done = imported(tmp_path, {"W": series("W"), "steps": arrays["at"]})
+    assert ds.step.values.tolist() == [0, 1, 2, 3, 4, 5]
+    assert any("--labels steps=steps keeps what it says" in note for note in done.notes)
+
+
 @pytest.mark.parametrize("text", ["0:3", "0,1,2,3,5,5", "a", "0:9999999999999:1", "5:1:0"])
 def test_labels_that_do_not_fit(tmp_path: Path, text: str) -> None:
     with pytest.raises(InvalidArgument, match="steps"):
@@ -150,13 +159,31 @@ def test_resumed_files_know_nothing_of_their_first_step(tmp_path: Path) -> None:
     del arrays["steps"]
     ds, _ = imported(tmp_path, arrays)
     assert ds.step.values.tolist() == list(range(100, 106))
+    del arrays["starting_step"]
+    ds, done = imported(tmp_path, arrays | {"steps": KNOWN.steps + 100})
+    assert (ds.grad.values[0] == 0).all()
+    assert any("g of step 100, the first row, is 0 or NaN" in note for note in done.notes)
+
+
+def test_what_the_user_says_is_told_as_that(tmp_path: Path) -> None:
+    arrays = {"W": series("W"), "steps": np.arange(6)[::-1].copy(), "nll": series("loss")}
+    _, done = imported(tmp_path, arrays, labels={"steps": "0:60:10"})
+    (line,) = [line for line in done.table if line.name == "steps"]
+    assert (line.role, line.why) == ("", "the steps are as you said")
+    with pytest.raises(FormatError, match="and was said to be W, expected"):
+        imported(tmp_path, arrays, map={"W": "nll"})
+
+
+def test_a_file_of_changes_says_so(tmp_path: Path) -> None:
+    _, done = imported(tmp_path, {"delta": series("grad"), "d": series("loss")})
+    assert "the file holds delta and no initial W, hence no W" in done.notes
 
 
 def test_two_matrices_of_an_untied_model(tmp_path: Path) -> None:
     other = truth(seed=1)
     arrays = {
         "E": series("W"), "W": series("W", known=other), "grad_E": series("grad"),
-        "grad_W": series("grad", known=other), "loss": series("loss"), "dead_mask": KNOWN.dead,
+        "grad_U": series("grad", known=other), "loss": series("loss"), "dead_mask": KNOWN.dead,
     }  # fmt: skip
     file = write(tmp_path / "file", "npz", arrays)
     done = trajstore.import_file(file, tmp_path / "run.zarr")
@@ -290,6 +317,19 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "vocabulary": ({"vocab_size": 5}, r"vocab_size speaks of 5 tokens, and W has 7"),
     "hidden": ({"hidden_dim": 4}, "hidden_dim is 4, and W has shape"),
+    "hidden, called otherwise": ({"d_model": 4}, "d_model is 4, and W has shape"),
+    "ids beyond a size": (
+        {"token_ids": np.arange(0, 21, 3), "vocab_size": 10},
+        "vocab_size speaks of 10 tokens, and W has a row of token 18",
+    ),
+    "ids beyond a mask": (
+        {"token_ids": np.arange(0, 21, 3), "dead_mask": np.zeros(10, bool)},
+        "dead_mask speaks of 10 tokens, and W has a row of token 18",
+    ),
+    "rows of tokens beyond a mask": (
+        {"live_ids": np.arange(3, 10), "live_mask": np.ones(4, bool)},
+        "live_mask speaks of 4 tokens, and W has a row of token 9",
+    ),
     "runs": ({"W": np.stack([series("W")] * 2)}, "W is of one of 2 runs, and g does not say"),
     "n_runs": ({"W": np.stack([series("W")] * 2), "n_runs": 3, "g": None}, "n_runs is 3"),
     "steps": ({"steps": np.arange(6)[::-1].copy()}, "increase"),

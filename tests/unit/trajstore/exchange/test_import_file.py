@@ -111,7 +111,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "recorded_steps is of type float32",
     ),
     "misaligned": ({"grads": np.ones((ROWS, TOKENS, HIDDEN), "f4")}, "no step had been taken"),
-    "ids": ({"dead_token_ids": np.array([TOKENS])}, "does not hold token ids"),
+    "ids": (
+        {"dead_token_ids": np.array([TOKENS])},
+        rf"dead_token_ids holds {TOKENS}, expected token",
+    ),
     "both": ({"live_token_ids": np.arange(TOKENS)}, "disagree"),
     "scalar": ({"learning_rate": np.ones(2, "f4")}, "learning_rate has shape"),
     "token twice": ({"token": np.zeros(TOKENS, "i4")}, "distinct ids"),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from trajstore.errors import FormatError
-from trajstore.exchange.step_labels import true_steps
+from trajstore.exchange.step_labels import checked_labels, true_steps
 
 
 def callback_labels(steps: int, epoch: int) -> np.ndarray:
@@ -62,7 +62,20 @@ def test_labels_that_say_they_are_true_are_believed() -> None:
     assert note is None
 
 
-@pytest.mark.parametrize("labels", [[0, 0, 1], [2, 1], [-1, 0], [0, 1 << 62]])
-def test_impossible_labels_are_refused(labels: list[int]) -> None:
-    with pytest.raises(FormatError, match="increase"):
-        true_steps(np.array(labels))
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([0, 0, 1], "f: at holds 0 after 0 in row 1"),
+        ([2, 1], "f: at holds 1 after 2 in row 1"),
+        ([-1, 0], "f: at holds -1 in row 0"),
+        ([0, 1 << 62], "f: at holds 4611686018427387904 after 0 in row 1"),
+    ],
+)
+def test_impossible_labels_are_refused(labels: list[int], message: str) -> None:
+    with pytest.raises(FormatError, match=message):
+        checked_labels("f", "at", np.array(labels))
+
+
+def test_the_largest_labels_of_64_bits_do_not_overflow() -> None:
+    with pytest.raises(FormatError, match="18446744073709551615 after 0 in row 1"):
+        checked_labels("f", "at", np.array([0, (1 << 64) - 1], np.uint64))

@@ -118,8 +118,24 @@ def test_sizes_that_are_announced_and_not_stored_are_refused(tmp_path: Path) -> 
         with h5py.File(tmp_path / "f.h5", "w") as file:
             file.create_dataset("W", (1 << 20, 50_257, 64), "u2", chunks=chunks)
         assert (tmp_path / "f.h5").stat().st_size < 1 << 20
-        with pytest.raises(FormatError, match="is not a sound HDF5 file: W"):
+        with pytest.raises(FormatError, match="h5: W was not written to its end: "):
             trajstore.import_file(tmp_path / "f.h5", tmp_path / "run.zarr")
+
+
+def test_attributes_that_list_tokens_are_not_passed_over(tmp_path: Path) -> None:
+    foreign(tmp_path / "f.h5", trained_mask=None, untrained_mask=None)
+    with h5py.File(tmp_path / "f.h5", "a") as file:
+        file.attrs["dead_ids"] = [1, 3]
+    with pytest.raises(FormatError, match="dead_ids is an attribute, and dead_ids is"):
+        trajstore.import_file(tmp_path / "f.h5", tmp_path / "run.zarr")
+    np.save(tmp_path / "dead_ids.npy", [1, 3])
+    done = trajstore.import_file(
+        tmp_path / "f.h5",
+        tmp_path / "run.zarr",
+        masks=tmp_path / "dead_ids.npy",
+        map={"ignore": "dead_ids"},
+    )
+    assert np.flatnonzero(trajstore.open_run(done.path).is_dead.values).tolist() == [1, 3]
 
 
 def test_values_in_other_files_are_not_followed(tmp_path: Path) -> None:
@@ -180,6 +196,13 @@ def test_arrays_in_groups_go_by_their_last_names(tmp_path: Path) -> None:
     ds = trajstore.open_run(done.path)
     assert (ds.W.values == W).all()
     assert (ds.is_dead.values == dead).all()
+    with h5py.File(tmp_path / "f.h5", "a") as file:
+        file["states"].attrs["n_runs"] = 1
+        file.create_group("config").attrs["lr"] = 0.25
+    done = trajstore.import_file(tmp_path / "f.h5", tmp_path / "run.zarr", overwrite=True)
+    attrs = trajstore.open_run(done.path).attrs
+    assert attrs["optimizer"]["hyperparameters"] == {"initial_lr": 0.25}
+    assert attrs["config"]["scalars"] == {"states/n_runs": 1}
     with h5py.File(tmp_path / "f.h5", "a") as file:
         file["other/W"] = W
     with pytest.raises(FormatError, match="both have names of W"):

@@ -45,6 +45,15 @@ def test_one_file_per_step(tmp_path: Path) -> None:
     assert ds.attrs["imported"]["file"] == "steps"
 
 
+def test_a_number_a_step_with_an_axis_of_one(tmp_path: Path) -> None:
+    for step, W in ROWS.items():
+        loss = np.array([step or np.nan], "f4")
+        save_file({"W": W, "loss": loss}, tmp_path / f"step_{step}.safetensors")
+    done = trajstore.import_file(tmp_path, tmp_path / "run.zarr")
+    loss = trajstore.open_run(done.path).loss.values
+    assert np.array_equal(loss, [np.nan, 50, 100], equal_nan=True)
+
+
 @pytest.mark.parametrize("form", ["npy", "npz"])
 def test_files_of_numpy(tmp_path: Path, form: str) -> None:
     for step, W in ROWS.items():

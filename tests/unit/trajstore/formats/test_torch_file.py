@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import sys
@@ -48,6 +49,45 @@ def test_a_tied_unembedding_counts_once(tmp_path: Path) -> None:
         torch.save({"transformer.wte.weight": W, "lm_head.weight": other}, tmp_path / "f.pt")
         done = trajstore.import_file(tmp_path / "f.pt", tmp_path / "run.zarr", overwrite=True)
         assert [one.path.name for one in (done, *done.others)] == paths
+
+
+def test_lists_that_grew_by_one_entry_a_step(tmp_path: Path) -> None:
+    W = torch.randn(4, 5, 3)
+    losses = [math.nan, 3.5, 2.25, 1.125]
+    forms = {
+        "lists": {"W": list(W), "loss": losses, "steps": [0, 5, 10, 15]},
+        "records": [
+            {"W": w, "loss": loss, "step": 5 * at}
+            for at, (w, loss) in enumerate(zip(W, losses, strict=True))
+        ],
+        "numbered": {"W": {5 * at: w for at, w in enumerate(W)}, "loss": torch.tensor(losses)},
+    }
+    for form, content in forms.items():
+        torch.save(content, tmp_path / "f.pt")
+        trajstore.import_file(tmp_path / "f.pt", tmp_path / f"{form}.zarr")
+        ds = trajstore.open_run(tmp_path / f"{form}.zarr").load()
+        assert ds.step.values.tolist() == [0, 5, 10, 15]
+        assert (ds.W.values == W.numpy()).all()
+        assert np.array_equal(ds.loss.values, losses, equal_nan=True)
+
+
+def test_ids_and_numbers_in_lists(tmp_path: Path) -> None:
+    rule = {"betas": [0.9, 0.95], "lr": 0.5}
+    content = {"W": torch.randn(4, 5, 3), "dead_token_ids": [1, 4], "config": rule}
+    torch.save(content, tmp_path / "f.pt")
+    trajstore.import_file(tmp_path / "f.pt", tmp_path / "run.zarr")
+    ds = trajstore.open_run(tmp_path / "run.zarr")
+    assert np.flatnonzero(ds.is_dead.values).tolist() == [1, 4]
+    given = ds.attrs["optimizer"]["hyperparameters"]
+    assert (given["betas"], given["initial_lr"]) == ([0.9, 0.95], 0.5)
+
+
+def test_one_tensor_that_is_listed_again_and_again_is_no_history(tmp_path: Path) -> None:
+    W = torch.randn(50, 30)
+    torch.save({"W": [W] * 100, "embeddings": W}, tmp_path / "f.pt")
+    with open_file(tmp_path / "f.pt") as file:
+        assert file.keys == ("embeddings",)
+        assert "repeats one" in file.passed_over["W"]
 
 
 class Harmful:
