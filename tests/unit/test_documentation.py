@@ -1,10 +1,11 @@
 """What README and the pages of docs/ show: code runs, commands have the options they are given.
 
-Blocks of Python run in the order of their page, in one namespace, in a folder that holds the run of
-the examples as ``gatsby.zarr``, ``other.zarr`` and ``run.zarr``. So do the lines of shell that begin
-with ``trajstore`` and neither train nor take long. All are held against the options that there are.
-A comment ``<!-- not run: why -->`` before a block leaves it at being read: Python is parsed, and the
-names that it imports of these packages must be there. ``<!-- run: name -->`` is for other tests.
+Blocks of Python run in the order of their page, in one namespace, in a folder that holds the run
+of the examples as ``gatsby.zarr``, ``other.zarr`` and ``run.zarr``. So do the lines of shell that
+begin with ``trajstore`` and neither train nor take long. All are held against the options that
+there are. A comment ``<!-- not run: why -->`` before a block leaves it at being read: Python is
+parsed, and the names that it imports of these packages must be there. ``<!-- run: name -->`` is for
+other tests.
 """
 
 from __future__ import annotations
