@@ -47,11 +47,16 @@ fuzz: .venv  ## Import 100,000 damaged files; each is an error or a run, within 
 	TRAJSTORE_FUZZ=100000 $(BIN)/python -m pytest -q -n auto tests/property/test_exchange_fuzz.py
 
 .PHONY: check
-check: .venv  ## Lint, check types and imports; change nothing
+check: .venv  ## Lint, check types and imports, build the site; change nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m sphinx -q -W --keep-going -j auto docs docs/_build
+
+.PHONY: docs
+docs: .venv  ## Build the site of docs/ into docs/_build; whatever is wrong with a page is an error
+	$(BIN)/python -m sphinx -q -W --keep-going -j auto docs docs/_build
 
 .PHONY: map
 map: .venv  ## Print the rooms of each package, floor by floor, as the imports have them

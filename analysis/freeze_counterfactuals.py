@@ -84,11 +84,11 @@ def freeze_blame(
         ``moving``, the token moved at the last row; ``rounded_away``, it would have frozen all the
         same; ``moves``, it would not; ``unknown``, where there is no number to judge by (no live
         token, only skipped steps, NaN, or float64 weights for `float32_weights`).
-        ``blame_margin``, float64 (counterfactual, token): the largest |update|/spacing(W) of all
-        elements and steps that were tried, in spacings of the native type, or of float32 for
+        ``blame_margin``, float64 (counterfactual, token): the largest ``|update|``/spacing(W) of
+        all elements and steps that were tried, in spacings of the native type, or of float32 for
         `float32_weights`. From one half on W moves, from one quarter where that leads down from a
-        power of two. ``blame_steps``, int64 (token): steps that
-        were tried. ``blame_census``, int64 (counterfactual, population, outcome_name): tokens.
+        power of two. ``blame_steps``, int64 (token): steps that were tried. ``blame_census``,
+        int64 (counterfactual, population, outcome_name): tokens.
 
     Raises
     ------

@@ -52,8 +52,8 @@ def moment_plane(
 ) -> xr.Dataset:
     """How the elements of Adam's moments lie at one step, and which updates are rounded away.
 
-    Without weight decay Adam's update is lr/(1 − β₁ᵗ)·|m| / (√v/√(1 − β₂ᵗ) + ε). Below half the
-    spacing of W it is rounded away, so below this |m|::
+    Without weight decay Adam's update is lr/(1 − β₁ᵗ)·``|m|`` / (√v/√(1 − β₂ᵗ) + ε). Below half
+    the spacing of W it is rounded away, so below this ``|m|``::
 
         ½ ulp(W) · (1 − β₁ᵗ)/lr · (√v/√(1 − β₂ᵗ) + ε)
 
@@ -69,11 +69,11 @@ def moment_plane(
     Returns
     -------
     Dataset
-        ``count``, int64 (population, root_class, size_class): elements with √v and |m| in each of
-        the classes from ``lower`` to ``upper``, coordinates of both; ``elsewhere``, int64
+        ``count``, int64 (population, root_class, size_class): elements with √v and ``|m|`` in each
+        of the classes from ``lower`` to ``upper``, coordinates of both; ``elsewhere``, int64
         (population): those with a moment of 0, NaN, or beyond the classes. ``threshold``, float64
-        (quantile, root_class): that |m| in the middle of each class of √v, for the 5 %, 50 % and
-        95 % quantile of ulp(W) over all elements; NaN at step 0, infinite where lr is 0. The
+        (quantile, root_class): that ``|m|`` in the middle of each class of √v, for the 5 %, 50 %
+        and 95 % quantile of ulp(W) over all elements; NaN at step 0, infinite where lr is 0. The
         coordinate ``step`` says which one.
 
     Raises

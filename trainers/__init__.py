@@ -62,3 +62,7 @@ def __getattr__(name: str) -> Any:
             "run: pip install 'trajstore[train]'"
         ) from error
     return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

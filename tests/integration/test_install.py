@@ -14,7 +14,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-FOR_USERS = set(PROJECT["optional-dependencies"]) - {"all", "test", "dev"}
+FOR_USERS = set(PROJECT["optional-dependencies"]) - {"all", "test", "docs", "dev"}
 
 
 # With torch at hand, which need not be downloaded to be taken into account.

@@ -1,4 +1,4 @@
-"""The scripts of docs/recording.md run as they are printed, and are as short as they claim."""
+"""Whole scripts of the how-tos run as they are printed, and are as short as they claim."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ import xarray as xr
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
 
-PAGE = (Path(__file__).parents[2] / "docs" / "recording.md").read_text()
-SCRIPTS = dict(re.findall(r"<!-- run: (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "recording.md").read_text()
+SCRIPTS = {
+    name: script
+    for page in (DOCS / "howto").glob("*.md")
+    for name, script in re.findall(
+        r"<!-- run: (\w+) -->\n```python\n(.*?)```", page.read_text(), re.DOTALL
+    )
+}
 
 
 def test_both_ways_are_there() -> None:

@@ -94,11 +94,16 @@ def export(
         uint16 bits and needs the extra ``hdf5``; ``zarr`` is a run again, with other chunks and
         another encoding.
     layout : str, default 'native'
-        ``native`` keeps names and native types and all that an import needs; the others, of
-        `trajstore.exchange.layouts.LAYOUTS`, are those of the notebooks' files. What of a layout
-        the run does not hold is left out and said.
-    steps, tokens, variables : optional
-        What to export; see `trajstore.exchange.selection.select`. All without them.
+        ``native`` keeps names and native types and all that an import needs; the others
+        are those of the notebooks' files, as ``trajstore import`` lists them. What of a layout the
+        run does not hold is left out and said.
+    steps : str, int, slice or iterable of int, optional
+        Step numbers; ``0:200:10`` are the recorded ones from 0 on, before 200, at a multiple of 10
+        from the start. All without it.
+    tokens : str, path-like or iterable of int, optional
+        ``all``, ``dead``, ``live``, vocabulary ids, or a text file with ids.
+    variables : str or iterable of str, optional
+        Names, also as one text with commas. All without it.
     block_rows : int, optional
         Rows of a block of ``zarr``; planned without it.
     encoding : str, default 'portable'

@@ -160,8 +160,8 @@ def import_file(
         Where the run will be; it appears there whole. Several are ``NAME.0.zarr``, ``NAME.1.zarr``
         or ``NAME.E.zarr``, ``NAME.W.zarr`` beside it.
     layout : str, optional
-        native, hdf5 or one of `trajstore.exchange.layouts.LAYOUTS`, whose keys and alignment it
-        then has; recognised without it.
+        native, hdf5 or one of the notebooks', as ``trajstore import`` lists them, whose keys and
+        alignment it then has; recognised without it.
     map : mapping of str to str or iterable of str, optional
         Arrays by their roles, such as ``{"W": "weights_0", "loss": "nll"}``; those of ``ignore``
         are left out.

@@ -42,8 +42,13 @@ def to_torch(
     Parameters
     ----------
     run : path-like, str or Dataset
-    steps, tokens, variables : optional
-        What to take; see `trajstore.exchange.selection.select`. All without them.
+    steps : str, int, slice or iterable of int, optional
+        Step numbers; ``0:200:10`` are the recorded ones from 0 on, before 200, at a multiple of 10
+        from the start. All without it.
+    tokens : str, path-like or iterable of int, optional
+        ``all``, ``dead``, ``live``, vocabulary ids, or a text file with ids.
+    variables : str or iterable of str, optional
+        Names, also as one text with commas. All without it.
 
     Returns
     -------

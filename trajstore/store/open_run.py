@@ -55,8 +55,12 @@ def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> x
 
     Raises
     ------
-    RunNotFound, FormatError, MissingExtra
-        See `trajstore.store.open_group.open_group`.
+    RunNotFound
+        If there is nothing at `path`.
+    FormatError
+        If it is not a run, or one of a newer format.
+    MissingExtra
+        If `path` is an address, and what reads such addresses is not installed.
     InvalidArgument
         If `chunks` is anything else.
 

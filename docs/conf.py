@@ -1,0 +1,88 @@
+"""How Sphinx makes the site of these pages: `make docs`.
+
+The pages are plain Markdown, which a forge shows as well. Nothing is fetched, neither while the
+site is built nor by the pages.
+"""
+
+from __future__ import annotations
+
+import re
+
+from sphinx.application import Sphinx
+
+from trajstore.version import __version__
+
+project = "trajstore"
+author = "The trajstore developers"
+release = version = __version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_click",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+
+myst_heading_anchors = 4  # links into pages are made as on a forge
+highlight_language = "text"
+smartquotes = False  # options begin with two hyphens
+
+autodoc_member_order = "groupwise"
+autodoc_typehints = "none"  # the sections of the docstrings say more than the annotations
+napoleon_google_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+
+# `name` in a docstring is a link where there is something of that name.
+default_role = "py:obj"
+nitpicky = True
+# What others have is described elsewhere, and so are shapes beside a type.
+nitpick_ignore_regex = [("py:.*", r"(?!(trajstore|trainers|analysis)\.).*")]
+
+html_theme = "pydata_sphinx_theme"
+html_title = "trajstore"
+html_show_sourcelink = False
+html_copy_source = False
+html_show_sphinx = False
+html_theme_options = {
+    "navbar_align": "left",
+    "navbar_end": ["theme-switcher"],
+    "header_links_before_dropdown": 8,
+    "footer_start": [],
+    "footer_end": [],
+    "secondary_sidebar_items": ["page-toc"],
+}
+
+
+def set_examples(app: Sphinx, context: object, lines: list[str]) -> None:
+    """Have the examples of a command be code; click's own mark for them is lost on the page."""
+    told, code = [line for line in lines if not line.startswith("|")], []
+    for line in lines:
+        if line.startswith("|   "):
+            code.append(f"   {line[4:]}")
+    lines[:] = [*told, "", ".. code-block:: sh", "", *code, ""] if code else told
+
+
+def split_attributes(
+    app: Sphinx, what: str, name: str, found: object, options: object, lines: list[str]
+) -> None:
+    """Give each of several attributes of one line its own, as napoleon does for parameters."""
+    section, written = "", []
+    for number, line in enumerate(lines):
+        if lines[number + 1 : number + 2] == ["-" * len(line)]:
+            section = line
+        several = re.fullmatch(r"(\w+(?:, \w+)+)( : .+)?", line)
+        if section == "Attributes" and several:
+            names, type = several.groups()
+            written += [f"{one}{type or ''}" for one in names.split(", ")]
+        else:
+            written.append(line)
+    lines[:] = written
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("autodoc-process-docstring", split_attributes, priority=400)  # napoleon's is 500
+    app.connect("sphinx-click-process-description", set_examples)

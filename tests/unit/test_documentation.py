@@ -1,0 +1,243 @@
+"""What README and the pages of docs/ show: code runs, commands have the options they are given.
+
+Blocks of Python run in the order of their page, in one namespace, in a folder that holds the run
+of the examples as ``gatsby.zarr``, ``other.zarr`` and ``run.zarr``. So do the lines of shell that
+begin with ``trajstore`` and neither train nor take long. All are held against the options that
+there are. A comment ``<!-- not run: why -->`` before a block leaves it at being read: Python is
+parsed, and the names that it imports of these packages must be there. ``<!-- run: name -->`` is for
+other tests.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from trajstore.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path.relative_to(ROOT)
+    for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+    if path.name != "changelog.md" and "_build" not in path.parts
+)
+BLOCK = re.compile(
+    r"^(?:<!-- (?P<mark>(?:not )?run): .+? -->\n)?```(?P<language>python|sh)\n(?P<code>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+READ = {"record", "what-if", "plan", "presets", "fetch", "watch", "report"}
+"""Commands that train, need the network or another process, or take long; others test them."""
+
+
+LONG = "long.zarr"
+"""The run of 3,000 steps that the gallery shows. Tests of the figures draw each kind."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code on a page."""
+
+    page: Path
+    line: int
+    language: str
+    code: str
+    mark: str | None
+
+    @property
+    def where(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    def commands(self) -> Iterator[list[str]]:
+        """Words of each trajstore command."""
+        text = self.code.replace("\\\n", " ")
+        for line in text.splitlines():
+            lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+            lexer.whitespace_split = True
+            words: list[str] = []
+            for word in [*lexer, ";"]:
+                if word not in (";", "&&", "|"):
+                    words.append(word)
+                    continue
+                while words and words[0] in ("do", "exec"):
+                    del words[0]
+                if words and words[0] in ("trajstore", ".venv/bin/trajstore"):
+                    yield words[1:]
+                words = []
+
+
+def blocks(page: Path) -> list[Block]:
+    text = (ROOT / page).read_text()
+    return [
+        Block(
+            page=page,
+            line=text.count("\n", 0, found.start("code")) + 1,
+            language=found["language"],
+            code=found["code"],
+            mark=found["mark"],
+        )
+        for found in BLOCK.finditer(text)
+    ]
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+
+
+def test_every_block_is_found() -> None:
+    text = "".join((ROOT / page).read_text() for page in PAGES)
+    assert len(BLOCKS) == len(re.findall(r"^ *```(?:python|sh)\b", text, re.MULTILINE))
+    assert len(BLOCKS) > 100
+
+
+def test_a_mark_stands_before_a_block() -> None:
+    for page in PAGES:
+        marks = re.findall(r"<!--", (ROOT / page).read_text())
+        assert len(marks) == sum(block.mark is not None for block in blocks(page)), page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_commands_have_the_options_they_are_given(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "sh":
+            check_block(block)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_python_that_is_not_run_could_be(page: Path) -> None:
+    for block in blocks(page):
+        if block.language != "python":
+            continue
+        tree = ast.parse(block.code, filename=block.where)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module in ("trajstore", "analysis"):
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names), block.where
+            if isinstance(node, ast.ImportFrom) and node.module == "trainers":
+                module = importlib.import_module("trainers")
+                assert {alias.name for alias in node.names} <= set(module.__all__), block.where
+
+
+def _marked(pages: list[Path]) -> list[object]:
+    """Pages with something to run; those that need torch are marked so."""
+    chosen = []
+    for page in pages:
+        run = [block for block in blocks(page) if block.mark is None]
+        if page.name == "analysis.md" or not run:  # test_analysis_documentation has a run for it
+            continue
+        code = "".join(block.code for block in run)
+        needs_torch = re.search(r"\btorch\b|\btrainers\b|to_torch|--replay", code) is not None
+        marks = [pytest.mark.torch] if needs_torch else []
+        chosen.append(pytest.param(page, marks=marks, id=str(page)))
+    return chosen
+
+
+@pytest.mark.parametrize("page", _marked(PAGES))
+def test_a_page_runs(
+    page: Path,
+    example_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
+    if request.node.get_closest_marker("torch"):
+        pytest.importorskip("torch")
+    pytest.importorskip("matplotlib").use("agg")
+    for name in ("gatsby.zarr", "other.zarr", "run.zarr"):
+        shutil.copytree(example_run, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    import analysis.figures
+    import trajstore
+
+    names = {"analysis": analysis, "trajstore": trajstore, "ds": trajstore.open_run("gatsby.zarr")}
+    for block in blocks(page):
+        if block.mark is not None:
+            continue
+        if block.language == "python":
+            padding = "\n" * (block.line - 1)
+            with contextlib.redirect_stdout(None):
+                exec(compile(padding + block.code, str(page), "exec"), names)
+            continue
+        for words in block.commands():
+            if words[0] not in READ and not {"all", LONG} & {*words}:
+                done = CliRunner().invoke(main, words)
+                assert done.exit_code == 0, f"{block.where}: {shlex.join(words)}: {done.output}"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("trajstore sumary gatsby.zarr", "no command"),
+        ("trajstore plot gatsby.zarr loss --colour blue", "blue"),
+        ("trajstore record --presett gatsby", "--presett"),
+        ("trajstore plot gatsby.zarr lifecycles", "lifecycles"),
+        ("trajstore record --preset gatzby", "gatzby"),
+        ("for seed in 1 2; do trajstore info; done", "Missing"),
+    ],
+)
+def test_a_wrong_command_is_found(line: str, said: str) -> None:
+    block = Block(page=Path("x.md"), line=1, language="sh", code=line, mark=None)
+    with pytest.raises(AssertionError, match=said):
+        check_block(block)
+
+
+def check_block(block: Block) -> None:
+    for words in block.commands():
+        check_command(words, block.where)
+
+
+def check_command(words: list[str], where: str) -> None:
+    """Fail where a command, an option, a choice, or a name of trajstore's own is not there."""
+    line = f"{where}: trajstore {shlex.join(words)}"
+    if not words or words[0].startswith("-"):
+        return
+    command = main.commands.get(words[0])
+    assert command is not None, f"{line}: no command"
+    context = click.Context(command, info_name=words[0])
+    try:
+        given, _, _ = command.make_parser(context).parse_args(words[1:])
+    except click.UsageError as error:
+        raise AssertionError(f"{line}: {error.format_message()}") from error
+    at_once = any(given.get(one.name or "") is True for one in command.params if one.is_eager)
+    for parameter in command.params:
+        value = given.get(parameter.name or "")
+        if parameter.required and not at_once:
+            empty = not isinstance(value, (str, tuple, list)) or not value
+            assert not empty, f"{line}: Missing {parameter.name}"
+        if isinstance(parameter.type, click.Choice) and isinstance(value, str):
+            assert value in parameter.type.choices, f"{line}: {value}"
+    for name, known in known_names(words[0]).items():
+        value = given.get(name)
+        several = value if isinstance(value, (tuple, list)) else [value]
+        for one in several:
+            assert one in known or not isinstance(one, str), f"{line}: {one}"
+
+
+def known_names(command: str) -> dict[str, set[str]]:
+    """What the arguments of a command can be, beyond what click knows."""
+    from analysis import QUANTITIES
+    from analysis.figures import FIGURES
+    from trajstore.exchange.layouts import EXPORT_LAYOUTS
+
+    presets = re.findall(r"^def (\w+)\(\) -> RunConfig", _presets(), re.MULTILINE)
+    named = {name.replace("_", "-") for name in presets}
+    return {
+        "plot": {"kinds": {*FIGURES, "all"}},
+        "analyze": {"quantities": {*QUANTITIES}},
+        "record": {"preset_name": named},
+        "plan": {"preset_name": named},
+        "export": {"layout": {*EXPORT_LAYOUTS, "native"}},
+    }.get(command, {})
+
+
+def _presets() -> str:
+    return (ROOT / "trainers" / "presets.py").read_text()

@@ -1,0 +1,58 @@
+"""Figures of README, the tutorial and the gallery, from the runs that their commands record.
+
+trajstore record --preset gatsby --steps 300 -o gatsby.zarr
+trajstore record --preset gatsby --steps 3000 -o long.zarr
+python tools/documentation_figures.py FOLDER docs/figures
+
+FOLDER is where the two runs are. Each figure is drawn by the command that stands before it on its
+page, and written with a palette of colours, which makes it three times smaller.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import matplotlib
+from PIL import Image
+
+from trajstore.cli.main import main
+
+DOCS = Path(__file__).parents[1] / "docs"
+OPENING = {"readme-stratigraphy.png": "trajstore plot gatsby.zarr stratigraphy"}
+COLOURS = 64
+
+
+def figures(page: str) -> dict[str, str]:
+    """The last command before each figure of a page, by the figure's file."""
+    found, command = {}, ""
+    for line in (DOCS / page).read_text().splitlines():
+        if line.startswith("trajstore plot "):
+            command = line
+        if image := re.match(r"!\[.*\]\(figures/(.+)\)", line):
+            found[image[1]] = command
+    return found
+
+
+def draw(command: str, file: Path, dpi: int) -> None:
+    """Draw what a command draws, with a palette."""
+    arguments = [*shlex.split(command)[1:], "--dpi", str(dpi), "-o", str(file), "--overwrite"]
+    main(arguments, standalone_mode=False)
+    with Image.open(file) as image:
+        image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(file, optimize=True)
+
+
+if __name__ == "__main__":
+    matplotlib.use("agg")
+    runs, target = sys.argv[1], Path(sys.argv[2]).resolve()
+    os.chdir(runs)
+    for drawn, dpi in (
+        (OPENING, 150),
+        (figures("tutorial.md"), 120),
+        (figures("figures.md"), 100),
+    ):
+        for file, command in drawn.items():
+            draw(command, target / file, dpi)
