@@ -15,7 +15,7 @@ from analysis.consecutive_rows import tiles
 from analysis.streaming_scan import Scan
 from trajstore.errors import InvalidArgument
 
-__all__ = ["build_principal_plane", "principal_plane"]
+__all__ = ["build_positions", "build_principal_plane", "principal_plane"]
 
 Array = npt.NDArray[Any]
 
@@ -147,20 +147,10 @@ def build_principal_plane(
         meta=np.empty((0, 0)),
     )
     # Read again when the plane is known: all of W would have to be held until then.
-    again = bind(blocks, found)
-    position = again.map_blocks(
-        _project,
-        found,
-        chunks=(*blocks.chunks[:2], (2,)),
-        dtype=np.float32,
-        meta=np.empty((0, 0, 0), np.float32),
-    )
     unit = {"units": history.units}
     return xr.Dataset(
         {
-            "position": history.wrap(position, "W", dims=("step", "token", "axis")).assign_attrs(
-                long_name="position in the plane, from the mean of W", **unit
-            ),
+            "position": _positions(history, bind(blocks, found), found),
             "axes": (
                 ("axis", "hidden"),
                 found[1:3, :hidden],
@@ -169,4 +159,35 @@ def build_principal_plane(
             "origin": ("hidden", found[0, :hidden], {"long_name": "mean of W", **unit}),
             "share": ("axis", found[3, :2], {"long_name": "share of the variance", "units": "1"}),
         }
+    )
+
+
+def build_positions(history: Scan, plane: xr.Dataset) -> xr.DataArray:
+    """Positions of all tokens of a prepared Dataset in a plane that is known.
+
+    Parameters
+    ----------
+    history : Scan
+        With ``W``; its rows and tokens need not be those that the plane was made of.
+    plane : Dataset
+        ``axes`` (axis, hidden) and ``origin`` (hidden), as of `principal_plane`, computed.
+
+    Returns
+    -------
+    DataArray, float32 (step, token, axis)
+    """
+    known = np.concatenate([plane["origin"].values[None], plane["axes"].values])
+    return _positions(history, history.blocks("W"), known)
+
+
+def _positions(history: Scan, blocks: da.Array, plane: da.Array | Array) -> xr.DataArray:
+    position = blocks.map_blocks(
+        _project,
+        plane,
+        chunks=(*blocks.chunks[:2], (2,)),
+        dtype=np.float32,
+        meta=np.empty((0, 0, 0), np.float32),
+    )
+    return history.wrap(position, "W", dims=("step", "token", "axis")).assign_attrs(
+        long_name="position in the plane, from the mean of W", units=history.units
     )

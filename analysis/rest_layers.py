@@ -15,7 +15,7 @@ from analysis.streaming_scan import Scan
 from analysis.ulp_motion import build_lattice_displacement, build_regimes
 from trajstore.errors import InvalidArgument
 
-__all__ = ["build_stratigraphy", "stratigraphy"]
+__all__ = ["build_stratigraphy", "pool_layers", "stratigraphy"]
 
 Array = npt.NDArray[Any]
 
@@ -118,9 +118,27 @@ def build_stratigraphy(
     else:
         values = build_lattice_displacement(history, ord=1, lattice=lattice)
     last = build_freeze(history, lattice=lattice)["last_motion"]
+    return pool_layers(values, last, most_steps, most_layers)
+
+
+def pool_layers(
+    values: xr.DataArray, last: xr.DataArray, most_steps: int = 1000, most_layers: int = 600
+) -> xr.Dataset:
+    """What `stratigraphy` makes of regimes or hops that are known.
+
+    Parameters
+    ----------
+    values : DataArray, (step, token)
+        int8 for regimes, anything else for hops.
+    last : DataArray, int64 (token)
+        Last motion of each.
+    most_steps, most_layers : int
+        As for `stratigraphy`.
+    """
+    regime = values.dtype == np.int8
     rows = _starts(values.sizes["step"], most_steps)
     columns = _starts(values.sizes["token"], most_layers)
-    dtype = np.int8 if of == "regime" else np.float64
+    dtype = np.int8 if regime else np.float64
     data = da.map_blocks(
         _layers,
         _whole(values.transpose("step", "token")),
@@ -130,7 +148,7 @@ def build_stratigraphy(
         meta=np.empty((0, 0), dtype),
         rows=rows,
         columns=columns,
-        regime=of == "regime",
+        regime=regime,
     )
     ends = np.append(columns[1:], values.sizes["token"]) - 1
     settled = da.map_blocks(

@@ -6,6 +6,7 @@ import click
 
 from trajstore.cli.annotate_command import annotate
 from trajstore.cli.exchange_commands import export, import_, upgrade
+from trajstore.cli.explore_command import explore
 from trajstore.cli.figure_commands import plot, report
 from trajstore.cli.inspect_commands import analyze, compare, info, summary
 from trajstore.cli.integrity_commands import repair, verify
@@ -65,6 +66,7 @@ for command in (
     analyze,
     plot,
     report,
+    explore,
     export,
     import_,
     upgrade,

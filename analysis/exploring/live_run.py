@@ -1,0 +1,130 @@
+"""A run that is explored while it may still be recorded: what is held of it, kept up to date."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
+
+import xarray as xr
+
+from analysis.exploring.run_history import Report, RunHistory, grown, prepare
+from analysis.exploring.token_list import TokenList
+from trajstore.errors import RunNotFound, TrajstoreError
+from trajstore.store.open_run import open_run
+from trajstore.watching.run_follower import Look, RunFollower
+
+__all__ = ["LiveRun", "Seen"]
+
+_SECONDS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A run as it was seen at one moment; all of it belongs together.
+
+    Attributes
+    ----------
+    version : int
+        Greater than that of whatever was seen before.
+    history : RunHistory
+    tokens : TokenList
+    ds : Dataset
+        Opened without dask, for single tokens.
+    standing : str
+        As of `trajstore.watching.run_follower.Look`.
+    trouble : str
+        Why nothing newer can be seen; empty where there is no trouble.
+    """
+
+    version: int
+    history: RunHistory
+    tokens: TokenList
+    ds: xr.Dataset
+    standing: str
+    trouble: str = ""
+
+
+class LiveRun:
+    """Reads a run when it is made, and what is new of it now and then, in a thread of its own.
+
+    Parameters
+    ----------
+    path : path-like
+        A local run.
+    report : callable, optional
+        Told of the tasks of the first reading, done and in all.
+
+    Attributes
+    ----------
+    seen : Seen
+        The newest; replaced as a whole.
+
+    Raises
+    ------
+    RunNotFound, FormatError
+        If there is no run.
+    VariableNotRecorded, InvalidArgument
+        As `analysis.exploring.run_history.prepare`; for an address.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], report: Report | None = None) -> None:
+        self._path = path
+        self._follower = RunFollower(path, budget=0)
+        look = self._look()
+        self._attributes = look.attributes
+        history = prepare(open_run(path), report)
+        self.seen = self._whole(0, history, look)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="explore", daemon=True)
+
+    def __enter__(self) -> LiveRun:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def look(self) -> None:
+        """Look at the run once, and read what is new.
+
+        Raises
+        ------
+        TrajstoreError, OSError
+            If it cannot be read now; what was seen before stays.
+        """
+        look = self._look()
+        seen = self.seen
+        if look.attributes != self._attributes:
+            history = grown(seen.history, open_run(self._path))
+            self.seen = self._whole(seen.version + 1, history, look)
+            self._attributes = look.attributes
+        elif look.standing != seen.standing or seen.trouble:
+            self.seen = replace(seen, version=seen.version + 1, standing=look.standing, trouble="")
+
+    def _look(self) -> Look:
+        look = self._follower.look()
+        if look.standing == "absent":
+            raise RunNotFound(f"there is no run at {os.fspath(self._path)}")
+        return look
+
+    def _whole(self, version: int, history: RunHistory, look: Look) -> Seen:
+        ds: Any = open_run(self._path, chunks=None)
+        return Seen(
+            version=version,
+            history=history,
+            tokens=TokenList(ds),
+            ds=ds,
+            standing=look.standing,
+        )
+
+    def _follow(self) -> None:
+        while not self._stop.wait(_SECONDS):
+            try:
+                self.look()
+            except (TrajstoreError, OSError) as error:
+                trouble = str(error)
+                if trouble != self.seen.trouble:
+                    self.seen = replace(self.seen, version=self.seen.version + 1, trouble=trouble)

@@ -1,0 +1,341 @@
+"""The page: a step, a token, and what is shown of both, in one session of a browser."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from analysis.exploring import plots
+from analysis.exploring.live_run import LiveRun
+from analysis.exploring.token_history import cause_sentences, token_history
+from analysis.exploring.token_list import nearest
+from analysis.figures.figure import described
+from analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, population_colour
+
+__all__ = ["Page"]
+
+_CURVES = {
+    "loss": "training loss",
+    "gradient": "L2 norm of the gradients",
+    "displacement": "distance from the first step",
+    "still": "share of tokens that stand still",
+    "frozen": "share of tokens that never move again",
+}
+_LOGARITHMIC = ("gradient",)
+_OF_TOKEN = {
+    "hop": "its hops (L1, lattice spacings)",
+    "gradient": "L2 norm of its gradient",
+}
+_LOOK = 1000  # milliseconds from one look at what was read to the next
+
+
+class Page:
+    """What one session shows.
+
+    Parameters
+    ----------
+    live : LiveRun
+    """
+
+    def __init__(self, live: LiveRun) -> None:
+        import holoviews as hv
+        import panel as pn
+
+        self._live = live
+        self._seen = live.seen
+        self._at = int(self._seen.history.last_motion.values.argmax())  # the last to come to rest
+        self._one = token_history(self._seen.ds, self._at, self._seen.history)
+        self._kinds = plots.kinds(self._seen)
+        self._of_token = {
+            "kind": self._kinds,
+            "token": np.array([self._seen.tokens.label(at) for at in range(self._kinds.size)]),
+        }
+        if self._kinds.size > plots.MANY:
+            self._of_token.pop("token")
+        self._steps: list[Any] = []  # marks of the step
+        self._ranks: list[Any] = []  # marks of the token among the layers
+        event = hv.streams.Stream.define("Event", number=0)
+        self._moved, self._chosen, self._renewed = event(), event(), event()
+        self._make_widgets(pn)
+        self._content = self._layout(pn)
+        self._show_status()
+        self._show_step()
+        self._show_token()
+        self._find("")
+        # Not at once: the slider would be set before it knows how long it is.
+        pn.state.onload(lambda: setattr(self._player, "value", self._player.end))
+        pn.state.add_periodic_callback(self._renew, _LOOK)
+
+    def view(self) -> Any:
+        """The page, to be served."""
+        import panel as pn
+
+        text = files("analysis.exploring").joinpath("page.html").read_text()
+        template = pn.Template(text)
+        template.add_panel("page", self._content)
+        return template
+
+    # What is on the page.
+
+    def _make_widgets(self, pn: Any) -> None:
+        import bokeh.models.widgets.tables as bokeh_tables
+
+        held = self._seen.history.position.sizes["step"]
+        self._player = pn.widgets.Player(
+            name="step", start=0, end=held - 1, value=0, interval=200, loop_policy="once",
+            show_loop_controls=False, width=None, min_width=300, sizing_mode="stretch_width",
+        )  # fmt: skip
+        self._search = pn.widgets.TextInput(
+            placeholder="text or id of a token", width=None, sizing_mode="stretch_width"
+        )
+        whole = bokeh_tables.NumberFormatter(format="0,0", nan_format="never", text_align="right")
+        numbers = dict.fromkeys(("in the text", "last motion", "moves"), whole)
+        self._table = pn.widgets.Tabulator(
+            self._rows(""), pagination="remote", page_size=8, show_index=False, disabled=True,
+            selectable=False, formatters={"text": {"type": "plaintext"}, **numbers},
+            layout="fit_data_fill", sizing_mode="stretch_width", theme="simple", height=330,
+        )  # fmt: skip
+        self._status, self._step, self._token, self._found = (
+            pn.pane.HTML("", sizing_mode="stretch_width") for _ in range(4)
+        )
+        self._player.param.watch(lambda _: self._show_step(), "value")
+        self._search.param.watch(lambda event: self._find(event.new), "value_input")
+        self._table.on_click(self._clicked)
+
+    def _layout(self, pn: Any) -> Any:
+        def wide(*parts: Any) -> Any:
+            return pn.Column(*parts, styles={"flex": "1 1 340px", "min-width": "0"})
+
+        def row(*parts: Any) -> Any:
+            return pn.FlexBox(*parts, gap="12px", sizing_mode="stretch_width")
+
+        def titled(title: str, plot: Any, colours: Mapping[str, str] | None = None) -> Any:
+            told = f"<b>{html.escape(title)}</b>{_legend(colours or {})}"
+            heading = pn.pane.HTML(told, sizing_mode="stretch_width")
+            return wide(heading, pn.pane.HoloViews(plot, sizing_mode="stretch_width"))
+
+        names = self._seen.history.populations
+        colours = {name: population_colour(name) for name in names}
+        share = self._seen.history.plane["share"].values
+        plane = f"the plane of the largest spread of W ({share[0]:.1%} and {share[1]:.1%} of it)"
+        curves = [
+            titled(title, self._curve(name), colours if name != "loss" else None)
+            for name, title in _CURVES.items()
+            if name in self._seen.history.curves
+        ]
+        causes = dict(list(CAUSE_COLOURS.items())[1:])
+        of_token = [
+            titled(title, self._token_curve(name), causes if name == "hop" else None)
+            for name, title in _OF_TOKEN.items()
+            if name in self._one
+        ]
+        layers = "tokens in the order in which they came to rest"
+        return pn.Column(
+            self._status,
+            self._player,
+            self._step,
+            row(
+                titled(plane, self._plane(), colours),
+                wide(self._search, self._found, self._table, self._token),
+            ),
+            row(*of_token),
+            row(titled(layers, self._layers(), REGIME_COLOURS), *curves),
+            sizing_mode="stretch_width",
+        )
+
+    def _plane(self) -> Any:
+        import holoviews as hv
+
+        points: Any = hv.DynamicMap(lambda number: self._points(), streams=[self._moved])
+        shown = plots.shaded(points, self._kinds) if self._kinds.size > plots.MANY else points
+        path = hv.DynamicMap(lambda number: plots.path_plot(self._one), streams=[self._chosen])
+        hv.streams.Tap(source=points).add_subscriber(self._tapped)
+        self._keep = points
+        xlim, ylim = plots.limits(self._seen.history)
+        return (shown * path).opts(
+            responsive=True, height=430, xlim=xlim, ylim=ylim, show_legend=False,
+            active_tools=[], toolbar="above", hooks=[_without_logo],
+        )  # fmt: skip
+
+    def _points(self) -> Any:
+        position = self._seen.history.position.values[self._player.value]
+        return plots.plane_points(position, self._of_token)
+
+    def _curve(self, name: str) -> Any:
+        import holoviews as hv
+
+        drawn = hv.DynamicMap(
+            lambda number: plots.curve_plot(self._seen.history.curves, name),
+            streams=[self._renewed],
+        )
+        return self._along_steps(drawn, 220, logy=name in _LOGARITHMIC)
+
+    def _token_curve(self, name: str) -> Any:
+        import holoviews as hv
+
+        drawn = hv.DynamicMap(
+            lambda number: plots.token_curve(self._one, name), streams=[self._chosen]
+        )
+        return self._along_steps(drawn, 220, logy=True)
+
+    def _layers(self) -> Any:
+        import holoviews as hv
+
+        drawn = hv.DynamicMap(
+            lambda number: plots.layer_plot(self._seen.history.layers), streams=[self._renewed]
+        )
+        return self._along_steps(drawn, 220, marks=[self._mark_rank])
+
+    def _along_steps(
+        self,
+        drawn: Any,
+        height: int,
+        marks: list[Callable[..., None]] | None = None,
+        **options: Any,
+    ) -> Any:
+        import holoviews as hv
+
+        hv.streams.Tap(source=drawn).add_subscriber(lambda x, y: self._go_to(x))
+        hooks = [_without_logo, self._mark_step, *(marks or [])]
+        return drawn.opts(
+            responsive=True, height=height, xlabel="optimizer step", ylabel="", hooks=hooks,
+            active_tools=[], toolbar="above", framewise=True, show_legend=False, **options,
+        )  # fmt: skip
+
+    def _mark_step(self, plot: Any, element: Any) -> None:
+        self._mark(plot.state, "height", self._steps, self._step_shown())
+
+    def _mark_rank(self, plot: Any, element: Any) -> None:
+        self._mark(plot.state, "width", self._ranks, self._rank_shown())
+
+    def _mark(self, figure: Any, dimension: str, marks: list[Any], where: float) -> None:
+        from bokeh.models import Span
+
+        if any(isinstance(part, Span) and part.dimension == dimension for part in figure.center):
+            return
+        span = Span(location=where, dimension=dimension, line_color="#000000", line_width=1.5)
+        figure.add_layout(span)
+        marks.append(span)
+
+    # What is done on the page.
+
+    def _step_shown(self) -> int:
+        history = self._seen.history
+        return int(history.position["step"].values[self._player.value])
+
+    def _rank_shown(self) -> float:
+        return self._seen.history.rank(self._at) + 0.5
+
+    def _show_step(self) -> None:
+        step, history = self._step_shown(), self._seen.history
+        for span in self._steps:
+            span.location = step
+        told = [f"step {step:,} of {int(history.steps[-1]):,}"]
+        if "loss" in history.curves:
+            told.append(f"loss {float(history.curves['loss'].sel(step=step)):.4f}")
+        self._step.object = f"<b>{', '.join(told)}</b>"
+        self._moved.event(number=self._moved.number + 1)
+
+    def _go_to(self, step: float) -> None:
+        """Show the row next to a step."""
+        if step is None or not math.isfinite(step):
+            return
+        steps = self._seen.history.position["step"].values
+        self._player.value = int(np.abs(steps - step).argmin())
+
+    def _rows(self, text: str) -> Any:
+        import pandas
+
+        tokens = self._seen.tokens
+        return pandas.DataFrame(tokens.columns(tokens.find(text), self._seen.history))
+
+    def _find(self, text: str) -> None:
+        rows = self._rows(text)
+        self._table.value = rows
+        self._found.object = f"{len(rows):,} tokens" if len(rows) != 1 else "1 token"
+
+    def _clicked(self, event: Any) -> None:
+        import panel as pn
+
+        number = int(self._table.value["id"].iloc[event.row])
+        at = int(np.flatnonzero(self._seen.tokens.ids == number)[0])
+        # A click on the table does not hold the page's lock, which the figures must be drawn under.
+        pn.state.execute(lambda: self._choose(at), schedule=True)
+
+    def _tapped(self, x: float, y: float) -> None:
+        if x is None or not (math.isfinite(x) and math.isfinite(y)):
+            return
+        xlim, ylim = plots.limits(self._seen.history)
+        position = self._seen.history.position.values[self._player.value]
+        at = nearest(position, x, y, xlim[1] - xlim[0], ylim[1] - ylim[0])
+        if at is not None:
+            self._choose(at)
+
+    def _choose(self, at: int) -> None:
+        self._at = at
+        self._one = token_history(self._seen.ds, at, self._seen.history)
+        self._show_token()
+
+    def _show_token(self) -> None:
+        for span in self._ranks:
+            span.location = self._rank_shown()
+        self._token.object = self._told()
+        self._chosen.event(number=self._chosen.number + 1)
+
+    def _told(self) -> str:
+        tokens, history = self._seen.tokens, self._seen.history
+        said = [f"<b>{html.escape(tokens.label(self._at))}</b> {tokens.kind(self._at)}".rstrip()]
+        said += map(html.escape, cause_sentences(self._one))
+        if "cause" in history.unknown:
+            said.append(f"Why it stood still is not known: {html.escape(history.unknown['cause'])}")
+        return "<br>".join(said)
+
+    # What becomes new while the page is open.
+
+    def _renew(self) -> None:
+        seen, before = self._live.seen, self._seen
+        if seen.version == before.version:
+            return
+        newest = self._player.value == self._player.end
+        shown = self._step_shown()
+        self._seen = seen
+        self._player.end = seen.history.position.sizes["step"] - 1
+        if newest:
+            self._player.value = self._player.end
+        else:
+            self._go_to(shown)
+        self._show_status()
+        if seen.history is before.history:
+            return
+        self._renewed.event(number=self._renewed.number + 1)
+        self._show_step()
+        self._find(self._search.value_input)
+        self._choose(self._at)
+
+    def _show_status(self) -> None:
+        seen = self._seen
+        told = [f"<b>{html.escape(described(seen.ds))}</b>", html.escape(seen.standing)]
+        told.append(f"{seen.history.rows:,} rows")
+        if seen.history.every > 1:
+            told.append(f"positions of every {seen.history.every}th row")
+        notes = [f"No {name}: {why}." for name, why in seen.history.unknown.items()]
+        notes += [f"Nothing newer can be read: {seen.trouble}."] if seen.trouble else []
+        self._status.object = "<br>".join([", ".join(told), *map(html.escape, notes)])
+
+
+def _legend(colours: Mapping[str, str]) -> str:
+    return "".join(
+        f' <span style="white-space: nowrap"><span style="color: {colour}">■</span> '
+        f"{html.escape(name.replace('_', ' '))}</span>"
+        for name, colour in colours.items()
+    )
+
+
+def _without_logo(plot: Any, element: Any) -> None:
+    """Links to nowhere outside."""
+    plot.state.toolbar.logo = None

@@ -1,0 +1,184 @@
+"""What the page shows as pictures, drawn with HoloViews on Bokeh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from analysis.consecutive_rows import REGIMES
+from analysis.exploring.live_run import Seen
+from analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, population_colour
+from analysis.freeze_causes import CAUSES
+
+__all__ = [
+    "MANY",
+    "curve_plot",
+    "kinds",
+    "layer_plot",
+    "limits",
+    "path_plot",
+    "plane_points",
+    "shaded",
+    "token_curve",
+]
+
+MANY = 3000
+"""Tokens from which on they are counted in cells by Datashader, not drawn one by one."""
+
+_AXES = ("axis 1", "axis 2")
+_INK = "#222222"
+_WIDTH = 1000  # cells of the picture of layers along the steps
+
+
+def kinds(seen: Seen) -> npt.NDArray[np.str_]:
+    """Population of each token, in the words of its colour."""
+    names = [seen.tokens.kind(at) or "all" for at in range(seen.tokens.ids.size)]
+    return np.array(names)
+
+
+def limits(history: Any) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Both axes of the plane: wide enough for all tokens at all steps."""
+    found = []
+    for axis in range(2):
+        values = history.position.values[..., axis]
+        low, high = float(np.nanmin(values)), float(np.nanmax(values))
+        margin = 0.04 * (high - low) or 1.0
+        found.append((low - margin, high + margin))
+    return found[0], found[1]
+
+
+def plane_points(position: npt.NDArray[np.float32], of: Mapping[str, Any]) -> Any:
+    """Tokens in the plane at one step, with what is told of each of them."""
+    import holoviews as hv
+
+    columns = {_AXES[0]: position[:, 0], _AXES[1]: position[:, 1], **of}
+    points = hv.Points(columns, list(_AXES), list(of))
+    if len(position) > MANY:
+        return points
+    told = [("token", "@token"), ("kind", "@kind")]
+    return points.opts(
+        color=hv.dim("kind").categorize(_colours(of["kind"]), default="#888888"),
+        size=6,
+        alpha=0.7,
+        line_color=None,
+        tools=["hover"],
+        hover_tooltips=told,
+    )
+
+
+def _colours(of_kind: npt.NDArray[np.str_]) -> dict[str, str]:
+    return {str(name): population_colour(str(name)) for name in np.unique(of_kind)}
+
+
+def shaded(points: Any, of_kind: npt.NDArray[np.str_]) -> Any:
+    """Many tokens, counted in the cells of the screen: the stronger the colour, the more."""
+    import datashader
+    from holoviews.operation.datashader import datashade, dynspread
+
+    cells = datashade(
+        points,
+        aggregator=datashader.by("kind", datashader.count()),
+        color_key=_colours(of_kind),
+        cnorm="log",
+        min_alpha=90,
+    )
+    return dynspread(cells, threshold=0.8, max_px=2)
+
+
+def path_plot(token: xr.Dataset) -> Any:
+    """Path of a token in the plane, with its start and end."""
+    import holoviews as hv
+
+    place = token["position"].values
+    ends = place[[0, -1]]
+    return hv.Curve(place, *_AXES).opts(color=_INK, line_width=1.5) * hv.Points(
+        ends, list(_AXES)
+    ).opts(color=_INK, size=8, marker="square", line_color="white")
+
+
+def layer_plot(layers: xr.Dataset) -> Any:
+    """Tokens in the order in which they came to rest, over the steps, coloured by regime."""
+    import holoviews as hv
+
+    steps = layers["step"].values.astype(np.float64)
+    stop = steps[-1] + (steps[-1] - steps[-2] if steps.size > 1 else 1)
+    cells = min(_WIDTH, int(stop - steps[0]))
+    # Steps may have gaps, and pixels have not: each shows the group that its beginning lies in.
+    places = steps[0] + np.arange(cells) * (stop - steps[0]) / cells
+    group = np.searchsorted(steps, places, side="right") - 1
+    colours = np.array([_rgb(REGIME_COLOURS[name]) for name in REGIMES], np.uint8)
+    picture = colours[layers["stratum"].transpose("layer", "step").values[:, group]]
+    tokens = int(layers["tokens"].sum())
+    return hv.RGB(
+        np.ascontiguousarray(picture[::-1]),
+        bounds=(steps[0], 0, stop, tokens),
+        kdims=["step", "rank"],
+    )
+
+
+def _rgb(colour: str) -> tuple[int, ...]:
+    return tuple(bytes.fromhex(colour.removeprefix("#")))
+
+
+def curve_plot(curves: xr.Dataset, name: str) -> Any:
+    """One of the curves of a run: a line of each population, with the band of its tokens."""
+    import holoviews as hv
+
+    steps = curves["step"].values
+    if name == "loss":
+        return hv.Overlay([hv.Curve((steps, curves["loss"].values), "step", name).opts(color=_INK)])
+    parts = []
+    for population in curves["population"].values.tolist():
+        values = curves[name].sel(population=population)
+        colour = population_colour(population)
+        if "statistic" in values.dims:
+            mean, low, high = (
+                values.sel(statistic=part).values for part in ("mean", "low", "high")
+            )
+            band = hv.Area((steps, low, high), "step", [name, "high"])
+            parts.append(band.opts(color=colour, alpha=0.2, line_alpha=0))
+        else:
+            mean = values.values
+        line = hv.Curve((steps, mean), "step", name)
+        parts.append(line.opts(color=colour))
+    return hv.Overlay(parts)
+
+
+def token_curve(token: xr.Dataset, name: str) -> Any:
+    """Hops or gradient of a token over the steps; below the hops, why it stood still."""
+    import holoviews as hv
+
+    steps = token["step"].values
+    values = token[name].values.astype(np.float64)
+    value = f"{name} of token"
+    shown = np.where(values > 0, values, np.nan)  # on a logarithmic axis
+    there = np.isfinite(np.pad(shown, 1, constant_values=np.nan))
+    alone = there[1:-1] & ~there[:-2] & ~there[2:]  # which no line leads to
+    # Always the same parts, which are updated where they are.
+    parts = [
+        hv.Curve((steps, shown), "step", value).opts(color=_INK, line_width=1),
+        hv.Scatter((steps[alone], shown[alone]), "step", value).opts(color=_INK, size=2),
+    ]
+    if name == "hop":
+        parts += _causes(token, shown, value)
+    return hv.Overlay(parts)
+
+
+def _causes(token: xr.Dataset, shown: npt.NDArray[np.float64], value: str) -> list[Any]:
+    """A row of squares below the hops for each cause: when the token stood still for it."""
+    import holoviews as hv
+
+    steps = token["step"].values
+    causes = token["cause"].values if "cause" in token else np.zeros(steps.size, np.int8)
+    least = np.nanmin(shown, initial=np.inf)
+    below = least / 3 if np.isfinite(least) else 1.0
+    rows = []
+    for number, name in enumerate(CAUSES[1:], 1):
+        at = steps[causes == number]
+        squares = hv.Scatter((at, np.full(at.size, below)), "step", value)
+        rows.append(squares.opts(color=CAUSE_COLOURS[name], marker="square", size=5))
+    return rows

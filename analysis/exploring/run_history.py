@@ -1,0 +1,308 @@
+"""What is held of a run while it is explored: all that needs more than a few rows or one token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from analysis import input_checks
+from analysis.figures.figure import Options, together
+from analysis.fixed_plane import build_positions, build_principal_plane
+from analysis.freeze_causes import build_freeze_cause
+from analysis.freezing import build_freeze
+from analysis.norms import build_displacement, build_grad_norms
+from analysis.rest_layers import pool_layers
+from analysis.streaming_scan import Scan
+from analysis.token_populations import by_population, populations
+from analysis.ulp_motion import build_regimes
+from analysis.write_results import progress_of_tasks
+from trajstore.byte_sizes import format_bytes
+from trajstore.errors import InvalidArgument, VariableNotRecorded
+
+__all__ = ["RunHistory", "grown", "prepare"]
+
+BAND = (0.05, 0.95)
+POSITION_BYTES = 512 << 20
+MAP_BYTES = 2 << 30
+
+Array = npt.NDArray[Any]
+Report = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunHistory:
+    """A run as it was when it was read, small enough to be held.
+
+    Attributes
+    ----------
+    runs : list
+        Identities of the run and of those it continues, by their first rows.
+    steps : ndarray of int64, (row,)
+    every : int
+        Positions are held of rows 0, `every`, 2·`every`, …
+    plane : Dataset
+        ``axes``, ``origin`` and ``share`` of `analysis.principal_plane`.
+    plane_rows : int
+        Rows that the plane was made of.
+    position : DataArray, float32 (step, token, axis)
+        Of those rows.
+    regime : DataArray, int8 (step, token)
+        Of all rows but the first, as of `analysis.regimes`.
+    cause : DataArray, int8 (step, token), or None
+        As of `analysis.freeze_cause`; None where that is not known.
+    last_motion, moves : DataArray, int64 (token)
+        As of `analysis.freeze`.
+    layers : Dataset
+        As of `analysis.stratigraphy`.
+    curves : Dataset
+        ``loss`` (step); ``gradient`` and ``displacement`` (step, population, statistic): mean,
+        5 % and 95 % of the tokens; ``still`` and ``frozen`` (step, population). Those there are.
+    populations : list of str
+        That have curves.
+    unknown : mapping
+        By name what the run does not hold enough for, and why.
+    """
+
+    runs: list[Any]
+    steps: npt.NDArray[np.int64]
+    every: int
+    plane: xr.Dataset
+    plane_rows: int
+    position: xr.DataArray
+    regime: xr.DataArray
+    cause: xr.DataArray | None
+    last_motion: xr.DataArray
+    moves: xr.DataArray
+    layers: xr.Dataset
+    curves: xr.Dataset
+    populations: list[str]
+    unknown: Mapping[str, str]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the run."""
+        return int(self.steps.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        causes = 0 if self.cause is None else self.cause.nbytes
+        return self.position.nbytes + self.regime.nbytes + causes + self.curves.nbytes
+
+    def rank(self, at: int) -> int:
+        """Place of a token among all in the order in which they came to rest."""
+        order = np.argsort(self.last_motion.values, kind="stable")
+        return int(np.flatnonzero(order == at)[0])
+
+
+def prepare(ds: xr.Dataset, report: Report | None = None) -> RunHistory:
+    """Read a run block by block, for the plane, and then for all that is held.
+
+    Parameters
+    ----------
+    ds : Dataset
+        A run, opened with dask, with ``W``.
+    report : callable, optional
+        Told of tasks done and in all.
+
+    Raises
+    ------
+    VariableNotRecorded
+        Without W.
+    InvalidArgument
+        If there are fewer than two rows, or so many that not even a byte of each token and step
+        can be held.
+    """
+    input_checks.variables(ds, "W")
+    rows, tokens = ds.sizes["step"], ds.sizes["token"]
+    if rows < 2:
+        raise InvalidArgument(
+            f"explore needs at least 2 rows, and the run has {rows}; come back when it has more"
+        )
+    if 2 * rows * tokens > MAP_BYTES:
+        raise InvalidArgument(
+            f"explore holds two bytes of each token at each step, here "
+            f"{format_bytes(2 * rows * tokens)} for {rows:,} rows of {tokens:,} tokens, and at "
+            f"most {format_bytes(MAP_BYTES)}; make a smaller run of it with trajstore export "
+            "--steps or --tokens"
+        )
+    with progress_of_tasks(report):
+        (plane,) = together([build_principal_plane(Scan(ds))[["axes", "origin", "share"]]])
+        found, unknown = _measure(ds, plane, 0)
+    found["position"] = found["position"].isel(step=slice(None, None, _every(rows, tokens)))
+    return RunHistory(
+        runs=ds.attrs.get("runs") or [],
+        steps=ds["step"].values.astype(np.int64),
+        every=_every(rows, tokens),
+        plane=plane,
+        plane_rows=rows,
+        position=found["position"],
+        regime=found["regime"],
+        cause=found.get("cause"),
+        last_motion=found["last_motion"],
+        moves=found["moves"],
+        layers=pool_layers(found["regime"], found["last_motion"]).compute(),
+        curves=_with_frozen(_curves(found), found["last_motion"], ds),
+        populations=Options().populations(Scan(ds)),
+        unknown=unknown,
+    )
+
+
+def grown(history: RunHistory, ds: xr.Dataset, report: Report | None = None) -> RunHistory:
+    """What is held of a run that may have grown since, or been cut, or replaced.
+
+    New rows are read alone, and placed in the plane that there is; a plane that was made of less
+    than half of the rows is made anew, and with it all the rest.
+
+    Parameters
+    ----------
+    history : RunHistory
+    ds : Dataset
+        The run, opened again.
+    report : callable, optional
+        Told of tasks done and in all.
+
+    Raises
+    ------
+    VariableNotRecorded, InvalidArgument
+        As `prepare`.
+    """
+    rows = ds.sizes["step"]
+    if not _continues(history, ds) or rows >= 2 * history.plane_rows:
+        return prepare(ds, report)
+    if rows == history.rows:
+        return history
+    with progress_of_tasks(report):
+        found, unknown = _measure(ds, history.plane, history.rows)
+    if unknown.keys() != history.unknown.keys():  # the rule looks back to the first step
+        return prepare(ds, report)
+    every = max(history.every, _every(rows, ds.sizes["token"]))
+    old = history.position.isel(step=slice(None, None, every // history.every))
+    new = found["position"].isel(step=slice(-history.rows % every, None, every))
+    regime = _joined(history.regime, found["regime"])
+    last = found["last_motion"]
+    last_motion = last.where(last >= 0, history.last_motion)
+    curves = xr.concat([history.curves.drop_vars("frozen"), _curves(found)], "step", join="exact")
+    return replace(
+        history,
+        runs=ds.attrs.get("runs") or [],
+        steps=ds["step"].values.astype(np.int64),
+        every=every,
+        position=_joined(old, new),
+        regime=regime,
+        cause=None if history.cause is None else _joined(history.cause, found["cause"]),
+        last_motion=last_motion,
+        moves=history.moves + found["moves"],
+        layers=pool_layers(regime, last_motion).compute(),
+        curves=_with_frozen(curves, last_motion, ds),
+    )
+
+
+def _every(rows: int, tokens: int) -> int:
+    """Power of two, so that the rows held of a longer run are among those held before."""
+    every = 1
+    while -(-rows // every) * tokens * 8 > POSITION_BYTES and every < rows:
+        every *= 2
+    return every
+
+
+def _continues(history: RunHistory, ds: xr.Dataset) -> bool:
+    """Whether the rows that are held are still those of the run."""
+    earlier = [part for part in ds.attrs.get("runs") or [] if part[0] < history.rows]
+    steps = ds["step"].values[: history.rows]
+    return earlier == history.runs and np.array_equal(steps, history.steps)
+
+
+def _joined(old: xr.DataArray, new: xr.DataArray) -> xr.DataArray:
+    return xr.concat([old, new], "step", join="exact", coords="minimal", compat="override")
+
+
+def _measure(
+    ds: xr.Dataset, plane: xr.Dataset, first: int
+) -> tuple[dict[str, xr.DataArray], dict[str, str]]:
+    """What is held of the rows from `first` on, computed; and what cannot be known, and why."""
+    whole = Scan(ds, {"native": ("regime", "moved")})
+    since = Scan(ds.isel(step=slice(first - 1, None)), {"native": ("regime", "moved")})
+    pairs = whole if first == 0 else since
+    # The way from the first row needs that row, too.
+    far = whole if first == 0 else Scan(ds.isel(step=np.r_[0, first : ds.sizes["step"]]))
+    rest = build_freeze(pairs)
+    shown = Options().populations(whole)
+    lazy: dict[str, xr.DataArray] = {
+        "regime": build_regimes(pairs)["regime"],
+        "last_motion": rest["last_motion"],
+        "moves": rest["moves"],
+        "still": rest["still_fraction"].sel(population=shown),
+    }
+    unknown: dict[str, str] = {}
+    questions: dict[str, Callable[[], xr.DataArray]] = {
+        "cause": lambda: build_freeze_cause(pairs),
+        "gradient": lambda: _band(build_grad_norms(whole), shown),
+        "displacement": lambda: _band(build_displacement(far, since=int(whole.steps[0])), shown),
+        "loss": lambda: _scalar(ds, "loss"),
+    }
+    position = build_positions(whole, plane)
+    for name, question in questions.items():
+        try:
+            lazy[name] = question()
+        except (VariableNotRecorded, InvalidArgument) as error:
+            unknown[name] = str(error)
+    lazy["position"] = position
+    if first:
+        new = whole.steps[first:]
+        lazy = {
+            name: array.sel(step=new) if "step" in array.dims else array
+            for name, array in lazy.items()
+        }
+    values: dict[str, xr.DataArray] = {}
+    # Causes need four matrices at once: in a reading of their own, fewer blocks are held.
+    for names in (lazy.keys() - {"cause"}, lazy.keys() & {"cause"}):
+        found = together([lazy[name].to_dataset(name=name) for name in sorted(names)])
+        values |= {name: ds[name] for name, ds in zip(sorted(names), found, strict=True)}
+    return values, unknown
+
+
+def _scalar(ds: xr.Dataset, name: str) -> xr.DataArray:
+    input_checks.variables(ds, name)
+    return ds[name]
+
+
+def _band(values: xr.DataArray, shown: list[str]) -> xr.DataArray:
+    """Mean and quantiles of some populations, (step, population, statistic)."""
+    if "is_dead" not in values.coords:  # all of them are the only population
+        values = values.assign_coords(is_dead=("token", np.zeros(values.sizes["token"], bool)))
+    table = by_population(values, BAND).sel(population=shown)
+    parts = [table["mean"], *(table["quantiles"].sel(quantile=level, drop=True) for level in BAND)]
+    named = [
+        part.expand_dims(statistic=[name])
+        for part, name in zip(parts, ("mean", "low", "high"), strict=True)
+    ]
+    band: xr.DataArray = xr.concat(named, "statistic")
+    return band.transpose("step", "population", "statistic")
+
+
+def _curves(found: Mapping[str, xr.DataArray]) -> xr.Dataset:
+    names = ("loss", "gradient", "displacement", "still")
+    return xr.merge(
+        [found[name].rename(name) for name in names if name in found],
+        join="outer",
+        compat="override",
+        combine_attrs="drop",
+    )
+
+
+def _with_frozen(curves: xr.Dataset, last_motion: xr.DataArray, ds: xr.Dataset) -> xr.Dataset:
+    """With the share of each population that does not move any more at each step."""
+    names, groups = populations(ds)
+    steps = curves["step"].values
+    shares = [
+        np.searchsorted(np.sort(last_motion.values[groups[names.index(name)]]), steps)
+        / groups[names.index(name)].sum()
+        for name in curves["population"].values.tolist()
+    ]
+    return curves.assign(frozen=(("step", "population"), np.stack(shares, -1)))

@@ -1,0 +1,129 @@
+"""The server of the page, which listens on one address and hears its own pages only."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from analysis.exploring.live_run import LiveRun
+from analysis.exploring.page import Page
+from analysis.figures.figure import run_name
+from trajstore.errors import InvalidArgument, MissingExtra
+
+__all__ = ["address", "check_panel", "free_port", "serving"]
+
+_ANY = "0.0.0.0"
+_LOOPBACK = ("127.0.0.1", "localhost")
+
+
+def check_panel() -> None:
+    """Say what is missing.
+
+    Raises
+    ------
+    MissingExtra
+        Without Panel, HoloViews or Datashader.
+    """
+    try:
+        import datashader  # noqa: F401
+        import holoviews  # noqa: F401
+        import panel  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra(
+            "explore needs Panel, HoloViews and Datashader; install trajstore[explore]"
+        ) from error
+
+
+def free_port(host: str, port: int) -> int:
+    """That port, or a free one for 0.
+
+    Raises
+    ------
+    InvalidArgument
+        If nothing can listen there.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, family=socket.AF_INET, type=socket.SOCK_STREAM
+        )[0]
+        with socket.socket(family, kind, protocol) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            tried.bind(address)
+            return int(tried.getsockname()[1])
+    except OSError as error:
+        raise InvalidArgument(
+            f"cannot listen on {host!r}, port {port}: {error.strerror or error}; choose a --host "
+            "of this machine (IPv4), or --port 0 for a free one"
+        ) from error
+
+
+@contextmanager
+def serving(live: LiveRun, host: str, port: int) -> Iterator[Callable[[], int]]:
+    """A server that listens, and a function that serves until a signal comes, and tells which.
+
+    Parameters
+    ----------
+    live : LiveRun
+    host : str
+    port : int
+        Not 0.
+    """
+    import holoviews as hv
+    import panel as pn
+
+    pn.extension("tabulator")
+    hv.extension("bokeh")
+    hv.renderer("bokeh").webgl = False  # much slower where a browser has no graphics card
+    before = signal.getsignal(signal.SIGINT)  # Panel puts its own in that place
+    server = pn.io.server.get_server(
+        lambda: Page(live).view(),
+        port=port,
+        address=host,
+        websocket_origin=[f"{name}:{port}" for name in _names(host)],
+        title=run_name(live.seen.ds),
+        start=False,
+        show=False,
+    )
+    signal.signal(signal.SIGINT, before)
+    server.start()
+    try:
+        yield lambda: _until_signal(server.io_loop)
+    finally:
+        server.stop()
+
+
+def _until_signal(loop: Any) -> int:
+    """Run a loop of tornado until Ctrl-C or SIGTERM, between two of its callbacks."""
+    came: list[int] = []
+
+    def stop(number: int) -> None:
+        came.append(number)
+        loop.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.asyncio_loop.add_signal_handler(number, stop, number)
+    try:
+        loop.start()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.asyncio_loop.remove_signal_handler(number)
+    return came[0]
+
+
+def address(host: str, port: int) -> str:
+    """Where the page is found."""
+    return f"http://{socket.gethostname() if host == _ANY else host}:{port}/"
+
+
+def _names(host: str) -> list[str]:
+    """Names by which a page may call the server: all of this machine if it listens on all."""
+    if host in _LOOPBACK:
+        return [*_LOOPBACK]
+    if host != _ANY:
+        return [host]
+    own = socket.gethostname()
+    found = socket.getaddrinfo(own, None, family=socket.AF_INET)
+    return sorted({*_LOOPBACK, own, socket.getfqdn(), *(str(entry[4][0]) for entry in found)})

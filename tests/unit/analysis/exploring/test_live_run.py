@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from watched_runs import begin, extend
+
+from analysis.exploring.live_run import LiveRun
+from trajstore.errors import InvalidArgument, RunNotFound
+
+
+def test_new_rows_come_while_the_run_is_recorded(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    with begin(path) as run:
+        extend(run, range(8))
+        live = LiveRun(path)
+        first = live.seen
+        assert (first.standing, first.history.rows, first.version) == ("recording", 8, 0)
+        live.look()
+        assert live.seen is first  # nothing is new
+        extend(run, range(8, 12))
+        live.look()
+        assert (live.seen.history.rows, live.seen.version) == (12, 1)
+        assert live.seen.ds.sizes["step"] == 12
+    live.look()
+    assert (live.seen.standing, live.seen.history.rows) == ("complete", 12)
+    # Another run in its place, with fewer rows.
+    shutil.rmtree(path)
+    with begin(path) as run:
+        extend(run, range(4), seed=1)
+    live.look()
+    assert live.seen.history.rows == 4
+    assert float(live.seen.history.curves["loss"][0]) == 6
+
+
+def test_what_cannot_be_read_is_said_and_what_was_seen_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.zarr"
+    with pytest.raises(RunNotFound, match="no run at"):
+        LiveRun(path)
+    with pytest.raises(InvalidArgument, match="s3://bucket"):
+        LiveRun("s3://bucket/run.zarr")
+    with begin(path) as run:
+        extend(run, range(8))
+    live = LiveRun(path)
+    shutil.rmtree(path)
+    waits = iter([False, False, True])
+    monkeypatch.setattr(live._stop, "wait", lambda seconds: next(waits))
+    live._follow()
+    assert "no run at" in live.seen.trouble
+    assert (live.seen.history.rows, live.seen.version) == (8, 1)

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+from watched_runs import HOSTILE, begin, extend
+
+from analysis.exploring.run_history import prepare
+from analysis.exploring.token_list import TokenList, nearest
+from trajstore import open_run
+
+
+def tokens(*texts: str) -> TokenList:
+    coords = {"token": 10 * np.arange(len(texts)), "token_text": ("token", np.array(texts, "T"))}
+    return TokenList(xr.Dataset(coords=coords))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("the", [3, 0, 1, 2]),  # it itself, then what begins with it, then what holds it
+        (" THE ", [3]),
+        ("20", [2, 4]),  # the id, then the text
+        ("40", [4]),
+        ("", [0, 1, 2, 3, 4]),
+        ("xyz", []),
+        ("²", []),  # which is a digit, and no number
+    ],
+)
+def test_tokens_are_found_by_text_and_id_the_best_first(text: str, found: list[int]) -> None:
+    known = tokens("they", "Then", "bathed", " the ", "a20")
+    assert sorted(known.find(text)) == sorted(found)
+    assert known.find(text).tolist() == found
+
+
+def test_tokens_without_texts_are_found_by_id() -> None:
+    known = TokenList(xr.Dataset(coords={"token": [5, 50, 7]}))
+    assert known.find("50").tolist() == [1]
+    assert known.find("the").tolist() == []
+    assert (known.label(1), known.kind(1)) == ("(50)", "")
+
+
+def test_nothing_in_a_text_is_obeyed(tmp_path: Path) -> None:
+    with begin(tmp_path / "run.zarr") as run:
+        extend(run, range(8))
+    ds = open_run(tmp_path / "run.zarr")
+    known = TokenList(ds)
+    assert known.label(1) == r"'\x1b[31mred\x1b]0;title\x07' (3)"
+    assert known.label(2) == r"'\u202eright' (6)"
+    assert known.find("<script>").tolist() == [0]
+    assert known.find(HOSTILE[1]).tolist() == [1]
+    columns = known.columns(np.array([4, 0]), prepare(ds))
+    assert list(columns) == ["id", "text", "kind", "last motion", "moves"]
+    assert columns["id"].tolist() == [12, 0]
+    assert columns["text"] == ["'b'", "'<script>alert(1)</script>'"]
+    assert columns["kind"].tolist() == ["dead", "live"]
+    np.testing.assert_array_equal(columns["last motion"], [np.nan, 5])
+    assert columns["moves"].tolist() == [0, 5]
+
+
+def test_the_nearest_is_so_on_the_screen() -> None:
+    position = np.array([[0, 0], [1, 30], [np.nan, 0]], np.float32)
+    assert nearest(position, 1, 1, width=1, height=100) == 1
+    assert nearest(position, 1, 1, width=100, height=1) == 0
+    assert nearest(position[2:], 1, 1, 1, 1) is None
