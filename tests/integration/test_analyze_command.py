@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,19 @@ def test_populations_of_the_user(
     assert "tracers (2)" in trajstore_cli("summary", run, *ours).stdout
     refused = trajstore_cli("summary", run, "--population", "late=tokens > 8", rc=2)
     assert "got 'tokens' in the population 'tokens > 8'" in refused.stderr
+
+
+def test_several_runs(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
+    other = tmp_path / "other.zarr"
+    shutil.copytree(run, other)
+    written = tmp_path / "speed.zarr"
+    trajstore_cli("analyze", run, other, "speed", "-o", written)
+    got = xr.open_zarr(written)
+    assert got.speed.dims == ("run", "step", "token")
+    assert got.run.values.tolist() == [run.stem, "other"]
+    told = trajstore_cli("analyze", tmp_path / "*.zarr", "divergence", rc=1).stderr
+    assert "is not a" in told or "no run" in told, "a pattern finds what was written, too"
+    assert "distance" in trajstore_cli("analyze", run, other, "divergence").stdout
 
 
 def test_computing_on_a_cluster(
