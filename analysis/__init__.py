@@ -11,6 +11,7 @@ from analysis.alignments import alignment
 from analysis.cloud_shape import inertia, pca
 from analysis.collective_motion import bulk_thermal, centroid, coherence, distinct
 from analysis.consecutive_rows import REGIMES
+from analysis.divergence import divergence
 from analysis.fixed_plane import principal_plane
 from analysis.freeze_causes import CAUSES, adam_update, freeze_cause
 from analysis.freeze_counterfactuals import COUNTERFACTUALS, OUTCOMES, freeze_blame
@@ -18,6 +19,7 @@ from analysis.freezing import freeze
 from analysis.identical_vectors import clusters
 from analysis.logit_statistics import logit_stats
 from analysis.lost_updates import moment_stuck
+from analysis.many_runs import each_run, over_runs
 from analysis.moment_ratios import moment_error
 from analysis.moments import exact_moments
 from analysis.motion import acceleration, speed, velocity
@@ -58,6 +60,8 @@ __all__ = [
     "crossings",
     "displacement",
     "distinct",
+    "divergence",
+    "each_run",
     "exact_moments",
     "freeze",
     "freeze_blame",
@@ -71,6 +75,7 @@ __all__ = [
     "moment_plane",
     "moment_stuck",
     "nearest_distance",
+    "over_runs",
     "path_efficiency",
     "pca",
     "principal_plane",

@@ -18,6 +18,7 @@ from analysis.collective_motion import (
     build_coherence,
     build_distinct,
 )
+from analysis.divergence import divergence
 from analysis.freeze_causes import build_adam_update, build_freeze_cause
 from analysis.freeze_counterfactuals import build_freeze_blame
 from analysis.freezing import build_freeze
@@ -25,6 +26,7 @@ from analysis.identical_vectors import build_clusters
 from analysis.level_crossings import LEVELS, level_crossings
 from analysis.logit_statistics import build_logit_stats
 from analysis.lost_updates import build_moment_stuck
+from analysis.many_runs import RUN, over_runs
 from analysis.moment_ratios import build_moment_error
 from analysis.moments import build_exact_moments
 from analysis.motion import build_acceleration, build_speed, build_velocity
@@ -45,7 +47,7 @@ from analysis.ulp_motion import (
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 
-__all__ = ["QUANTITIES", "Quantity", "answer", "compute", "crossings"]
+__all__ = ["ACROSS_RUNS", "QUANTITIES", "Quantity", "answer", "compute", "crossings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +286,10 @@ def _with_every_step(array: xr.DataArray, history: Scan) -> xr.DataArray:
     return padded.assign_coords(step=history.ds["step"]).assign_attrs(attrs)
 
 
+ACROSS_RUNS = {"divergence": divergence}
+"""What can be asked of several runs together, besides every one of `QUANTITIES` of each."""
+
+
 def answer(
     ds: xr.Dataset,
     names: Sequence[str],
@@ -297,9 +303,10 @@ def answer(
     Parameters
     ----------
     ds : Dataset
-        A run.
+        A run, or several as `trajstore.open_runs` opens them; then results are along ``run``.
     names : sequence of str
-        Of `QUANTITIES`. A single one is as its function returns it, several as by `compute`.
+        Of `QUANTITIES`. A single one is as its function returns it, several as by `compute`. Of
+        several runs also one of `ACROSS_RUNS`.
     assignments : sequence of str
         Options of a single quantity, ``name=value``; of several values ``name=1,2,5``.
     by_population : bool
@@ -324,6 +331,8 @@ def answer(
     >>> found["max"].sel(step=1).to_series().round(4).to_dict()
     {'dead': 0.0234, 'live': 0.0156, 'all': 0.0234}
     """
+    if RUN in ds.dims:
+        return _answer_of_runs(ds, names, assignments, by_population, lattice)
     if len(names) != 1:
         if assignments or by_population:
             raise InvalidArgument(
@@ -332,6 +341,8 @@ def answer(
             )
         return compute(ds, names, lattice)
     (name,) = names
+    if name in ACROSS_RUNS:
+        raise InvalidArgument(f"{name} is about several runs, and there is one; name more")
     if name not in QUANTITIES:
         raise InvalidArgument(
             f"there is no quantity {name!r}{did_you_mean(name, QUANTITIES)}; "
@@ -353,6 +364,23 @@ def answer(
             raise InvalidArgument(f"{name} is not one number per token, so it has no populations")
         return statistics_by_population(result)
     return result.to_dataset(name=name) if isinstance(result, xr.DataArray) else result
+
+
+def _answer_of_runs(
+    ds: xr.Dataset,
+    names: Sequence[str],
+    assignments: Sequence[str],
+    by_population: bool,
+    lattice: str,
+) -> xr.Dataset:
+    together = [name for name in names if name in ACROSS_RUNS]
+    if together and (len(names) > 1 or assignments or by_population or lattice != "native"):
+        raise InvalidArgument(f"{together[0]} is asked by itself, and has no options")
+    if together:
+        return ACROSS_RUNS[together[0]](ds)
+    options = {"by_population": by_population, "lattice": lattice}
+    found: xr.Dataset = over_runs(ds, answer, names, assignments, **options)
+    return found
 
 
 def _options(quantity: Quantity, name: str, assignments: Sequence[str]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import xarray as xr
 from analysis import input_checks
 from analysis.consecutive_rows import measure_pairs, measure_rows, pair_dtype
 from analysis.lattice_points import Points, chosen_type, place_on_lattice
+from analysis.many_runs import check_single_run, with_own_attributes
 from analysis.recorded_changes import check_every_step, hold_only_changes, moved_kernel
 from analysis.token_populations import with_mostly_dead
 from trajstore.errors import InvalidArgument, VariableNotRecorded
@@ -132,7 +133,8 @@ class Scan:
     """
 
     def __init__(self, ds: xr.Dataset, measures: Mapping[str, Sequence[str]] | None = None) -> None:
-        self.ds = ds = with_mostly_dead(ds)
+        check_single_run(ds)
+        self.ds = ds = with_mostly_dead(with_own_attributes(ds))
         input_checks.variables(ds, "step")
         self.steps: npt.NDArray[np.int64] = ds["step"].values.astype(np.int64)
         if (np.diff(self.steps) <= 0).any():

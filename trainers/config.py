@@ -17,6 +17,7 @@ from trajstore.schema import resolve_record
 from trajstore.store.commit_timer import COMMIT_EVERY
 
 __all__ = [
+    "MAY_CHANGE",
     "DataConfig",
     "InitialisationConfig",
     "ModelConfig",
@@ -26,6 +27,16 @@ __all__ = [
     "ScheduleConfig",
     "TrainingConfig",
 ]
+
+MAY_CHANGE = frozenset(
+    {
+        "training.steps",
+        "recording.memory",
+        "recording.commit_every",
+        "recording.checkpoint_every",
+    }
+)
+"""Fields that a run may change when it goes on."""
 
 
 class _Section(BaseModel):
@@ -285,6 +296,9 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
         for part in path[:-1]:
             owner = owner.model_fields[part].annotation
         meant = did_you_mean(path[-1], owner.model_fields) or _elsewhere(path[-1], model)
+        if not meant and len(path) == 1 and isinstance(first["input"], dict):
+            # No such section; perhaps another has what was to be set in it.
+            meant = next((told for key in first["input"] if (told := _elsewhere(key, model))), "")
         return f"there is no field {name}{meant}; there are {', '.join(owner.model_fields)}"
     reason = first["msg"].removeprefix("Value error, ")
     given = first["input"]

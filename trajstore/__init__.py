@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from trajstore.integrity.repair import Repair, repair
     from trajstore.integrity.verify import Verification, verify
     from trajstore.store.open_run import open_run
+    from trajstore.store.open_runs import open_runs
     from trajstore.store.writer import RunWriter
 
 __all__ = [
@@ -67,6 +68,7 @@ __all__ = [
     "export",
     "import_file",
     "open_run",
+    "open_runs",
     "repair",
     "to_torch",
     "upgrade",
@@ -84,6 +86,7 @@ _HOME = {
     "export": "trajstore.exchange.export_run",
     "import_file": "trajstore.exchange.import_file",
     "open_run": "trajstore.store.open_run",
+    "open_runs": "trajstore.store.open_runs",
     "repair": "trajstore.integrity.repair",
     "to_torch": "trajstore.exchange.to_torch",
     "upgrade": "trajstore.exchange.upgrade_run",

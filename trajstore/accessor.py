@@ -15,13 +15,17 @@ from trajstore.nearest_name import did_you_mean
 
 __all__ = ["TrajAccessor"]
 
+_OF_SEVERAL_RUNS = ("divergence", "each_run", "over_runs", "with_populations")
+"""Functions that take several runs as they are; all others are asked of each."""
+
 
 @xr.register_dataset_accessor("traj")  # type: ignore[no-untyped-call]
 class TrajAccessor:
     """What a Dataset of a run knows about its tokens and their motion.
 
     Every function of `analysis` that takes a Dataset is a method: ``ds.traj.freeze()`` is
-    ``analysis.freeze(ds)``.
+    ``analysis.freeze(ds)``, and of several runs (`trajstore.open_runs`) what that is of each of
+    them, along ``run``.
 
     Parameters
     ----------
@@ -120,14 +124,23 @@ class TrajAccessor:
             raise VariableNotRecorded(
                 "this run does not say which tokens are dead; it has no coordinate is_dead"
             )
+        if self._ds["is_dead"].ndim > 1:
+            raise InvalidArgument(
+                "these runs differ in which tokens are dead; choose one: ds.isel(run=0)"
+            )
         return self._ds["is_dead"].values
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         import analysis
 
         if callable(getattr(analysis, name, None)) and name in analysis.__all__:
-            function: Callable[..., Any] = functools.partial(getattr(analysis, name), self._ds)
-            return functools.update_wrapper(function, getattr(analysis, name))
+            wanted = getattr(analysis, name)
+            function: Callable[..., Any]
+            if "run" in self._ds.dims and name not in _OF_SEVERAL_RUNS:
+                function = functools.partial(analysis.over_runs, self._ds, wanted)
+            else:
+                function = functools.partial(wanted, self._ds)
+            return functools.update_wrapper(function, wanted)
         raise AttributeError(
             f"there is no ds.traj.{name}{did_you_mean(name, dir(self))}; "
             f"there are {', '.join(dir(self))}"

@@ -17,6 +17,7 @@ __all__ = [
     "FORMAT",
     "IMPORTED",
     "LATTICES",
+    "OF_RUN",
     "RECORDED",
     "STEP",
     "TIERS",
@@ -30,6 +31,9 @@ __all__ = [
 
 FORMAT = 2
 """Number of the store format that this version writes."""
+
+OF_RUN = "of_run"
+"""Attribute of several runs in one Dataset: what each has of its own."""
 
 ENCODINGS = ("delta", "portable")
 """How arrays are encoded: smaller and faster, or for any reader of Zarr v3."""

@@ -153,6 +153,19 @@ def test_populations_of_the_user(
     assert "got 'tokens' in the population 'tokens > 8'" in refused.stderr
 
 
+def test_several_runs(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
+    other = tmp_path / "other.zarr"
+    shutil.copytree(run, other)
+    written = tmp_path / "speed.zarr"
+    trajstore_cli("analyze", run, other, "speed", "-o", written)
+    got = xr.open_zarr(written)
+    assert got.speed.dims == ("run", "step", "token")
+    assert got.run.values.tolist() == [run.stem, "other"]
+    told = trajstore_cli("analyze", tmp_path / "*.zarr", "divergence", rc=1).stderr
+    assert "is not a" in told or "no run" in told, "a pattern finds what was written, too"
+    assert "distance" in trajstore_cli("analyze", run, other, "divergence").stdout
+
+
 def test_computing_on_a_cluster(
     run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainers.config import RunConfig
+from trainers.config import MAY_CHANGE, RunConfig
 from trainers.recording.provenance import changed_provenance
 from trainers.runs.checkpoint import Checkpoint, CheckpointFolder
 from trainers.runs.optimizer import build_schedule
@@ -32,13 +32,6 @@ __all__ = [
     "recorded_config",
     "standing",
 ]
-
-_MAY_CHANGE = {
-    "training.steps",
-    "recording.memory",
-    "recording.commit_every",
-    "recording.checkpoint_every",
-}
 
 
 def recorded_config(path: RunPath) -> RunConfig:
@@ -248,7 +241,7 @@ def _check_config(
 ) -> None:
     before, now = flat(recorded), flat(config)
     for field, value in now.items():
-        if value == before[field] or field in _MAY_CHANGE or field == "training.device":
+        if value == before[field] or field in MAY_CHANGE or field == "training.device":
             continue
         if field == "schedule.steps" and recorded.decay_steps == config.decay_steps:
             continue

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING
 import click
 from rich.text import Text
 
-from trajstore.cli.options import JSON, LATTICE, POPULATIONS, RUN, sentences
+from trajstore.cli.options import (
+    COMMON_STEPS,
+    JSON,
+    LATTICE,
+    POPULATIONS,
+    RUN,
+    opened,
+    runs_and_names,
+    sentences,
+)
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import (
     err,
@@ -104,16 +113,18 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
     if not wanted:
         return
     import analysis
+    from analysis.registry import ACROSS_RUNS
 
     for name, quantity in analysis.QUANTITIES.items():
         told = (getattr(analysis, name).__doc__ or "").strip().splitlines()[0]
         options = ", ".join(quantity.options)
         out.print(f"{name}  {told}{f' Options: {options}.' if options else ''}")
+    for name, function in ACROSS_RUNS.items():
+        out.print(f"{name}  {(function.__doc__ or '').splitlines()[0]} Of several runs.")
     ctx.exit()
 
 
 @click.command()
-@RUN
 @click.option(
     "--list",
     is_flag=True,
@@ -122,7 +133,7 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
     callback=_list_quantities,
     help="List the quantities with their options, and end.",
 )
-@click.argument("quantities", nargs=-1, required=True, metavar="QUANTITY…")
+@click.argument("words", nargs=-1, required=True, metavar="RUN… QUANTITY…")
 @click.option(
     "-o",
     "--output",
@@ -136,6 +147,7 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
     metavar="NAME=VALUE",
     help="An option of a single quantity, such as since=previous. Repeatable.",
 )
+@COMMON_STEPS
 @click.option("--by-population", is_flag=True, help="Statistics over each population.")
 @LATTICE
 @POPULATIONS
@@ -144,10 +156,10 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
 @JSON
 @sentences
 def analyze(
-    run: str,
-    quantities: tuple[str, ...],
+    words: tuple[str, ...],
     output: str | None,
     assignments: tuple[str, ...],
+    common_steps: bool,
     by_population: bool,
     lattice: str,
     populations: tuple[str, ...],
@@ -156,6 +168,8 @@ def analyze(
     as_json: bool,
 ) -> None:
     """Compute quantities of a run in one pass, and write them or tell what they are like.
+
+    Of several runs, of each of them, along run.
 
     \b
     Example:
@@ -167,13 +181,21 @@ def analyze(
       trajstore analyze duckling.zarr regimes freeze --lattice bfloat16
       trajstore analyze gatsby.zarr clusters --population 'letters=major(token_text) == "L"'
       trajstore analyze gatsby.zarr pca --population tracers=ids.txt --set population=tracers
+      trajstore analyze runs/*.zarr divergence -o divergence.nc
     """
     import analysis
+    from analysis.registry import ACROSS_RUNS
     from analysis.write_results import describe, write_result
     from trajstore.cli.population_files import populations_from
-    from trajstore.store.open_run import open_run
 
-    ds = analysis.with_populations(open_run(run), populations_from(populations))
+    runs, quantities = runs_and_names(words, {*analysis.QUANTITIES, *ACROSS_RUNS})
+    if not quantities:
+        raise InvalidArgument(
+            "name a quantity after the run, such as freeze; trajstore analyze --list lists them"
+        )
+    ds = analysis.with_populations(
+        opened(runs, common_steps=common_steps), populations_from(populations)
+    )
     result = analysis.answer(
         ds, quantities, assignments, by_population=by_population, lattice=lattice
     )

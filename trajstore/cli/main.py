@@ -12,6 +12,7 @@ from trajstore.cli.inspect_commands import analyze, compare, info, summary
 from trajstore.cli.integrity_commands import repair, verify
 from trajstore.cli.next_commands import FIRST
 from trajstore.cli.record_commands import fetch, plan, presets, record
+from trajstore.cli.sweep_command import sweep
 from trajstore.cli.watch_command import watch
 from trajstore.cli.what_if_commands import what_if
 from trajstore.nearest_name import did_you_mean
@@ -56,6 +57,7 @@ def main(ctx: click.Context, debug: bool) -> None:
 
 for command in (
     record,
+    sweep,
     what_if,
     plan,
     fetch,

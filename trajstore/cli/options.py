@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import glob
+import os
 import signal
 import sys
-from collections.abc import Callable
-from typing import ParamSpec
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, ParamSpec
 
 import click
 from rich.text import Text
@@ -15,7 +17,19 @@ from trajstore.cli.tables import err
 from trajstore.errors import TrajstoreError
 from trajstore.schema import LATTICES
 
-__all__ = ["JSON", "LATTICE", "POPULATIONS", "RUN", "sentences"]
+if TYPE_CHECKING:
+    import xarray as xr
+
+__all__ = [
+    "COMMON_STEPS",
+    "JSON",
+    "LATTICE",
+    "POPULATIONS",
+    "RUN",
+    "opened",
+    "runs_and_names",
+    "sentences",
+]
 
 P = ParamSpec("P")
 
@@ -35,6 +49,43 @@ POPULATIONS = click.option(
     help="One more population: an expression over the tokens' coordinates, such as "
     "'rare=token_count < 10', or a file with a mask or ids. Repeatable.",
 )
+COMMON_STEPS = click.option(
+    "--common-steps",
+    is_flag=True,
+    help="Of several runs, the steps and variables that all of them have.",
+)
+
+
+def runs_and_names(words: Sequence[str], known: Collection[str]) -> tuple[list[str], list[str]]:
+    """Tell runs from names, which come after them.
+
+    Parameters
+    ----------
+    words : sequence of str
+        The first is a run; so are those after it which are no names, and of which there is a file,
+        or which are written like one.
+    known : collection of str
+        Names that there are.
+    """
+    runs = 1
+    while runs < len(words) and words[runs] not in known and _is_path(words[runs]):
+        runs += 1
+    return [*words[:runs]], [*words[runs:]]
+
+
+def _is_path(word: str) -> bool:
+    return os.path.exists(word) or "/" in word or word.endswith(".zarr") or glob.has_magic(word)
+
+
+def opened(runs: Sequence[str], *, common_steps: bool = False) -> xr.Dataset:
+    """One run, or several along ``run``: those that are named, or that a pattern matches."""
+    from trajstore.store.open_run import open_run
+    from trajstore.store.open_runs import open_runs, run_paths
+
+    paths = run_paths(runs)
+    if len(paths) == 1:
+        return open_run(paths[0])
+    return open_runs(paths, join="inner" if common_steps else "exact")
 
 
 def sentences(command: Callable[P, None]) -> Callable[P, None]:

@@ -27,7 +27,7 @@ from trajstore.schema import ENCODINGS
 if TYPE_CHECKING:
     from trajstore.store.remote_path import Location
 
-__all__ = ["fetch", "plan", "presets", "record"]
+__all__ = ["configuration", "fetch", "plan", "presets", "record", "settings_of"]
 
 
 def _preset_names(ctx: click.Context, option: click.Parameter, begun: str) -> list[str]:
@@ -39,7 +39,7 @@ def _preset_names(ctx: click.Context, option: click.Parameter, begun: str) -> li
     return [name for name in PRESETS if name.startswith(begun)]
 
 
-def _configuration(command: Callable[..., Any]) -> Callable[..., Any]:
+def configuration(command: Callable[..., Any]) -> Callable[..., Any]:
     """Options that make a configuration, the same for all commands that take one."""
     options = (
         click.option(
@@ -138,10 +138,10 @@ def _configured(
         config = trainers.RunConfig.from_toml(str(config_file))
     if recorded is not None:
         config = config.with_values([f"training.steps={recorded.training.steps}"])
-    return config.with_values(_assignments(assignments, variables, fields))
+    return config.with_values(settings_of(assignments, variables, fields))
 
 
-def _assignments(
+def settings_of(
     assignments: tuple[str, ...], variables: str | None, fields: dict[str, Any]
 ) -> list[str]:
     """All that is to be changed of a configuration, whichever option says so."""
@@ -156,7 +156,7 @@ def _assignments(
 
 
 @click.command()
-@_configuration
+@configuration
 @click.option("-o", "--output", type=click.Path(), help="The run, by default NAME.zarr.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), help="Where to train.")
 @click.option("--seed", type=int, help="Of everything random.")
@@ -242,7 +242,7 @@ def record(
     from trajstore.store.remote_path import location
 
     path = location(output or f"{preset_name or Path(str(config_file)).stem}.zarr")
-    changes = _assignments(assignments, variables, fields)
+    changes = settings_of(assignments, variables, fields)
     with StopRequest() as stop, _stopping_told(path):
         if source is None:
             config = _configured(
@@ -330,7 +330,7 @@ def _forked(source: str, changes: list[str]) -> Any:
 
 
 @click.command()
-@_configuration
+@configuration
 @JSON
 @sentences
 def plan(

@@ -8,7 +8,8 @@ encoded, joins them to a ``shard`` an array, and puts that in place (``atomic``)
 done with a block that is not full, too. ``open_run`` opens the run (``open_group``) as an
 ``xarray_engine``, if its arrays pass ``schema_check``, with ``block_view`` where they are not
 stored by the codec of blocks. ``array_reader`` reads native bits past zarr, for writers that go on,
-for verify, and in tiles (``tiled_reader``) for exporters; ``run_info`` says what there is.
+for verify, and in tiles (``tiled_reader``) for exporters; ``run_info`` says what there is;
+``open_runs`` opens many in one Dataset.
 
 Before the first row, ``new_run`` makes what a run begins with, and ``create`` its folder;
 ``resumed_run`` says what of a run that is there is kept, and ``branched_run`` makes another of its

@@ -114,6 +114,7 @@ def test_the_promised_names_are_there() -> None:
         "record": "--preset --config --set --steps --corpus --tokenizer --device --seed --record "
         "--every --tokens --memory --encoding --block-rows --checkpoint-every --resume --overwrite "
         "--commit-every --fsync --output --json",
+        "sweep": "--preset --config --set --seeds --steps --jobs --threads --output --print --json",
         "presets": "--json",
         "plan": "--preset --json",
         "info": "--json",

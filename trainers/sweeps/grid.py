@@ -1,0 +1,187 @@
+"""Which runs a sweep has: the product of its seeds and settings, and what each is called."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainers.config import RunConfig
+from trajstore.errors import InvalidArgument
+
+__all__ = ["SweptRun", "parse_seeds", "split_values", "swept_runs"]
+
+_SEED = "training.seed"
+_LONGEST_NAME = 240  # bytes; file systems take 255, and a lock has a longer name than its run
+
+_OPENING, _CLOSING, _QUOTES = "[{", "]}", "\"'"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweptRun:
+    """One run of a sweep.
+
+    Attributes
+    ----------
+    name : str
+        Of its folder, ``gatsby_initialisation.sigma=1e-5_seed=1601.zarr``.
+    assignments : tuple of str
+        ``section.field=value``, one value each.
+    seed : int or None
+    config : RunConfig
+        All of it.
+    """
+
+    name: str
+    assignments: tuple[str, ...]
+    seed: int | None
+    config: RunConfig
+
+
+def parse_seeds(text: str) -> list[int]:
+    """Seeds of a text.
+
+    Parameters
+    ----------
+    text : str
+        Numbers and ranges between commas; a range ``A:B`` is from A on and before B, as in Python.
+
+    Raises
+    ------
+    InvalidArgument
+        If it is anything else, empty, or names a seed twice.
+
+    Examples
+    --------
+    >>> parse_seeds("1601:1604,42")
+    [1601, 1602, 1603, 42]
+    """
+    seeds: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d+)\s*(?::\s*(\d+)\s*)?", part)
+        if found is None:
+            raise InvalidArgument(
+                f"got the seeds {text!r}, expected numbers and ranges, such as 1601:1617 or 1,2,3"
+            )
+        first = int(found[1])
+        seeds += range(first, int(found[2])) if found[2] else [first]
+    if not seeds or len(set(seeds)) < len(seeds):
+        what = "name a seed twice" if seeds else "hold none"
+        raise InvalidArgument(f"the seeds {text!r} {what}; A:B is from A on and before B")
+    return seeds
+
+
+def split_values(text: str) -> list[str]:
+    """Values between commas, but for those within brackets, braces and quotes.
+
+    Raises
+    ------
+    InvalidArgument
+        If one of several is empty.
+
+    Examples
+    --------
+    >>> split_values("1e-5,1e-4"), split_values("[0.9, 0.99],[0.9, 0.999]"), split_values('"a,b"')
+    (['1e-5', '1e-4'], ['[0.9, 0.99]', '[0.9, 0.999]'], ['"a,b"'])
+    """
+    values, depth, quote = [""], 0, ""
+    for sign in text:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in _QUOTES:
+            quote = sign
+        else:
+            depth += (sign in _OPENING) - (sign in _CLOSING)
+        if sign == "," and not quote and depth == 0:
+            values.append("")
+        else:
+            values[-1] += sign
+    values = [value.strip() for value in values]
+    if len(values) > 1 and not all(values):
+        raise InvalidArgument(f"got the values {text!r}, of which one is empty; leave it out")
+    return values
+
+
+def swept_runs(
+    base: RunConfig,
+    stem: str,
+    assignments: Sequence[str],
+    seeds: Sequence[int] | None = None,
+    common: Sequence[str] = (),
+) -> list[SweptRun]:
+    """All runs of a sweep; the last setting changes fastest, and the seed faster still.
+
+    Their names hold every setting of `assignments`, also one of a single value, and the seed; so a
+    run keeps its name when further values are swept.
+
+    Parameters
+    ----------
+    base : RunConfig
+        Of a preset or a file, `stem` being its name.
+    assignments : sequence of str
+        ``section.field=value,value``.
+    seeds : sequence of int, optional
+    common : sequence of str
+        What all runs have besides, ``section.field=value``; it is not in their names.
+
+    Raises
+    ------
+    ConfigError
+        For a field that is unknown, or a value that is impossible.
+    InvalidArgument
+        If a field is named twice, two runs would be the same, or a name would be too long.
+
+    Examples
+    --------
+    >>> from trainers import preset
+    >>> runs = swept_runs(preset("gatsby"), "gatsby", ["initialisation.sigma=1e-5,1e-4"], [1, 2])
+    >>> [run.name for run in runs][:2]
+    ['gatsby_initialisation.sigma=1e-5_seed=1.zarr', 'gatsby_initialisation.sigma=1e-5_seed=2.zarr']
+    """
+    axes = []
+    fields = [assignment.partition("=")[0].strip() for assignment in assignments]
+    for field in [*fields, *([_SEED] if seeds is not None else [])]:
+        if (fields + [_SEED] * (seeds is not None)).count(field) > 1:
+            raise InvalidArgument(f"{field} is named twice; give all its values at once")
+    for field, assignment in zip(fields, assignments, strict=True):
+        values = split_values(assignment.partition("=")[2])
+        axes.append([f"{field}={value}" if "=" in assignment else assignment for value in values])
+    runs: dict[str, SweptRun] = {}
+    for chosen in itertools.product(*axes):
+        for seed in [None] if seeds is None else seeds:
+            more = [] if seed is None else [f"{_SEED}={seed}"]
+            config = base.with_values([*chosen, *common, *more])
+            name = _name(stem, config, fields, seed)
+            if name in runs:
+                raise InvalidArgument(
+                    f"two runs would be {name}: {', '.join(chosen)} and "
+                    f"{', '.join(runs[name].assignments)}; leave one out"
+                )
+            runs[name] = SweptRun(name=name, assignments=chosen, seed=seed, config=config)
+    return list(runs.values())
+
+
+def _name(stem: str, config: RunConfig, fields: Sequence[str], seed: int | None) -> str:
+    parts = [stem]
+    for field in fields:
+        section, _, key = field.partition(".")
+        parts.append(f"{field}={_text(getattr(getattr(config, section), key))}")
+    if seed is not None:
+        parts.append(f"seed={seed}")
+    name = "_".join(parts) + ".zarr"
+    if len(name.encode()) > _LONGEST_NAME:
+        raise InvalidArgument(
+            f"the run {name} has too long a name for a file system; put what all runs share into "
+            "a file (--config FILE)"
+        )
+    return name
+
+
+def _text(value: Any) -> str:
+    """A value as it can stand in a file's name, alike for all ways to write it."""
+    if isinstance(value, tuple | list):
+        return "+".join(map(_text, value))
+    text = re.sub(r"e([+-])0+", r"e\1", repr(value)) if isinstance(value, float) else str(value)
+    return re.sub(r"[^\w.+-]+", "-", text).strip("-")

@@ -1,0 +1,176 @@
+"""Processes, so many at once, until all have ended; and what became of each."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trajstore.store.lock import is_written_to
+
+__all__ = ["ENDED", "Job", "run_jobs"]
+
+ENDED = ("skipped", "complete", "interrupted", "failed")
+
+_INTERVAL = 0.2
+_SAID_BYTES = 4096
+
+
+@dataclass(kw_only=True)
+class Job:
+    """One process, and what becomes of it.
+
+    Attributes
+    ----------
+    run : Path
+        That it records.
+    command : sequence of str
+    log : Path
+        To which its output is appended.
+    done : callable
+        Whether there is nothing to do for it.
+    state : str
+        ``waiting``, ``busy`` (another process writes to the run), ``running``, or one of `ENDED`.
+    said : str
+        Why it failed: the last that it said.
+    seconds : float
+        That it ran.
+    exit_code : int or None
+        Of the process; negative, the number of the signal that ended it.
+    """
+
+    run: Path
+    command: Sequence[str]
+    log: Path
+    done: Callable[[], bool]
+    state: str = "waiting"
+    said: str = ""
+    seconds: float = 0.0
+    exit_code: int | None = None
+    _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    _began: float = 0.0
+    _log_began: int = 0
+
+    def start(self, environment: Mapping[str, str]) -> None:
+        """Start it, unless there is nothing to do, or another process still writes to the run.
+
+        Its standard input is a pipe of which this process holds the other end: it ends when this
+        one does, however that comes about. It is in a group of its own, so that Ctrl-C comes to
+        this process alone, which tells it once.
+        """
+        if is_written_to(self.run):
+            self.state = "busy"
+            return
+        if self.done():
+            self.state = "skipped"
+            return
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.log, "ab") as log:
+            self._log_began = log.tell()
+            self._process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                process_group=0,
+            )
+        self._began = time.monotonic()
+        self.state = "running"
+
+    def look(self) -> None:
+        """Notice that it has ended."""
+        if self._process is None or self.state != "running":
+            return
+        self.seconds = time.monotonic() - self._began
+        self.exit_code = self._process.poll()
+        if self.exit_code is None:
+            return
+        if self.exit_code == 0:
+            self.state = "complete"
+        elif self.exit_code in (128 + signal.SIGTERM, 128 + signal.SIGINT):
+            self.state = "interrupted"
+        else:
+            self.state = "failed"
+            self.said = self._last_words()
+        self.let_go()
+
+    def stop(self) -> None:
+        """Ask it to stop after its step."""
+        if self._process is not None and self.state == "running":
+            self._process.send_signal(signal.SIGTERM)
+
+    def let_go(self) -> None:
+        """Close the pipe, which also asks it to stop, if it still runs."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def _last_words(self) -> str:
+        with open(self.log, "rb") as log:
+            end = log.seek(0, 2)
+            log.seek(max(self._log_began, end - _SAID_BYTES))
+            lines = log.read().decode(errors="replace").split("\n")
+        said = [line.strip() for line in lines if line.strip()]
+        if self.exit_code is not None and self.exit_code < 0:
+            return f"ended by {signal.Signals(-self.exit_code).name}"
+        return said[-1].removeprefix("trajstore: ") if said else f"exit code {self.exit_code}"
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    *,
+    at_once: int,
+    environment: Mapping[str, str],
+    stop: Callable[[], bool],
+    report: Callable[[], None],
+) -> None:
+    """Run processes until each has ended; when asked to stop, those that run, and no others.
+
+    One that fails does not keep the others from running. A run that another process writes to is
+    waited for, such as what is left of a sweep that was killed.
+
+    Parameters
+    ----------
+    jobs : sequence of Job
+        In the order in which they start.
+    at_once : int
+        How many run at the same time.
+    environment : mapping
+        Of the processes.
+    stop : callable
+        Asked several times a second.
+    report : callable
+        Called as often.
+    """
+    stopping = False
+    try:
+        while True:
+            for job in jobs:
+                job.look()
+            if stop() and not stopping:
+                stopping = True
+                for job in jobs:
+                    job.stop()
+            if not stopping:
+                _start_some(jobs, at_once, environment)
+            report()
+            left = ("running",) if stopping else ("waiting", "busy", "running")
+            if not any(job.state in left for job in jobs):
+                return
+            time.sleep(_INTERVAL)  # between two looks
+    finally:
+        for job in jobs:
+            job.let_go()
+
+
+def _start_some(jobs: Sequence[Job], at_once: int, environment: Mapping[str, str]) -> None:
+    running = sum(job.state == "running" for job in jobs)
+    for job in jobs:
+        if running >= at_once:
+            return
+        if job.state in ("waiting", "busy"):
+            job.start(environment)
+            running += job.state == "running"

@@ -1,0 +1,33 @@
+"""`trajstore record` as a sweep starts it: it stops when its standard input ends.
+
+That is a pipe which the sweep holds open. However the sweep ends, also by a signal that cannot be
+caught, the pipe ends with it; the run then commits, and is interrupted as by SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+__all__ = ["main"]
+
+_STANDARD_INPUT = 0
+
+
+def main() -> None:
+    """Be `trajstore`, with the arguments of this process."""
+    threading.Thread(target=_stop_at_end, name="trajstore-sweep", daemon=True).start()
+    from trajstore.cli.main import main as trajstore
+
+    trajstore(prog_name="trajstore")
+
+
+def _stop_at_end() -> None:
+    while os.read(_STANDARD_INPUT, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()
