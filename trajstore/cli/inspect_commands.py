@@ -100,8 +100,9 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
     if not wanted:
         return
     import analysis
+    from analysis.registry import ALONE
 
-    for name, quantity in analysis.QUANTITIES.items():
+    for name, quantity in (analysis.QUANTITIES | ALONE).items():
         told = (getattr(analysis, name).__doc__ or "").strip().splitlines()[0]
         options = ", ".join(quantity.options)
         out.print(f"{name}  {told}{f' Options: {options}.' if options else ''}")
@@ -163,6 +164,7 @@ def analyze(
       trajstore analyze duckling.zarr regimes freeze --lattice bfloat16
       trajstore analyze gatsby.zarr clusters --population 'letters=major(token_text) == "L"'
       trajstore analyze gatsby.zarr pca --population tracers=ids.txt --set population=tracers
+      trajstore analyze gatsby.zarr explain_gradient --set step=50,51 --set token=2 -o why.nc
     """
     import analysis
     from analysis.write_results import describe, write_result
