@@ -16,6 +16,7 @@ from analysis.fixed_plane import principal_plane
 from analysis.freeze_causes import CAUSES, adam_update, freeze_cause
 from analysis.freeze_counterfactuals import COUNTERFACTUALS, OUTCOMES, freeze_blame
 from analysis.freezing import freeze
+from analysis.gradient_explanation import explain_gradient
 from analysis.identical_vectors import clusters
 from analysis.logit_statistics import logit_stats
 from analysis.lost_updates import moment_stuck
@@ -63,6 +64,7 @@ __all__ = [
     "divergence",
     "each_run",
     "exact_moments",
+    "explain_gradient",
     "freeze",
     "freeze_blame",
     "freeze_cause",

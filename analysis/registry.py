@@ -22,6 +22,7 @@ from analysis.divergence import divergence
 from analysis.freeze_causes import build_adam_update, build_freeze_cause
 from analysis.freeze_counterfactuals import build_freeze_blame
 from analysis.freezing import build_freeze
+from analysis.gradient_explanation import build_explain_gradient
 from analysis.identical_vectors import build_clusters
 from analysis.level_crossings import LEVELS, level_crossings
 from analysis.logit_statistics import build_logit_stats
@@ -47,7 +48,7 @@ from analysis.ulp_motion import (
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 
-__all__ = ["ACROSS_RUNS", "QUANTITIES", "Quantity", "answer", "compute", "crossings"]
+__all__ = ["ACROSS_RUNS", "ALONE", "QUANTITIES", "Quantity", "answer", "compute", "crossings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +193,9 @@ QUANTITIES: dict[str, Quantity] = {
 }
 """What `compute` and ``trajstore analyze`` can be asked for."""
 
+ALONE: dict[str, Quantity] = {"explain_gradient": Quantity(build=build_explain_gradient)}
+"""What ``trajstore analyze`` can be asked for by itself only, about steps that are named."""
+
 
 def compute(ds: xr.Dataset, names: Sequence[str], lattice: str = "native") -> xr.Dataset:
     """Several quantities together: each chunk is read once, and each block walked once.
@@ -230,6 +234,11 @@ def compute(ds: xr.Dataset, names: Sequence[str], lattice: str = "native") -> xr
     ['grad_norms', 'speed', 'logit_min', 'logit_max']
     """
     names = [names] if isinstance(names, str) else list(names)
+    alone = [name for name in names if name in ALONE]
+    if alone:
+        raise InvalidArgument(
+            f"{alone[0]} is about steps that are named; ask it alone (analysis.{alone[0]})"
+        )
     unknown = [name for name in names if name not in QUANTITIES]
     told = [f"{name!r}{did_you_mean(name, QUANTITIES)}" for name in unknown]
     if unknown or not names:
@@ -305,8 +314,8 @@ def answer(
     ds : Dataset
         A run, or several as `trajstore.open_runs` opens them; then results are along ``run``.
     names : sequence of str
-        Of `QUANTITIES`. A single one is as its function returns it, several as by `compute`. Of
-        several runs also one of `ACROSS_RUNS`.
+        Of `QUANTITIES`, or one of `ALONE`. A single one is as its function returns it, several
+        as by `compute`. Of several runs also one of `ACROSS_RUNS`.
     assignments : sequence of str
         Options of a single quantity, ``name=value``; of several values ``name=1,2,5``.
     by_population : bool
@@ -343,12 +352,13 @@ def answer(
     (name,) = names
     if name in ACROSS_RUNS:
         raise InvalidArgument(f"{name} is about several runs, and there is one; name more")
-    if name not in QUANTITIES:
+    known = QUANTITIES | ALONE
+    if name not in known:
         raise InvalidArgument(
-            f"there is no quantity {name!r}{did_you_mean(name, QUANTITIES)}; "
-            f"choose from {', '.join(QUANTITIES)}"
+            f"there is no quantity {name!r}{did_you_mean(name, known)}; "
+            f"choose from {', '.join(known)}"
         )
-    quantity = QUANTITIES[name]
+    quantity = known[name]
     options = _options(quantity, name, assignments)
     if lattice != "native":
         _check_lattice(names, lattice)

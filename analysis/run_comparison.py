@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import dask.array as da
@@ -72,18 +73,23 @@ def _difference_kernel(first: Array, second: Array) -> npt.NDArray[np.void]:
     return result
 
 
+def _shape_of_rows(array: xr.DataArray) -> dict[Hashable, int]:
+    return {dim: length for dim, length in array.sizes.items() if dim != "step"}
+
+
 def _over_rows(pieces: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     if pieces.ndim == 1:
         return pieces
     result = np.empty(pieces.shape[0], _FIELDS)
-    result["differs"] = pieces["differs"].any(-1)
-    result["square"] = np.ascontiguousarray(pieces["square"]).sum(-1)
+    others = tuple(range(1, pieces.ndim))
+    result["differs"] = pieces["differs"].any(others)
+    result["square"] = np.ascontiguousarray(pieces["square"]).sum(others)
     return result
 
 
 def _difference(a: xr.DataArray, b: xr.DataArray) -> da.Array:
     """Structured array (step) of `_FIELDS`."""
-    dims = ("step", *(dim for dim in ("token", "hidden") if dim in a.dims))
+    dims = VARIABLES[str(a.name)].dims
     x, y = (
         array.transpose(*dims).chunk() if array.chunks is None else array.transpose(*dims)
         for array in (a, b)
@@ -96,8 +102,9 @@ def _difference(a: xr.DataArray, b: xr.DataArray) -> da.Array:
     pieces = over_hidden(_difference_kernel, first, second, dtype=_FIELDS)
     if pieces.ndim == 1:
         return pieces
-    return pieces.rechunk({1: -1}).map_blocks(
-        _over_rows, drop_axis=1, dtype=_FIELDS, meta=np.empty(0, _FIELDS)
+    others = list(range(1, pieces.ndim))
+    return pieces.rechunk(dict.fromkeys(others, -1)).map_blocks(
+        _over_rows, drop_axis=others, dtype=_FIELDS, meta=np.empty(0, _FIELDS)
     )
 
 
@@ -108,7 +115,8 @@ def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
     ----------
     a, b : Dataset
         Two runs over the same tokens and hidden dimensions. What only one of them recorded is
-        left out, and so are steps that only one has.
+        left out, and so are steps that only one has, and variables of single examples where the
+        steps are not of as many examples.
 
     Returns
     -------
@@ -135,7 +143,7 @@ def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
     names = [
         name
         for name in VARIABLES
-        if name in a and name in b and set(a[name].dims) == set(b[name].dims)
+        if name in a and name in b and _shape_of_rows(a[name]) == _shape_of_rows(b[name])
     ]
     if not steps.size or not names:
         what = "step" if names else "variable"

@@ -219,6 +219,16 @@ class RunConfig(_Section):
         """Step at which the decay of the learning rate ends."""
         return self.schedule.steps or self.training.steps
 
+    @property
+    def examples(self) -> int:
+        """Examples of one optimizer step, of all its micro-batches."""
+        return self.training.batch_size * self.training.accumulation
+
+    @property
+    def records_batch(self) -> bool:
+        """Whether the indices of a step's examples are recorded."""
+        return "batch" in resolve_record(self.recording.record)
+
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Self:
         """Configuration from nested values.

@@ -5,6 +5,7 @@ Writer, reader, exporter and documentation read it here; nothing repeats a name 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ __all__ = [
     "FORMAT",
     "IMPORTED",
     "LATTICES",
+    "OF_EXAMPLES",
     "OF_RUN",
     "RECORDED",
     "STEP",
@@ -26,6 +28,7 @@ __all__ = [
     "Coordinate",
     "Variable",
     "resolve_record",
+    "room_for_examples",
     "variable",
 ]
 
@@ -174,6 +177,41 @@ VARIABLES: dict[str, Variable] = {
             row0="nan",
         ),
         Variable(
+            name="hidden_trace",
+            dims=("step",),
+            long_name="trace of the covariance of the hidden states that are unembedded",
+            units="1",
+            row0="nan",
+        ),
+        Variable(
+            name="hidden_cosine",
+            dims=("step",),
+            long_name="mean cosine of the hidden states that are unembedded to their mean",
+            units="1",
+            row0="nan",
+        ),
+        Variable(
+            name="batch",
+            dims=("step", "example"),
+            long_name="indices in the data set of the examples of the step",
+            units="1",
+            row0="nan",
+        ),
+        Variable(
+            name="example_loss",
+            dims=("step", "example"),
+            long_name="training loss of each example of the step, mean over its targets",
+            units="nat",
+            row0="nan",
+        ),
+        Variable(
+            name="hidden_states",
+            dims=("step", "example", "position", "hidden"),
+            long_name="hidden states of the step that are unembedded",
+            units="1",
+            row0="nan",
+        ),
+        Variable(
             name="grad_token_norm",
             dims=("step", "token"),
             long_name="L2 norm over hidden of the gradient before clipping",
@@ -209,6 +247,12 @@ IMPORTED = ("delta",)
 
 TRAJECTORIES = ("W", "delta", "cells")
 """Variables that say where the parameter is, or how it moves: every run holds one of them."""
+
+OF_EXAMPLES = tuple(name for name, entry in VARIABLES.items() if "example" in entry.dims)
+"""Variables of the single examples of a step, all in the same order along ``example``.
+
+Where a step has fewer examples or positions than a row has room for, the rest is NaN.
+"""
 
 RECORDED = tuple(name for name in VARIABLES if name not in IMPORTED)
 """Variables that a recording can hold."""
@@ -256,8 +300,9 @@ TIERS: dict[str, tuple[str, ...]] = {
 }
 """What ``record`` may be instead of a list of variables. Per-step scalars cost nothing.
 
-What follows from the rest of a tier is in none: ``hidden_mean`` and the summaries per token
-(``grad_token_norm``, ``W_step_norm``, ``W_ulp_l1``) are recorded when they are named; so are
+What follows from the rest of a tier is in none: the summaries per token (``grad_token_norm``,
+``W_step_norm``, ``W_ulp_l1``) are recorded when they are named; so are what a step saw
+(``hidden_mean``, ``hidden_trace``, ``hidden_cosine``, and the variables of single examples) and
 ``cells``, also in place of W.
 """
 
@@ -277,6 +322,32 @@ def variable(name: str) -> Variable:
             f"there is no variable {name!r}{did_you_mean(name, VARIABLES)}; "
             f"a run can hold {', '.join(VARIABLES)}"
         ) from None
+
+
+def room_for_examples(rows: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """How many examples and positions rows have room for, by the shapes of some variables' rows.
+
+    Parameters
+    ----------
+    rows : mapping of str to tuple of int
+        Shape of one row of each variable.
+
+    Returns
+    -------
+    dict of str to int
+        ``examples`` and ``positions``, those of the two that a variable has.
+
+    Examples
+    --------
+    >>> room_for_examples({"W": (128, 64), "batch": (32,)})
+    {'examples': 32}
+    """
+    found: dict[str, Any] = {}  # for a call whose other keywords are of other types
+    for name, shape in rows.items():
+        for dim, length in zip(VARIABLES[name].dims[1:], shape, strict=True):
+            if dim in ("example", "position"):
+                found[f"{dim}s"] = length
+    return found
 
 
 def resolve_record(record: str | tuple[str, ...] | list[str]) -> tuple[str, ...]:

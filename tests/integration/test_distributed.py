@@ -50,15 +50,19 @@ LOOP = """
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
     expected = []
-    with capture(wrapped, optimizer, path, max_grad_norm=0.1) as run:
+    record = ("all", "batch", "example_loss", "hidden_states", "hidden_mean")
+    with capture(wrapped, optimizer, path, record=record, max_grad_norm=0.1) as run:
         for step in range(5):
             grads = []
             for other in range(2):
                 ids = batch(step, other)
+                model.eval()  # so that it is not taken for a micro-batch
                 loss = model(ids, ids)["loss"]
+                model.train()
                 grads.append(torch.autograd.grad(loss, model.embedding.weight)[0])
             expected.append((grads[0] + grads[1]) / 2)
             run.observe(loss=torch.tensor(float(step)), logits=torch.zeros(1, 11))
+            run.observe(batch=[10 * step + rank, 7], example_loss=[float(rank), 0.5])
             optimizer.zero_grad()
             ids = batch(step, rank)
             wrapped(ids, ids)["loss"].backward()
@@ -128,6 +132,14 @@ def test_two_processes_one_store(body: str, tmp_path: Path) -> None:
             process.kill()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
     ds = xr.open_zarr(path)
+    if body is LOOP:  # of both processes, the first one's before
+        for step in range(5):
+            row = ds.isel(step=step + 1)
+            assert row.batch.values.tolist() == [10 * step, 7, 10 * step + 1, 7]
+            assert row.example_loss.values.tolist() == [0, 0.5, 1, 0.5]
+            states = row.hidden_states.values
+            np.testing.assert_allclose(states[:2].mean((0, 1)), row.hidden_mean, rtol=1e-5)
+            assert len(np.unique(states[2:])) > 4
     assert [p.name for p in tmp_path.glob("*.zarr")] == ["run.zarr"]
     assert ds.step.values.tolist() == list(range(6))
     expected = np.load(tmp_path / "expected0.npy")

@@ -2,7 +2,8 @@
 
 Where the tensors of one step go:
 
-1. A hook sees the tensor: ``forward_values`` what the forward passes make, ``step_hooks`` the
+1. A hook sees the tensor: ``forward_values`` what the forward passes make, ``step_examples`` what
+   they make of single examples, ``step_hooks`` the
    gradient when the backward pass ends, and W and the moments right after the optimizer's step.
 2. ``parameter_rows`` knows whether it is recorded, and of which tokens (``token_selection``);
    ``device_norms`` sums up.

@@ -15,6 +15,7 @@ from trainers.recording.parameter_rows import ParameterRows
 from trainers.recording.parameters import find_parameters
 from trainers.recording.planned_run import plan_runs
 from trainers.recording.resumed_run import ExistingRun
+from trainers.recording.step_examples import StepExamples
 from trainers.recording.step_hooks import Recorder, real_optimizer
 from trajstore.errors import RecordingError
 from trajstore.optimizer_advice import require_sound
@@ -79,7 +80,14 @@ def attach(
         for run in planned
     ]
     recorder = Recorder(
-        model, real, rows, loop=loop, logits_mode=options.logits_mode, on_step=on_step
+        model,
+        real,
+        rows,
+        loop=loop,
+        examples=StepExamples(options.variables),
+        head=next((parameter.head for parameter in parameters if parameter.head), None),
+        logits_mode=options.logits_mode,
+        on_step=on_step,
     )
     try:
         # Only now that nothing is refused any more: it drops rows.
@@ -178,7 +186,8 @@ def capture(
     Yields
     ------
     Recorder
-        Its `~Recorder.observe` takes the loss where the model does not return it.
+        Its `~Recorder.observe` takes the loss where the model does not return it, and of the
+        examples of a step what no hook can see.
 
     Raises
     ------

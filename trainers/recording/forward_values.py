@@ -1,4 +1,4 @@
-"""What the forward passes of a step show: its loss, its logits, its mean hidden state.
+"""What the forward passes of a step show: its loss, its logits, the mean and spread of its states.
 
 A step may have several micro-batches, and every one of them a forward pass. `ForwardPasses` has the
 hooks that see them, and adds up; the tensors are made one when the step ends.
@@ -14,13 +14,23 @@ from torch.utils.hooks import RemovableHandle
 
 from trainers.recording.torch_internals import outside_compile
 
-__all__ = ["ForwardPasses", "LogitsMode", "StepLogits", "StepLoss", "WeightedMean"]
+__all__ = [
+    "ForwardPasses",
+    "HiddenSpread",
+    "LogitsMode",
+    "StepLogits",
+    "StepLoss",
+    "WeightedMean",
+    "is_trained",
+    "logits_of",
+    "loss_of",
+]
 
 LogitsMode = Literal["last", "mean"]
 
 
 class ForwardPasses:
-    """Loss, logits and mean hidden state of the optimizer step in progress.
+    """Loss, logits, mean and spread of the hidden states of the optimizer step in progress.
 
     Parameters
     ----------
@@ -48,6 +58,7 @@ class ForwardPasses:
         self._logits_are_told = False
         self._unembedding_was_called = False
         self._hidden = WeightedMean()
+        self._spread = HiddenSpread()
 
     def watch(
         self, model: torch.nn.Module, head: torch.nn.Module | None, variables: set[str]
@@ -67,6 +78,8 @@ class ForwardPasses:
             handles.append(head.register_forward_hook(outside_compile(self._on_head_output)))
         if head is not None and "hidden_mean" in variables:
             handles.append(head.register_forward_pre_hook(outside_compile(self._on_head_input)))
+        if head is not None and variables & {"hidden_trace", "hidden_cosine"}:
+            handles.append(head.register_forward_pre_hook(outside_compile(self._add_spread)))
         return handles
 
     def tell(self, *, loss: torch.Tensor | None, logits: torch.Tensor | None) -> None:
@@ -85,16 +98,22 @@ class ForwardPasses:
             "loss": self._loss.value(),
             "logits": self._logits.value(),
             "hidden_mean": self._hidden.value(),
+            "hidden_trace": self._spread.trace(),
+            "hidden_cosine": self._spread.cosine(),
         }
 
     def _on_head_input(self, head: torch.nn.Module, args: tuple[Any, ...]) -> None:
-        if _is_trained(head) and isinstance(args[0], torch.Tensor):
+        if is_trained(head) and isinstance(args[0], torch.Tensor):
             hidden = args[0].detach()
             mean = hidden.mean(dim=tuple(range(hidden.ndim - 1)), dtype=torch.float32)
             self._hidden.add(mean, hidden[..., 0].numel())
 
+    def _add_spread(self, head: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if is_trained(head) and isinstance(args[0], torch.Tensor):
+            self._spread.add(args[0].detach().flatten(0, -2).float())
+
     def _on_head_output(self, head: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
-        if _is_trained(head):
+        if is_trained(head):
             self._unembedding_was_called = True
             if not self._logits_are_told:
                 self._logits.add(output)
@@ -102,9 +121,9 @@ class ForwardPasses:
     def _on_model_output(
         self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
-        if not _is_trained(model):
+        if not is_trained(model):
             return
-        loss, logits = _loss_of(output), _logits_of(output)
+        loss, logits = loss_of(output), logits_of(output)
         if loss is not None:
             self._loss.add(loss, share=kwargs.get("num_items_in_batch") is not None)
         known = self._unembedding_was_called or self._logits_are_told
@@ -171,6 +190,48 @@ class WeightedMean:
         return self._mean
 
 
+class HiddenSpread:
+    """How far vectors lie around their mean, and how much they point its way, in float32.
+
+    Parts are joined as by Chan, Golub & LeVeque (1983), *Algorithms for computing the sample
+    variance*: the spread of the whole is that of the parts and that of their means.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._mean: torch.Tensor | None = None
+        self._trace: torch.Tensor | None = None
+        self._direction: torch.Tensor | None = None  # mean of the vectors at length 1
+
+    def add(self, vectors: torch.Tensor) -> None:
+        """Some more, (vector, hidden)."""
+        mean = vectors.mean(dim=0)
+        trace = (vectors - mean).square().sum(dim=1).mean()
+        direction = (vectors / torch.linalg.vector_norm(vectors, dim=1, keepdim=True)).mean(dim=0)
+        count = len(vectors)
+        if self._mean is None or self._trace is None or self._direction is None:
+            self._mean, self._trace, self._direction = mean, trace, direction
+        else:
+            weight = count / (self._count + count)
+            apart = mean - self._mean
+            between = weight * (1 - weight) * apart.square().sum()
+            self._trace = self._trace + weight * (trace - self._trace) + between
+            self._mean = self._mean + weight * apart
+            self._direction = self._direction + weight * (direction - self._direction)
+        self._count += count
+
+    def trace(self) -> torch.Tensor | None:
+        """Trace of their covariance, the mean squared distance from the mean; None without any."""
+        return self._trace
+
+    def cosine(self) -> torch.Tensor | None:
+        """Mean cosine between each of them and their mean; None without any."""
+        if self._mean is None or self._direction is None:
+            return None
+        length = torch.linalg.vector_norm(self._mean)
+        return torch.dot(self._direction, self._mean / length)
+
+
 class StepLogits:
     """Logits of a step at the last position of its sequences."""
 
@@ -195,7 +256,7 @@ class StepLogits:
         return self._first if mean is None else mean.to(self._dtype)
 
 
-def _is_trained(module: torch.nn.Module) -> bool:
+def is_trained(module: torch.nn.Module) -> bool:
     """Whether a forward pass belongs to the training, not to an evaluation."""
     return module.training and torch.is_grad_enabled()
 
@@ -210,7 +271,7 @@ def _makes_logits(model: torch.nn.Module, head: torch.nn.Module) -> bool:
     )
 
 
-def _loss_of(output: Any) -> torch.Tensor | None:
+def loss_of(output: Any) -> torch.Tensor | None:
     """Loss in what a model returned: by name, first of a tuple, or alone; None without one."""
     if isinstance(output, Mapping):
         output = output.get("loss")
@@ -220,7 +281,7 @@ def _loss_of(output: Any) -> torch.Tensor | None:
     return output if scalar and output.is_floating_point() else None
 
 
-def _logits_of(output: Any) -> torch.Tensor | None:
+def logits_of(output: Any) -> torch.Tensor | None:
     """What may be logits in what a model returned; None if nothing can be."""
     if isinstance(output, Mapping):
         output = output.get("logits")

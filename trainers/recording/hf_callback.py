@@ -131,6 +131,9 @@ class TrajectoryCallback(TrainerCallback):
             first_step=state.global_step,
             device=args.device,
             schedule=schedule,
+            examples=args.per_device_train_batch_size
+            * args.gradient_accumulation_steps
+            * args.world_size,
         )
         self.recorder = attach(
             model,

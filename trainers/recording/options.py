@@ -189,6 +189,9 @@ class TrainingLoop:
         For the provenance; that of the recorded parameter without it.
     schedule : mapping
         How the loop changes the learning rate, JSON values; those of the options win.
+    examples : int, optional
+        Most examples that a step has, of all micro-batches and processes; as many as the first
+        step has without it.
     """
 
     scaler: Any = None
@@ -197,6 +200,7 @@ class TrainingLoop:
     first_step: int = 0
     device: torch.device | None = None
     schedule: Mapping[str, Any] = field(default_factory=dict)
+    examples: int | None = None
 
 
 def takes_options(function: Callable[P, R]) -> Callable[P, R]:

@@ -19,9 +19,10 @@ from trainers.recording.device_norms import ULP_TYPES, token_norm, ulp_l1
 from trainers.recording.device_to_host import Transfer, open_transfer
 from trainers.recording.planned_run import PlannedRun
 from trainers.recording.resumed_run import ExistingRun
+from trainers.recording.step_examples import EXAMPLE_INDEX, padded
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import RecordingError
-from trajstore.schema import VARIABLES
+from trajstore.schema import OF_EXAMPLES, VARIABLES, room_for_examples
 
 __all__ = ["MOMENTS", "ParameterRows"]
 
@@ -80,6 +81,9 @@ class ParameterRows:
         self._last_W: torch.Tensor | None = None  # of the last row, on the device
         if "W_step_norm" in self.variables or "W_ulp_l1" in self.variables:
             self._last_W = self._select(W).clone()
+        self._room: dict[str, int] = {}  # of the dimensions example and position
+        if planned.loop.examples is not None:
+            self._room["example"] = planned.loop.examples
         self._row: Row = {}  # of the step in progress
         self._held: list[tuple[int, Row]] = []  # rows of the steps before there is a run
         self._transfer: Transfer | None = None
@@ -106,6 +110,9 @@ class ParameterRows:
         self._existing = None
         with self._full_disk():
             self._transfer = open_transfer(self.writer, self.parameter.tensor.device)
+        arrays = self.writer.layout.arrays
+        for name in set(OF_EXAMPLES) & arrays.keys():
+            self._room |= dict(zip(VARIABLES[name].dims[1:], arrays[name].row, strict=True))
         self.rows, self.last_step = existing.rows, existing.last_step
         self._initial_W = self._initial_W.new_empty(0)
 
@@ -123,16 +130,20 @@ class ParameterRows:
         name : str
             Ignored if it is not recorded.
         value : tensor
-            Of the whole vocabulary, where the variable has a token dimension.
+            Of the whole vocabulary, where the variable has a token dimension; of as many examples
+            and positions as the first row has room for, or fewer.
 
         Raises
         ------
         RecordingError
-            If it has another type or shape than in the first row, or the disk is full.
+            If it has another type or shape than in the first row, or more examples or positions,
+            or the disk is full.
         """
         if name not in self.variables:
             return
         value = value.detach()
+        if name in OF_EXAMPLES:
+            value = self._fitted(name, value)
         ids = self._ids if VARIABLES[name].dims[1:2] == ("token",) else None
         if self._transfer is None:
             chosen = value if ids is None else value.index_select(0, ids)
@@ -225,6 +236,18 @@ class ParameterRows:
         # The row of the step before, if it was not handed over, is being written over.
         self._whole_step = None
 
+    def _fitted(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """The value with NaN where a row has room for more examples or positions than it has."""
+        dims = VARIABLES[name].dims[1:]
+        for dim, length in zip(dims, value.shape, strict=True):
+            room = length if dim == "hidden" else self._room.setdefault(dim, length)
+            if length > room:
+                raise RecordingError(
+                    f"{name}: this step has {length} {dim}s, and the rows of {self._planned.path} "
+                    f"have room for {room}, as the first step had; begin with the largest batch"
+                )
+        return padded(value, [self._room.get(dim, value.shape[-1]) for dim in dims])
+
     def _check_kind(self, name: str, value: torch.Tensor, ids: torch.Tensor | None) -> None:
         assert self.writer is not None
         array = self.writer.layout.arrays[name]
@@ -255,7 +278,8 @@ class ParameterRows:
                     row[name] = torch.zeros_like(last[name])
             self._check_whole(step, row)
         types = {name: _native(last[name]) for name in self.variables}
-        self.writer = writer = self._planned.create(types)
+        room = room_for_examples({name: tuple(last[name].shape) for name in types})
+        self.writer = writer = self._planned.create(types, room)
         rows = [(self.last_step, self._initial_row(last))]
         rows += [
             (step, {name: row[name] for name in self.variables})
@@ -340,4 +364,14 @@ def _remedy(unseen: list[str]) -> str:
         return "tell them in every step with observe(logits=…)"
     if "grad" in unseen or "grad_token_norm" in unseen:
         return "the parameter got no gradient"
+    if "batch" in unseen:
+        return (
+            "tell the indices of its examples in every step with observe(batch=…), or give the "
+            f"model's inputs a tensor {EXAMPLE_INDEX}, which the model then does not get"
+        )
+    if "example_loss" in unseen:
+        return (
+            "the model is no causal language model of transformers that was given labels, so tell "
+            "each example's in every step with observe(example_loss=…)"
+        )
     return "leave it out of what is recorded"

@@ -82,16 +82,18 @@ class PlannedRun:
             "logits_mode": self.options.logits_mode,
         }
 
-    def create(self, types: Mapping[str, str]) -> RunWriter:
+    def create(self, types: Mapping[str, str], room: Mapping[str, int]) -> RunWriter:
         """Make the run, without rows.
 
         Parameters
         ----------
         types : mapping of str to str
             Native type of each variable that it holds.
+        room : mapping of str to int
+            Of `trajstore.schema.room_for_examples`.
         """
         options = self.options
-        chosen: dict[str, Any] = dict(self.coordinates)
+        chosen: dict[str, Any] = {**self.coordinates, **room}
         if options.encoding is not None:
             chosen["encoding"] = options.encoding
         return RunWriter.create(

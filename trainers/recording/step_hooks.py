@@ -3,8 +3,8 @@
 What each hook sees of step t, in the order in which it happens:
 
 ========================================  ===================================================
-forward hooks on the unembedding          logits, mean hidden state, of every micro-batch
-forward hook on the model                 loss of every micro-batch
+forward hooks on the unembedding          logits, hidden states, of every micro-batch
+forward hooks on the model                loss of every micro-batch, and of its examples
 end of a backward pass that reached a     the raw gradient, summed over the micro-batches until
 recorded parameter                        now and over all processes; the norm of all gradients
 step pre-hook of the optimizer            the learning rate, and what became of the gradient
@@ -12,8 +12,8 @@ step post-hook of the optimizer           W and the moments; the row is complete
 `GradScaler.step`                         that a step was skipped; the row is complete
 ========================================  ===================================================
 
-The forward hooks are those of `forward.ForwardPasses`, the others those of `Recorder`. Each tensor
-is copied once, straight into its place in the writer's block (see `transfer`).
+The forward hooks are those of `ForwardPasses` and `StepExamples`, the others those of `Recorder`.
+Each tensor is copied once, straight into its place in the writer's block (see `transfer`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy.typing as npt
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState
@@ -32,6 +33,7 @@ from trainers.recording.forward_values import ForwardPasses, LogitsMode
 from trainers.recording.options import TrainingLoop
 from trainers.recording.parameter_rows import MOMENTS, ParameterRows
 from trainers.recording.parameters import unwrap
+from trainers.recording.step_examples import StepExamples
 from trainers.recording.torch_internals import call_when_backward_ends, found_overflow, version
 from trajstore.errors import RecordingError
 
@@ -83,6 +85,10 @@ class Recorder:
     parameters : sequence of ParameterRows
         One for each recorded parameter; none in a process that does not record.
     loop : TrainingLoop
+    examples : StepExamples
+        Of all processes of a distributed training, also in those that do not record.
+    head : Module or None
+        What multiplies hidden states by a recorded parameter.
     logits_mode : {'last', 'mean'}
         Logits at the last position: of the first sequence, or the mean over the step's sequences.
     on_step : callable, optional
@@ -103,6 +109,8 @@ class Recorder:
         parameters: Sequence[ParameterRows],
         *,
         loop: TrainingLoop,
+        examples: StepExamples,
+        head: torch.nn.Module | None,
         logits_mode: LogitsMode = "last",
         on_step: Callable[[Recorder], None] | None = None,
     ) -> None:
@@ -115,6 +123,7 @@ class Recorder:
             loss_scale=loop.loss_scale,
             vocabularies=(len(rows.parameter.tensor) for rows in self._parameters),
         )
+        self._examples = examples
         scaler = loop.scaler
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._max_grad_norm = loop.max_grad_norm
@@ -128,8 +137,9 @@ class Recorder:
             self._optimizer.register_step_pre_hook(self._before_step),
             self._optimizer.register_step_post_hook(self._after_step),
         ]
+        self._handles += examples.watch(inner, head)
         if self._parameters:
-            self._watch_passes(inner)
+            self._watch_passes(inner, head)
         if self._scaler is not None:
             self._watch_scaler(self._scaler)
 
@@ -151,7 +161,12 @@ class Recorder:
         return self.rows % self.writer.layout.block_rows == 0
 
     def observe(
-        self, *, loss: torch.Tensor | None = None, logits: torch.Tensor | None = None
+        self,
+        *,
+        loss: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
+        batch: npt.ArrayLike | torch.Tensor | None = None,
+        example_loss: npt.ArrayLike | torch.Tensor | None = None,
     ) -> None:
         """Tell what the hooks cannot see, once for each micro-batch, before the optimizer steps.
 
@@ -161,8 +176,20 @@ class Recorder:
             Where the model does not return it. The mean over a step's micro-batches is recorded.
         logits : tensor, (batch, position, token) or (batch, token)
             Where they are not what the model returns or its unembedding makes.
+        batch : array_like of int, (example,)
+            Indices of the examples in the data set. A loop that gives the model's inputs a tensor
+            ``example_index`` need not tell them: it is recorded, and the model does not get it.
+        example_loss : array_like of float, (example,)
+            Of each of them, where the model is no causal language model of transformers that is
+            given ``labels``.
+
+        Raises
+        ------
+        InvalidArgument
+            If `batch` or `example_loss` is not one number for each example.
         """
         self._forward.tell(loss=loss, logits=logits)
+        self._examples.tell(batch=batch, example_loss=example_loss)
 
     def close(self, *, complete: bool) -> None:
         """Remove all hooks, and commit what is whole. Twice does no harm."""
@@ -176,10 +203,9 @@ class Recorder:
         for rows in self._parameters:
             rows.close(complete=complete)
 
-    def _watch_passes(self, model: torch.nn.Module) -> None:
+    def _watch_passes(self, model: torch.nn.Module, head: torch.nn.Module | None) -> None:
         """Register the hooks of the forward and backward passes."""
         recorded = [rows.parameter for rows in self._parameters]
-        head = next((parameter.head for parameter in recorded if parameter.head), None)
         variables = {name for rows in self._parameters for name in rows.variables}
         self._handles += self._forward.watch(model, head, variables)
         self._handles += [
@@ -290,6 +316,7 @@ class Recorder:
         """Take what the step has made, complete its rows, and begin the next."""
         scalars = {
             **self._forward.values(),
+            **self._examples.values(),
             "grad_norm": self._total_norm,
             "skipped": torch.tensor(float(skipped)) if self._scaler is not None else None,
         }
@@ -310,6 +337,7 @@ class Recorder:
             rows.end_row(self.step + 1, skipped=skipped)
         self.step += 1
         self._forward.begin_step()
+        self._examples.begin_step()
         self._total_norm = None
         self._raw_gradients.clear()
         if self._on_step is not None:

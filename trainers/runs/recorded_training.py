@@ -127,6 +127,7 @@ def _run_plain(
         max_grad_norm=max_grad_norm,
         first_step=first_step,
         schedule={"max_grad_norm": max_grad_norm},
+        examples=training.config.examples,
     )
     with recording(
         training.model,

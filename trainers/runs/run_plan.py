@@ -142,6 +142,7 @@ def native_types(config: RunConfig) -> dict[str, str]:
     types |= dict.fromkeys(("W", "grad", "grad_norm", "clip_coef"), weights)
     types |= dict.fromkeys(_MOMENTS, config.optimizer.state_dtype or weights)
     types |= {"logits": forward, "lr": "float64", "cells": "bfloat16"}
+    types |= {"batch": "float64", "hidden_states": weights}
     absent: set[str] = set()
     if config.optimizer.name == "sgd":
         absent |= set(_MOMENTS)
@@ -222,6 +223,8 @@ def plan(
         native_types(config),
         tokens=tokens,
         hidden=model.hidden,
+        examples=config.examples,
+        positions=model.context,
         memory=parse_bytes(recording.memory),
         block_rows=recording.block_rows,
         encoding=recording.encoding,

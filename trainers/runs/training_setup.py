@@ -26,6 +26,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from trainers.config import RunConfig
+from trainers.recording.step_examples import EXAMPLE_INDEX
 from trainers.runs.model import build_model, initialise
 from trainers.runs.optimizer import build_optimizer, build_schedule
 from trainers.runs.pytorch_loop import Batches, build_scaler, train
@@ -47,22 +48,28 @@ class ExampleDataset(Dataset[dict[str, torch.Tensor]]):
     context : int
         Tokens of one example.
     target_offset : {1, 2}
+    with_index : bool
+        Say of each example which one it is, for a recorder that takes it out of a model's inputs.
     """
 
-    def __init__(self, ids: torch.Tensor, context: int, target_offset: int) -> None:
+    def __init__(
+        self, ids: torch.Tensor, context: int, target_offset: int, *, with_index: bool = False
+    ) -> None:
         self._ids = ids
         self._context = context
         self._shift = target_offset - 1
+        self._with_index = with_index
 
     def __len__(self) -> int:
         return len(self._ids) - self._context - self._shift + 1
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         end = index + self._context
-        return {
+        example = {
             "input_ids": self._ids[index:end],
             "labels": self._ids[index + self._shift : end + self._shift],
         }
+        return example | ({EXAMPLE_INDEX: torch.tensor(index)} if self._with_index else {})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -173,7 +180,9 @@ def build_training(config: RunConfig, text: Corpus) -> Training:
     model.to(device)
     optimizer = build_optimizer(model, config)
     ids = torch.from_numpy(text.ids)
-    dataset = ExampleDataset(ids, config.model.context, config.data.target_offset)
+    dataset = ExampleDataset(
+        ids, config.model.context, config.data.target_offset, with_index=config.records_batch
+    )
     batches = None
     if plain:
         batches = Batches(
@@ -235,6 +244,7 @@ def _training_arguments(config: RunConfig, device: torch.device, scratch: str) -
         use_cpu=device.type == "cpu",
         seed=training.seed,
         dataloader_num_workers=0,
+        remove_unused_columns=not config.records_batch,  # the recorder takes the indices out
         dataloader_pin_memory=False,
         save_strategy="no",
         logging_strategy="no",

@@ -113,9 +113,9 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
     if not wanted:
         return
     import analysis
-    from analysis.registry import ACROSS_RUNS
+    from analysis.registry import ACROSS_RUNS, ALONE
 
-    for name, quantity in analysis.QUANTITIES.items():
+    for name, quantity in (analysis.QUANTITIES | ALONE).items():
         told = (getattr(analysis, name).__doc__ or "").strip().splitlines()[0]
         options = ", ".join(quantity.options)
         out.print(f"{name}  {told}{f' Options: {options}.' if options else ''}")
@@ -182,13 +182,14 @@ def analyze(
       trajstore analyze gatsby.zarr clusters --population 'letters=major(token_text) == "L"'
       trajstore analyze gatsby.zarr pca --population tracers=ids.txt --set population=tracers
       trajstore analyze runs/*.zarr divergence -o divergence.nc
+      trajstore analyze gatsby.zarr explain_gradient --set step=50,51 --set token=2 -o why.nc
     """
     import analysis
-    from analysis.registry import ACROSS_RUNS
+    from analysis.registry import ACROSS_RUNS, ALONE
     from analysis.write_results import describe, write_result
     from trajstore.cli.population_files import populations_from
 
-    runs, quantities = runs_and_names(words, {*analysis.QUANTITIES, *ACROSS_RUNS})
+    runs, quantities = runs_and_names(words, {*analysis.QUANTITIES, *ALONE, *ACROSS_RUNS})
     if not quantities:
         raise InvalidArgument(
             "name a quantity after the run, such as freeze; trajstore analyze --list lists them"

@@ -22,7 +22,7 @@ from trajstore.exchange.imported_file import ImportedRun, ImportedVariable, Unde
 from trajstore.exchange.overrules import overrules
 from trajstore.exchange.recognition import Taken
 from trajstore.exchange.understanding import opened_file
-from trajstore.schema import STEP
+from trajstore.schema import STEP, room_for_examples
 from trajstore.store.create import staged_run
 from trajstore.store.writer import RunWriter
 from trajstore.threads import Progress
@@ -346,6 +346,7 @@ def _write(
         token=run.token,
         hidden=run.hidden,
         variables=_types(run),
+        **room_for_examples({held.variable: held.row_shape for held in run.variables}),
         attributes=run.attributes | {"imported": origin},
         buffers=1,
         commit_every=None,

@@ -76,11 +76,18 @@ def _variables(file: SafetensorsFile, rows: int, tokens: int) -> tuple[ImportedV
             "no run"
         )
     found = []
+    lengths = {"step": rows, "token": tokens, "hidden": hidden}
     for name, entry in VARIABLES.items():
         if name not in file.keys:
             continue
         shape, dtype = file.shape(name), file.dtype(name)
-        lengths = {"step": rows, "token": tokens, "hidden": hidden}
+        if len(shape) == len(entry.dims):
+            for dim, length in zip(entry.dims, shape, strict=True):
+                lengths.setdefault(dim, length)  # of examples and positions, the first one's
+        elif not lengths.keys() >= set(entry.dims):
+            raise FormatError(
+                f"{file.path}: {name} has shape {shape}, expected ({', '.join(entry.dims)})"
+            )
         expected = tuple(lengths[dim] for dim in entry.dims)
         if shape != expected:
             raise FormatError(f"{file.path}: {name} has shape {shape}, expected {expected}")

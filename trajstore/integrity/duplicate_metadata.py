@@ -16,13 +16,15 @@ from trajstore.integrity.array_json_checks import (
 )
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.root_attribute_checks import fixed_attributes, parsed_copy
-from trajstore.schema import COORDINATES, STEP, Coordinate
+from trajstore.schema import COORDINATES, STEP, VARIABLES, Coordinate
 from trajstore.store.array_reader import stored_array
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.zarr_json import COPY
 from trajstore.strict_json import Document, differences, same
 
 __all__ = ["agreed_lengths", "choose_documents"]
+
+_OF_ROWS = sorted({dim for entry in VARIABLES.values() for dim in entry.dims[1:]})
 
 
 def choose_documents(found: CheckedMetadata) -> None:
@@ -121,8 +123,8 @@ def _rank(
 
 
 def agreed_lengths(documents: Iterable[Document]) -> dict[str, int]:
-    """Length of token and hidden that most documents agree on."""
-    seen: dict[str, Counter[int]] = {"token": Counter(), "hidden": Counter()}
+    """Length that most documents agree on, of each dimension of a row."""
+    seen: dict[str, Counter[int]] = {dim: Counter() for dim in _OF_ROWS}
     for document in documents:  # which may say anything
         dims, shape = document.get("dimension_names"), document.get("shape")
         if isinstance(dims, list) and isinstance(shape, list) and len(dims) == len(shape):

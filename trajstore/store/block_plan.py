@@ -4,6 +4,8 @@ A *block* is ``block_rows`` consecutive rows. Each array stores it in one shard,
 of a range of tokens, that decode to 30 MiB at most: what a reader asks for at once stays of a size
 whose memory is used again. A shard is divided along ``token`` into inner chunks, so that one
 token's history reads one inner chunk a block. Chunks of large W hold a part of a block's rows.
+What a step saw of single examples is divided along ``example`` in the same way; its inner chunks
+hold one row, as no example is like the one in its place a step before.
 """
 
 from __future__ import annotations
@@ -163,6 +165,8 @@ def plan(
     *,
     tokens: int,
     hidden: int,
+    examples: int | None = None,
+    positions: int | None = None,
     memory: int = DEFAULT_MEMORY,
     block_rows: int | None = None,
     encoding: str = "delta",
@@ -177,6 +181,8 @@ def plan(
         Native type of each variable.
     tokens, hidden : int
         Lengths of the two dimensions.
+    examples, positions : int, optional
+        Lengths of ``example`` and ``position``, where a variable has them.
     memory : int, default 1 GiB
         Bytes that a writer may take.
     block_rows : int, optional
@@ -195,7 +201,19 @@ def plan(
     InvalidArgument
         If a length is not positive, or `memory` is too small (the message says the least).
     """
-    for name, length in (("token", tokens), ("hidden", hidden)):
+    kinds = {STEP.name: (STEP, STEP_TYPE)}
+    kinds |= {name: (variable(name), native_type(dtype)) for name, dtype in variables.items()}
+    lengths = {"token": tokens, "hidden": hidden}
+    for dim, given in (("example", examples), ("position", positions)):
+        needing = [name for name, (entry, _) in kinds.items() if dim in entry.dims]
+        if needing and given is None:
+            raise InvalidArgument(
+                f"{', '.join(needing)}: got no length of the dimension {dim}; say how many "
+                f"{dim}s a row has room for ({dim}s=…)"
+            )
+        if given is not None:
+            lengths[dim] = given
+    for name, length in lengths.items():
         if length < 1:
             raise InvalidArgument(f"{name} has length {length}, expected at least 1")
     if buffers < 1:
@@ -203,9 +221,6 @@ def plan(
     if block_rows is not None and block_rows < 1:
         raise InvalidArgument(f"a block has {block_rows} rows, expected at least 1")
     chosen, threads = threads, threads or default_threads()
-    lengths = {"token": tokens, "hidden": hidden}
-    kinds = {STEP.name: (STEP, STEP_TYPE)}
-    kinds |= {name: (variable(name), native_type(dtype)) for name, dtype in variables.items()}
     row_bytes = sum(
         math.prod(lengths[dim] for dim in entry.dims[1:]) * native.itemsize
         for entry, native in kinds.values()
@@ -275,7 +290,9 @@ def _division(
     The tokens are the same for all matrices, so that they are read side by side.
     """
     matrices = {
-        name: chains[name] for name, (entry, _) in kinds.items() if "hidden" in entry.dims[2:]
+        name: chains[name]
+        for name, (entry, _) in kinds.items()
+        if entry.dims[1:] == ("token", "hidden")
     }
     tokens, hidden = lengths["token"], lengths["hidden"]
     value = max(coding.native.stored.itemsize for coding in matrices.values())
@@ -332,4 +349,15 @@ def _array(
         # Even chunks: the last one is short by fewer tokens than there are chunks.
         size = math.ceil(held / count)
         chunk, shard = (part, size, *rest), (rows, size * count, *rest)
+    elif entry.dims[1:3] == ("example", "position"):
+        examples, *rest = row
+        example = math.prod(rest) * coding.native.stored.itemsize
+        held = _even(examples, _LARGEST_OBJECT // (rows * example))
+        size = _even(held, _CHUNK // example)
+        chunk, shard = (1, size, *rest), (rows, math.ceil(held / size) * size, *rest)
     return ArrayLayout(variable=entry, row=row, chunk=chunk, shard=shard, chain=coding)
+
+
+def _even(whole: int, most: int) -> int:
+    """Length of even parts of a whole, at most so long, and at least 1."""
+    return math.ceil(whole / math.ceil(whole / max(most, 1)))

@@ -21,7 +21,7 @@ from trajstore.codec.block_codec import BLOCK
 from trajstore.codec.block_form import Runs
 from trajstore.codec.block_label import new_identity
 from trajstore.errors import InvalidArgument
-from trajstore.schema import COORDINATES, STEP
+from trajstore.schema import COORDINATES, STEP, room_for_examples
 from trajstore.store.array_reader import StoredArray
 from trajstore.store.atomic import link_or_copy
 from trajstore.store.block_plan import ArrayLayout, Layout, plan
@@ -174,6 +174,7 @@ class _Branch:
             types,
             tokens=tokens,
             hidden=hidden,
+            **_room(stored),
             memory=parse_bytes(memory),
             block_rows=stored.layout.block_rows,
             encoding=str(root["attributes"]["encoding"]),
@@ -280,6 +281,11 @@ class _Branch:
 def _hidden(stored: ResumedRun) -> int:
     arrays = stored.layout.arrays.values()
     return next((array.row[-1] for array in arrays if "hidden" in array.variable.dims), 1)
+
+
+def _room(stored: ResumedRun) -> dict[str, Any]:
+    arrays = stored.layout.arrays.items()
+    return room_for_examples({name: array.row for name, array in arrays if name != STEP.name})
 
 
 def _runs_of_branch(stored: ResumedRun) -> Runs | None:

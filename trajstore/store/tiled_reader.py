@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.schema import COORDINATES, STEP, VARIABLES
+from trajstore.schema import COORDINATES, STEP, VARIABLES, room_for_examples
 from trajstore.store.array_reader import StoredArray, stored_array
 from trajstore.store.open_group import open_group, run_identity
 from trajstore.store.remote_path import RunPath, location
@@ -116,6 +116,11 @@ class TiledRun:
     steps: Array
     coordinates: dict[str, Array]
     series: dict[str, TiledVariable]
+
+    @property
+    def room_for_examples(self) -> dict[str, Any]:
+        """Lengths of ``example`` and ``position``, as `RunWriter.create` takes them."""
+        return room_for_examples({name: each.shape[1:] for name, each in self.series.items()})
 
 
 def open_tiled(run: RunPath | xr.Dataset) -> TiledRun:
@@ -220,7 +225,8 @@ def _series(
         # Whole chunks, so that none is decoded twice.
         tile = (tile[0], tile[1] * max(1, _TILE // max(strip, 1)))
     else:
-        tile = tile[:1]
+        row = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
+        tile = (max(1, min(tile[0], _TILE // max(row, 1))),)
     return TiledVariable(
         name=name,
         dims=dims,

@@ -137,6 +137,8 @@ class RunWriter:
         token: npt.ArrayLike,
         hidden: int,
         variables: Mapping[str, str],
+        examples: int | None = None,
+        positions: int | None = None,
         is_dead: npt.ArrayLike | None = None,
         token_count: npt.ArrayLike | None = None,
         token_text: npt.ArrayLike | None = None,
@@ -166,6 +168,8 @@ class RunWriter:
             Length of the hidden dimension.
         variables : mapping of str to str
             Native type (bfloat16, float16, float32, float64) of each variable to record.
+        examples, positions : int, optional
+            Lengths of ``example`` and ``position``, where a variable has them.
         is_dead, token_count, token_text : array_like, (token,), optional
             Coordinates.
         config : mapping, optional
@@ -212,6 +216,8 @@ class RunWriter:
             variables,
             tokens=np.size(coordinates["token"]),
             hidden=hidden,
+            examples=examples,
+            positions=positions,
             memory=parse_bytes(memory),
             block_rows=block_rows,
             encoding=encoding,

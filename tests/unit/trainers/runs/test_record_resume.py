@@ -32,7 +32,10 @@ from trajstore.store.object_keys import checkpoint_folder  # noqa: E402
 pytestmark = pytest.mark.torch
 
 STEPS, EPOCH = 16, 6
-SUMMARIES = "recording.record=['all','W_step_norm','W_ulp_l1','grad_token_norm','hidden_mean']"
+SUMMARIES = (
+    "recording.record=['all','W_step_norm','W_ulp_l1','grad_token_norm','hidden_mean',"
+    "'hidden_trace','hidden_cosine','batch','example_loss','hidden_states']"
+)
 VARIANTS = {
     "trainer": ["gatsby"],
     "trainer, every 3, accumulated": [

@@ -35,6 +35,10 @@ CASES: dict[str, list[str]] = {
     "summaries": [
         'recording.record=["all", "hidden_mean", "grad_token_norm", "W_step_norm", "W_ulp_l1"]'
     ],
+    "what the steps saw": [
+        'recording.record=["W", "hidden_trace", "batch", "example_loss", "hidden_states"]',
+        "training.accumulation=2", "model.context=24",
+    ],
     "cells beside float32 weights": [
         "model.dtype=float32", 'recording.record=["weights", "cells"]',
     ],

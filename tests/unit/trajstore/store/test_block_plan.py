@@ -85,3 +85,29 @@ def test_many_processors_fit_into_little_memory(monkeypatch: pytest.MonkeyPatch)
     assert layout.memory <= memory
     with pytest.raises(InvalidArgument, match="1 block of 8 rows"):
         plan(matrices, memory=memory, threads=8, **sizes)
+
+
+@given(
+    examples=st.integers(1, 70),
+    positions=st.integers(1, 2000),
+    rows=st.integers(1, 64),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+)
+def test_states_are_divided_along_their_examples(
+    examples: int, positions: int, rows: int, dtype: str
+) -> None:
+    variables = {"W": dtype, "batch": "float64", "hidden_states": dtype}
+    sizes = {"tokens": 50, "hidden": 64, "examples": examples, "positions": positions}
+    layout = plan(variables, block_rows=rows, memory=1 << 60, **sizes)
+    states = layout.arrays["hidden_states"]
+    example = positions * 64 * 4
+    assert states.row == (examples, positions, 64)
+    assert states.chunk[0] == 1
+    assert states.shard[0] == rows
+    assert states.shard[1] % states.chunk[1] == 0
+    assert states.chunk[2:] == states.shard[2:] == (positions, 64)
+    assert states.chunk[1] * example <= max(2 << 20, example)
+    # A shard is a whole number of chunks, so it may be longer by fewer examples than it has chunks.
+    most = max(30 << 20, rows * example)
+    assert rows * (states.shard[1] - states.shard[1] // states.chunk[1]) * example <= most
+    assert (states.parts - 1) * states.shard[1] < examples <= states.parts * states.shard[1]

@@ -1,0 +1,216 @@
+"""What is recorded of single examples, against what the loop itself saw."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from list_recorder import HIDDEN, TinyModel, batches  # noqa: E402
+from small_trainings import TEXT, small_config  # noqa: E402
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments  # noqa: E402
+
+import analysis  # noqa: E402
+from trainers import TrajectoryCallback, capture, record  # noqa: E402
+from trajstore import InvalidArgument, RecordingError, open_run  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+SEEN = ("W", "hidden_mean", "hidden_trace", "hidden_cosine", "batch", "example_loss")
+ALL = (*SEEN, "hidden_states")
+
+
+def optimizer_of(model: Any) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_micro_batches_stand_behind_one_another(dtype: Any, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = TinyModel(dtype)
+    states: list[Any] = []
+    model.head.register_forward_pre_hook(lambda _, args: states.append(args[0].detach().float()))
+    optimizer = optimizer_of(model)
+    told: list[tuple[Any, Any]] = []
+    with capture(model, optimizer, tmp_path / "run.zarr", record=ALL) as run:
+        for step in range(4):
+            optimizer.zero_grad()
+            for number, whole in enumerate(batches(2, step)):
+                part = slice(1 if step == 2 and number == 1 else 3), slice(4 if number else 5)
+                batch = {name: values[part] for name, values in whole.items()}
+                model(**batch)["loss"].backward()
+                count = len(batch["labels"])
+                index = torch.arange(count) + 100 * step + 10 * number
+                losses = torch.rand(count)
+                told.append((index, losses))
+                run.observe(batch=index, example_loss=losses.tolist())
+            model.eval()
+            model(**batch)  # nobody trains on that
+            states.pop()
+            model.train()
+            optimizer.step()
+    ds = open_run(tmp_path / "run.zarr").load()
+    assert ds.hidden_states.attrs["native_dtype"] == str(dtype).removeprefix("torch.")
+    assert ds.isel(step=0)[list(ALL[1:])].isnull().all()
+    for step in range(4):
+        row, these = ds.isel(step=step + 1), slice(2 * step, 2 * step + 2)
+        index, losses = (torch.cat(both) for both in zip(*told[these], strict=True))
+        seen = np.full((6, 5, HIDDEN), np.nan, np.float32)
+        seen[:3], one = states[these][0].numpy(), states[these][1].numpy()
+        seen[3 : 3 + len(one), : one.shape[1]] = one
+        np.testing.assert_array_equal(row.hidden_states, seen)
+        filler = [np.nan] * (6 - len(index))
+        np.testing.assert_array_equal(row.batch, [*index.tolist(), *filler])
+        np.testing.assert_array_equal(row.example_loss, np.float32([*losses.tolist(), *filler]))
+        flat = seen.reshape(-1, HIDDEN).astype("f8")
+        flat = flat[~np.isnan(flat).any(1)]
+        mean = flat.mean(0)
+        np.testing.assert_allclose(row.hidden_mean, mean, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(row.hidden_trace, flat.var(0).sum(), rtol=1e-5)
+        cosines = flat @ mean / np.linalg.norm(flat, axis=1) / np.linalg.norm(mean)
+        np.testing.assert_allclose(row.hidden_cosine, cosines.mean(), rtol=1e-5)
+
+
+def tiny_gpt2(kind: Any = GPT2LMHeadModel) -> Any:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 17, "n_positions": 5, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    model = kind(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+    model.loss_type = "ForCausalLM"
+    return model.train()
+
+
+def test_losses_of_a_causal_language_model(tmp_path: Path) -> None:
+    model = tiny_gpt2()
+    optimizer = optimizer_of(model)
+    expected, losses = [], []
+    with capture(model, optimizer, tmp_path / "run.zarr", record=("W", "loss", *ALL)):
+        for number, batch in enumerate(batches(3)):
+            labels = batch["labels"].clone()
+            labels[0, :3] = -100  # targets that do not count
+            optimizer.zero_grad()
+            index = torch.arange(3) + number
+            output = model(batch["input_ids"], labels=labels, example_index=index)
+            output.loss.backward()
+            each = torch.nn.functional.cross_entropy(
+                output.logits.detach()[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none"
+            )
+            expected.append([float(e[t != -100].mean())
+                             for e, t in zip(each, labels[:, 1:], strict=True)])  # fmt: skip
+            losses.append(output.loss.item())
+            optimizer.step()
+    ds = open_run(tmp_path / "run.zarr")
+    np.testing.assert_allclose(ds.example_loss[1:], expected, rtol=1e-6)
+    np.testing.assert_allclose(ds.example_loss.values[1:] @ [0.2, 0.4, 0.4], losses, rtol=1e-6)
+    assert ds.batch.values[1:].tolist() == [[0, 1, 2], [1, 2, 3], [2, 3, 4]]
+
+
+class Sharper(GPT2LMHeadModel):
+    """Returns another loss than the one whose name it has."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.loss = 1.2 * output.loss
+        return output
+
+
+def test_a_loss_that_is_another_one_is_not_guessed(tmp_path: Path) -> None:
+    model = tiny_gpt2(Sharper)
+    (batch,) = batches(1)
+    path = tmp_path / "run.zarr"
+    with (
+        pytest.raises(RecordingError, match=r"observe\(example_loss=…\)"),
+        capture(model, optimizer_of(model), path, record=("W", "example_loss")),
+    ):
+        model(**batch)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("batch", r"observe\(batch=…\), or give .* example_index"),
+     ("example_loss", r"no causal language model .* observe\(example_loss=…\)")],
+)  # fmt: skip
+def test_what_nobody_tells_is_an_error(name: str, remedy: str, tiny: Any, tmp_path: Path) -> None:
+    optimizer = optimizer_of(tiny)
+    path = tmp_path / "run.zarr"
+
+    def train() -> None:
+        with capture(tiny, optimizer, path, record=("W", name)):
+            tiny(**batches(1)[0])["loss"].backward()
+            optimizer.step()
+
+    with pytest.raises(RecordingError, match=f"step 1 did not show {name}.*{remedy}"):
+        train()
+    assert not path.exists()
+
+
+def test_what_is_told_wrongly_is_refused(tiny: Any, tmp_path: Path) -> None:
+    optimizer = optimizer_of(tiny)
+    path = tmp_path / "run.zarr"
+    with capture(tiny, optimizer, path, record=("W", "batch", "example_loss")) as run:
+        with pytest.raises(InvalidArgument, match=r"batch: got torch.float32 of shape"):
+            run.observe(batch=torch.rand(3))
+        with pytest.raises(InvalidArgument, match=r"example_loss: got .* of shape \(1, 1\)"):
+            run.observe(example_loss=[[0.5]])
+        tiny(**batches(1)[0])["loss"].backward()
+        run.observe(batch=[1, 2, 3], example_loss=[0.1, 0.2])
+        with pytest.raises(RecordingError, match="there are of batch 3, example_loss 2"):
+            optimizer.step()
+        run.observe(example_loss=[0.3])
+        optimizer.step()
+        run.observe(batch=[1, 2, 3, 4], example_loss=[0.0] * 4)
+        tiny(**batches(1)[0])["loss"].backward()
+        with pytest.raises(RecordingError, match=r"has 4 examples, and .* room for 3"):
+            optimizer.step()
+    assert open_run(path).example_loss.values[1].tolist() == np.float32([0.1, 0.2, 0.3]).tolist()
+
+
+def test_a_trainer_gives_the_indices_with_its_examples(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = TinyModel()
+    data = [
+        {name: values[0] for name, values in row.items()} | {"example_index": torch.tensor(number)}
+        for number, row in enumerate(batches(11))
+    ]
+    seen: list[Any] = []
+    model.embedding.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    arguments = TrainingArguments(
+        str(tmp_path / "out"), max_steps=4, per_device_train_batch_size=3, use_cpu=True,
+        gradient_accumulation_steps=2, save_strategy="no", report_to="none", disable_tqdm=True,
+        logging_strategy="no", dataloader_pin_memory=False, remove_unused_columns=False,
+    )  # fmt: skip
+    callback = TrajectoryCallback(tmp_path / "run.zarr", ("W", "batch", "hidden_states"))
+    Trainer(model, arguments, train_dataset=data, callbacks=[callback]).train()
+    ds = open_run(tmp_path / "run.zarr").load()
+    assert (ds.sizes["example"], ds.sizes["step"]) == (6, 5)
+    ids = torch.stack([row["input_ids"] for row in data])
+    told = ds.batch.values[1:]
+    indices = told[~np.isnan(told)].astype(int)
+    assert torch.equal(ids[indices], torch.cat(seen))
+    assert np.isnan(told).sum(1).tolist() == [0, 1, 0, 1]  # 11 are 6 and 5
+    assert np.array_equal(np.isnan(told), np.isnan(ds.hidden_states.values[1:]).all((2, 3)))
+
+
+@pytest.mark.parametrize("loop", ["trainer", "plain"])
+def test_the_gradient_of_dead_tokens_is_that_of_the_recorded_states(
+    loop: str, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_bytes(TEXT)
+    config = small_config(
+        ["gatsby"], f"training.loop={loop}", "model.dtype=float32", "training.autocast=none",
+        "training.accumulation=2", "initialisation.kind=normal", "initialisation.sigma=0.3",
+        f"recording.record={[*ALL, 'grad']}", steps=5,
+    )  # fmt: skip
+    ds = open_run(record(config, tmp_path / "run.zarr", corpus=text))
+    dead = ds.token.values[ds.is_dead.values][::30]
+    found = analysis.explain_gradient(ds, [1, 3, 5], dead).compute()
+    assert found.relative_error.max() < 1e-5
+    assert found.cosine.min() > 1 - 1e-9
+    np.testing.assert_allclose(found.share.sum("example"), 1)
+    assert set(found.batch.values.ravel()) <= set(range(len(TEXT)))
+    rounded = analysis.explain_gradient(ds, [1, 3, 5], dead, precision="bfloat16").compute()
+    assert rounded.relative_error.min() > 1e-4  # float32 was not rounded like that

@@ -1,0 +1,240 @@
+"""What a step shows of its single examples: their indices, their losses, their hidden states.
+
+All three are in one order: that of the processes, and in each that of its micro-batches. A process
+of a distributed training that records nothing itself collects its share for the one that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from trainers.recording.forward_values import is_trained, logits_of, loss_of
+from trainers.recording.torch_internals import outside_compile
+from trajstore.errors import InvalidArgument, RecordingError
+from trajstore.schema import OF_EXAMPLES
+
+__all__ = ["EXAMPLE_INDEX", "StepExamples", "example_losses", "padded"]
+
+EXAMPLE_INDEX = "example_index"
+"""Key of a model's inputs that holds the examples' indices; the model itself is not given it."""
+
+_NO_TARGET = -100
+_LARGEST_PART = 1 << 24  # logits of a few examples, that are made float32 at once
+_LOSS_AGREES = 1e-2  # a loss that was rounded to bfloat16 is off by 0.4 % at most
+
+Tensors = dict[str, torch.Tensor]
+
+
+class StepExamples:
+    """Indices, losses and hidden states of the examples of the optimizer step in progress.
+
+    Parameters
+    ----------
+    variables : collection of str
+        What is recorded; those that are not `trajstore.schema.OF_EXAMPLES` are ignored.
+    """
+
+    def __init__(self, variables: Collection[str]) -> None:
+        self._variables = tuple(name for name in OF_EXAMPLES if name in variables)
+        self._loss_is_known = False
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the step before."""
+        self._parts: dict[str, list[torch.Tensor]] = {name: [] for name in self._variables}
+        self._told: set[str] = set()
+
+    def watch(self, model: torch.nn.Module, head: torch.nn.Module | None) -> list[RemovableHandle]:
+        """Register the hooks that the variables need.
+
+        Parameters
+        ----------
+        model : Module
+        head : Module or None
+            What multiplies hidden states by a recorded parameter.
+        """
+        handles: list[RemovableHandle] = []
+        if "batch" in self._variables:
+            taking = outside_compile(self._on_model_input)
+            handles.append(model.register_forward_pre_hook(taking, with_kwargs=True))
+        if "example_loss" in self._variables:
+            output = outside_compile(self._on_model_output)
+            handles.append(model.register_forward_hook(output, with_kwargs=True))
+        if "hidden_states" in self._variables and head is not None:
+            handles.append(head.register_forward_pre_hook(outside_compile(self._on_head_input)))
+        return handles
+
+    def tell(self, *, batch: Any, example_loss: Any) -> None:
+        """Take what the loop tells of a micro-batch, in place of what the hooks have seen.
+
+        Raises
+        ------
+        InvalidArgument
+            If it is not one number for each example.
+        """
+        for name, given in (("batch", batch), ("example_loss", example_loss)):
+            if given is None:
+                continue
+            values = torch.as_tensor(given).detach()
+            if values.ndim != 1 or values.is_floating_point() != (name == "example_loss"):
+                kind = "whole numbers" if name == "batch" else "floats"
+                raise InvalidArgument(
+                    f"{name}: got {values.dtype} of shape {tuple(values.shape)}, expected {kind}, "
+                    "one for each example of the micro-batch"
+                )
+            if name not in self._variables:
+                continue
+            if name not in self._told:
+                self._told.add(name)
+                self._parts[name].clear()
+            self._parts[name].append(_as_recorded(name, values))
+
+    def values(self) -> Mapping[str, torch.Tensor]:
+        """Of the step until now, by variable, without what was not seen.
+
+        In a distributed training every process calls it, and the first gets the shares of all.
+
+        Raises
+        ------
+        RecordingError
+            If the variables do not speak of the same number of examples.
+        """
+        if not self._variables:
+            return {}
+        seen = {name: _joined(parts) for name, parts in self._parts.items() if parts}
+        seen = _of_all_processes(seen)
+        lengths = {name: len(values) for name, values in seen.items()}
+        if len(set(lengths.values())) > 1:
+            counts = ", ".join(f"{name} {length}" for name, length in lengths.items())
+            raise RecordingError(
+                f"the variables of a step must be of the same examples, and there are of {counts}; "
+                "tell them of every micro-batch, or of none"
+            )
+        return seen
+
+    def _on_model_input(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if EXAMPLE_INDEX not in kwargs:
+            return None
+        index = kwargs[EXAMPLE_INDEX]
+        if is_trained(model) and "batch" not in self._told:
+            self._parts["batch"].append(_as_recorded("batch", index))
+        return args, {key: value for key, value in kwargs.items() if key != EXAMPLE_INDEX}
+
+    def _on_model_output(
+        self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if not is_trained(model) or "example_loss" in self._told:
+            return
+        labels, logits, loss = kwargs.get("labels"), logits_of(output), loss_of(output)
+        if labels is None or logits is None or loss is None or not _is_causal(model, kwargs):
+            return
+        losses = example_losses(logits.detach(), labels)
+        if not self._loss_is_known:
+            _check_loss(losses, labels, loss.detach(), kwargs.get("num_items_in_batch"))
+            self._loss_is_known = True
+        self._parts["example_loss"].append(losses)
+
+    def _on_head_input(self, head: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if not is_trained(head) or not isinstance(args[0], torch.Tensor):
+            return
+        states = args[0].detach()
+        if states.ndim != 3:
+            raise RecordingError(
+                f"hidden_states: got states of shape {tuple(states.shape)}, expected (example, "
+                "position, hidden); leave it out of what is recorded"
+            )
+        self._parts["hidden_states"].append(states)
+
+
+def example_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of each example, as a causal language model of transformers has its mean.
+
+    Parameters
+    ----------
+    logits : tensor, (example, position, token)
+    labels : tensor of int, (example, position)
+        The target of a position is the label of the next one; −100 is none.
+
+    Returns
+    -------
+    tensor of float32, (example,)
+        Mean over the example's targets; NaN where it has none.
+    """
+    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=_NO_TARGET).to(logits.device)
+    size = max(1, _LARGEST_PART // max(logits[0].numel(), 1))
+    found = []
+    for first in range(0, len(logits), size):
+        part = targets[first : first + size]
+        each = torch.nn.functional.cross_entropy(
+            logits[first : first + size].flatten(0, 1).float(),
+            part.flatten(),
+            ignore_index=_NO_TARGET,
+            reduction="none",
+        )
+        found.append(each.view(part.shape).sum(1) / (part != _NO_TARGET).sum(1))
+    return torch.cat(found)
+
+
+def padded(values: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Values in a tensor of a larger shape, with NaN behind them along each dimension."""
+    if tuple(values.shape) == tuple(shape):
+        return values
+    whole = values.new_full(tuple(shape), float("nan"))
+    whole[tuple(slice(length) for length in values.shape)] = values
+    return whole
+
+
+def _as_recorded(name: str, values: torch.Tensor) -> torch.Tensor:
+    if name != "batch":
+        return values.float()
+    if values.device.type == "mps":  # which has no float64
+        values = values.cpu()
+    return values.to(torch.float64)  # holds every whole number up to 2^53, and NaN for none
+
+
+def _is_causal(model: torch.nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Whether a model's loss is that of a causal language model, which shifts labels itself."""
+    own = inputs.get("shift_labels") is None
+    return own and getattr(model, "loss_function", None) is ForCausalLMLoss
+
+
+def _check_loss(losses: torch.Tensor, labels: torch.Tensor, loss: torch.Tensor, items: Any) -> None:
+    """Insist that the examples' losses make up the loss that the model returned."""
+    targets = (labels[:, 1:] != _NO_TARGET).sum(1).to(losses.device)
+    total = torch.where(targets > 0, losses * targets, 0.0).sum()
+    mean = float(total) / float(targets.sum() if items is None else items)
+    if abs(mean - float(loss)) > _LOSS_AGREES * abs(float(loss)):
+        raise RecordingError(
+            f"example_loss: the losses of the examples make up {mean:.6g}, and the model's loss is "
+            f"{float(loss):.6g}, so it is not their cross-entropy alone; tell each example's with "
+            "observe(example_loss=…)"
+        )
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Micro-batches behind one another; of fewer positions than others have, the rest is NaN."""
+    if len(parts) == 1:
+        return parts[0]
+    longest = [max(lengths) for lengths in zip(*(part.shape[1:] for part in parts), strict=True)]
+    return torch.cat([padded(part, (len(part), *longest)) for part in parts])
+
+
+def _of_all_processes(mine: Tensors) -> Tensors:
+    """Shares of all processes in the first one; in the others their own."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return mine
+    first = torch.distributed.get_rank() == 0
+    shares: list[Any] = [None] * torch.distributed.get_world_size()
+    sent = {name: values.cpu() for name, values in mine.items()}
+    torch.distributed.gather_object(sent, shares if first else None, dst=0)
+    if not first:
+        return mine
+    names = [name for name in mine if all(name in share for share in shares)]
+    return {name: _joined([share[name] for share in shares]) for name in names}
