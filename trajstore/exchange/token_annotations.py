@@ -34,7 +34,8 @@ def annotations_of(
     """
     ids = Told(name="the run's tokens", role="token", values=np.asarray(token, np.int64))
     told = [one for one in overrules(masks=masks).masks if one.role not in ("token", "token_ids")]
-    found = token_table(masks, len(token), [ids, *told], {}, rows_of="the run").coordinates
+    table = token_table(masks, len(token), [ids, *told], {}, sizes={}, rows_of="the run")
+    found = table.coordinates
     if not found:
         raise FormatError(f"{masks} does not tell which tokens are dead, or how often they occur")
     return found

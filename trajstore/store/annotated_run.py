@@ -26,6 +26,7 @@ from trajstore.store.fingerprint import coordinate_digests
 from trajstore.store.new_run import new_arrays, token_coordinates
 from trajstore.store.object_keys import DOCUMENT, chunk_key
 from trajstore.store.open_group import open_group
+from trajstore.store.remote_path import RemotePath
 from trajstore.store.resumed_run import check_run, resumed_run, stored_fingerprints
 from trajstore.store.zarr_json import COPY, RunMetadata
 
@@ -77,7 +78,10 @@ def annotate_run(
     >>> annotate_run("gatsby.zarr", token_text=["?"] * 128, overwrite=True)
     ('token_text',)
     """
-    run = Path(os.path.realpath(check_run(path)))
+    place = check_run(path)
+    if isinstance(place, RemotePath):
+        raise InvalidArgument(f"cannot annotate {path}: copy the run to a local folder first")
+    run = Path(os.path.realpath(place))
     given = {"is_dead": is_dead, "token_count": token_count, "token_text": token_text}
     wanted = {name: values for name, values in given.items() if values is not None}
     if not wanted:
