@@ -15,6 +15,7 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
 from analysis import input_checks
+from analysis.block_tasks import per_row
 from analysis.consecutive_rows import tiles
 from analysis.moment_rule import MOMENTS, MomentRule
 from analysis.streaming_scan import Scan, native_dtype
@@ -25,9 +26,6 @@ __all__ = [
     "Recurrence",
     "build_exact_moments",
     "exact_moments",
-    "last_row",
-    "per_row",
-    "waiting",
 ]
 
 Array = npt.NDArray[Any]
@@ -241,50 +239,6 @@ def _require_known_factors(
             f"{steps[unknown[0]]} ({unknown.size} such steps); tell the recorder how the loop "
             "clips (max_grad_norm=), or assign what you know: ds.assign(clip_coef=…)"
         )
-
-
-def per_row(blocks: da.Array, values: Array) -> da.Array:
-    """Numbers per row as a dask array, (step, 1, 1), that broadcasts against these blocks."""
-    return da.from_array(values[:, None, None], chunks=(blocks.chunks[0], (1,), (1,)))
-
-
-def last_row(block: da.Array) -> da.Array:
-    """Last row of one block of rows, (1, token, hidden)."""
-    _, by_token, by_hidden = block.chunks
-    return block.map_blocks(
-        _last_row, chunks=((1,), by_token, by_hidden), dtype=block.dtype, meta=np.empty((0, 0, 0))
-    )
-
-
-def waiting(row: da.Array, *others: da.Array) -> da.Array:
-    """The same row, (1, token, hidden), that waits until the whole of others is known.
-
-    Otherwise all steps of some tokens would be followed first, and of each block that is read for
-    them the other tokens held until it is their turn.
-    """
-    numbers = itertools.count(row.ndim)
-    indexed = (
-        item for other in others for item in (other, tuple(next(numbers) for _ in other.shape))
-    )
-    return da.blockwise(
-        _first_of,
-        tuple(range(row.ndim)),
-        row,
-        tuple(range(row.ndim)),
-        *indexed,
-        dtype=row.dtype,
-        align_arrays=False,
-        meta=np.empty((0, 0, 0)),
-    )
-
-
-def _first_of(row: Array, *others: Any) -> Array:
-    return row
-
-
-def _last_row(block: Array) -> Array:
-    # A copy: a view would keep the whole block alive until the next one is done.
-    return block[-1:].copy()
 
 
 def _gradient_kernel(
