@@ -11,8 +11,9 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis import input_checks
+from analysis.block_tasks import over_hidden, rows_before
 from analysis.collective_motion import build_centroid
-from analysis.streaming_scan import Scan, over_hidden, rows_before
+from analysis.streaming_scan import Scan
 from analysis.token_populations import chosen_populations
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum, vector_norm

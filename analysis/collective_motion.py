@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from analysis.block_tasks import in_turn, rows_before
 from analysis.lattice_points import Points, lattice_attributes
 from analysis.streaming_scan import Scan
 from analysis.token_populations import chosen_populations
@@ -109,24 +110,32 @@ def per_population(
     blocks = points.blocks
     dtype = np.dtype([(name, kind) for name, (kind, _, _) in facts.items()])
     spacing = np.diff(history.steps, prepend=history.steps[:1] - 1).astype(np.float64)
-    measured = da.blockwise(
-        _block_kernel,
-        "sp",
-        blocks,
-        "sth",
-        points.boundaries,
-        "sth",
-        da.from_array(spacing, chunks=(blocks.chunks[0],)),
-        "s",
-        groups=groups,
-        kernel=kernel,
-        record=dtype,
-        are_changes=points.are_changes,
-        dtype=dtype,
-        new_axes={"p": len(groups)},
-        align_arrays=False,
-        meta=np.empty((0, 0), dtype),
-    )
+    by_row = da.from_array(spacing, chunks=(blocks.chunks[0],))
+
+    def measure(number: int, boundary: da.Array) -> da.Array:
+        # In halves: while one thread alone was busy with a block, others would read ahead.
+        block = blocks.blocks[number]
+        halves = block.rechunk({0: -(-len(block) // 2)})
+        return da.blockwise(
+            _block_kernel,
+            "sp",
+            halves,
+            "sth",
+            rows_before(halves, boundary),
+            "sth",
+            by_row.blocks[number].rechunk((halves.chunks[0],)),
+            "s",
+            groups=groups,
+            kernel=kernel,
+            record=dtype,
+            are_changes=points.are_changes,
+            dtype=dtype,
+            new_axes={"p": len(groups)},
+            align_arrays=False,
+            meta=np.empty((0, 0), dtype),
+        )
+
+    measured = in_turn(measure, points.boundaries)
     rows = slice(1, None) if motion else slice(None)
     result = {}
     for name, (_, long_name, units) in facts.items():

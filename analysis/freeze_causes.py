@@ -12,9 +12,10 @@ import xarray as xr
 
 from analysis import input_checks
 from analysis.adam_rule import AdamRule, next_weights
+from analysis.block_tasks import in_turn, over_hidden
 from analysis.consecutive_rows import tiles
 from analysis.lattice_points import lattice_attributes
-from analysis.streaming_scan import Scan, native_dtype, over_hidden
+from analysis.streaming_scan import Scan, native_dtype
 from trajstore.errors import InvalidArgument
 from trajstore.values.rounding import cast
 from trajstore.values.token_norms import result_dtype
@@ -326,10 +327,8 @@ def build_freeze_cause(
     rule = AdamRule.of(input_checks.optimizer_of(history.ds, optimizer))
     lr, follows = _learning_rates(history), _follows(history)
     W = history.points()
-    evidence = over_hidden(
-        _evidence_kernel,
+    arrays = (
         W.blocks,
-        W.boundaries,
         history.aligned("W", "grad"),
         history.aligned("W", "exp_avg"),
         history.boundaries("exp_avg", like="W"),
@@ -338,11 +337,22 @@ def build_freeze_cause(
         _second_moment(history, rule),
         _per_row(history, lr),
         _per_row(history, history.steps),
-        rule=rule,
-        native=W.type,
-        chosen=history.lattice_type(lattice),
-        dtype=_EVIDENCE,
     )
+
+    def measured(number: int, boundary: da.Array) -> da.Array:
+        block, *others = (array.blocks[number] for array in arrays)
+        return over_hidden(
+            _evidence_kernel,
+            block,
+            boundary,
+            *others,
+            rule=rule,
+            native=W.type,
+            chosen=history.lattice_type(lattice),
+            dtype=_EVIDENCE,
+        )
+
+    evidence = in_turn(measured, W.boundaries)
 
     def anywhere(name: str) -> da.Array:
         flags = evidence.map_blocks(

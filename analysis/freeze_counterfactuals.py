@@ -12,11 +12,12 @@ import xarray as xr
 
 from analysis import input_checks
 from analysis.adam_rule import AdamRule, next_weights
+from analysis.block_tasks import last_row, over_hidden, per_row, waiting
 from analysis.consecutive_rows import tiles
 from analysis.lattice_points import chosen_type
 from analysis.moment_rule import MOMENTS
-from analysis.moments import Recurrence, last_row, per_row, waiting
-from analysis.streaming_scan import Scan, native_dtype, over_hidden
+from analysis.moments import Recurrence
+from analysis.streaming_scan import Scan, native_dtype
 from analysis.token_populations import POPULATIONS, count_by_population, members
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import result_dtype, token_norm

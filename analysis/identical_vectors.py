@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from analysis.block_tasks import rows_before
 from analysis.lattice_points import lattice_attributes
-from analysis.streaming_scan import Scan, rows_before
+from analysis.streaming_scan import Scan
 from analysis.token_populations import chosen_populations
 from trajstore.errors import InvalidArgument
 from trajstore.values.ulp_lattice import unsigned_view

@@ -10,10 +10,11 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis import input_checks
+from analysis.block_tasks import over_hidden, per_row
 from analysis.consecutive_rows import tiles
 from analysis.moment_rule import MOMENTS, MomentRule
-from analysis.moments import Recurrence, per_row
-from analysis.streaming_scan import Scan, over_hidden
+from analysis.moments import Recurrence
+from analysis.streaming_scan import Scan
 from analysis.token_populations import populations
 
 __all__ = ["build_moment_stuck", "moment_stuck"]

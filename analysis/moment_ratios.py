@@ -11,12 +11,13 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis import input_checks
+from analysis.block_tasks import last_row, over_hidden, waiting
 from analysis.consecutive_rows import tiles
 from analysis.moment_rule import MOMENTS
-from analysis.moments import Recurrence, last_row, waiting
+from analysis.moments import Recurrence
 from analysis.ratio_histogram import CLASSES, classes
 from analysis.ratio_histogram import quantiles as quantiles_of_counts
-from analysis.streaming_scan import Scan, over_hidden
+from analysis.streaming_scan import Scan
 from analysis.token_populations import populations
 from trajstore.errors import InvalidArgument
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
 from analysis import input_checks
+from analysis.block_tasks import per_row
 from analysis.consecutive_rows import tiles
 from analysis.moment_rule import MOMENTS, MomentRule
 from analysis.streaming_scan import Scan, native_dtype
@@ -26,16 +26,18 @@ __all__ = [
     "Recurrence",
     "build_exact_moments",
     "exact_moments",
-    "last_row",
-    "per_row",
-    "waiting",
 ]
 
 Array = npt.NDArray[Any]
+Begun = tuple[Array, Array]
+"""Gradients of a block, and both moments before it."""
 
 _DIMS = ("step", "token", "hidden")
 _TASK_BYTES = 16 << 20
-"""Of one moment in float64; a few are held at a time, beside the blocks as they are read."""
+"""In float64, of all moments that one task is about."""
+
+_CARRIED_TOGETHER = 1 << 16
+"""Elements of a row. The four arrays that are gone through for each row stay in the cache."""
 
 _ROUNDED_TOGETHER = 1 << 17
 """Elements. Rounding has several temporary arrays, and of 2 MiB and more each costs four times as
@@ -128,32 +130,41 @@ class Recurrence:
     def exact(self) -> dict[str, da.Array]:
         """Moments after each step without any rounding of them, float64 (step, token, hidden).
 
-        A piece of a block waits for the last row of the piece before it, of the same tokens. One
-        task makes it of both moments, so no gradient is kept for the other one.
+        A block of them is made of its gradients and of the moments before it, by a task that dask
+        joins with what is asked of them: of a sum, no block is held but the one at hand.
         """
+        begun = self._begun()
+        taken = da.from_array(self.taken, chunks=(self.gradient.chunks[0],))
+        return {
+            moment: da.blockwise(
+                _rest_kernel, "sth", begun, "sth", taken, "s",
+                rule=self.rule, moment=moment, dtype=np.float64, meta=np.empty((0, 0, 0)),
+                align_arrays=False,
+            )
+            for moment in MOMENTS
+        }  # fmt: skip
+
+    def _begun(self) -> da.Array:
+        """Of pieces of each block the gradients, and both moments before: arrays of `Begun`."""
         by_step, by_token, by_hidden = self.gradient.chunks
         first = [self.first(moment) for moment in MOMENTS]
-        parts = list(_pieces(by_token, 2 * max(by_step) * sum(by_hidden)))
+        parts = list(_pieces(by_token, len(MOMENTS) * max(by_step) * sum(by_hidden)))
         token = tokenize(self.gradient.name, *(row.name for row in first), self.taken, self.rule)
-        both, last = f"exact-moments-{token}", f"exact-moments-last-{token}"
+        name = f"moments-before-{token}"
         made: dict[Any, Any] = {}
         for at, (block, part) in enumerate(parts):
             rows = [(row.name, 0, block, 0) for row in first]
-            made[last, -1, at] = (_rows_of_part, rows, part)
+            made[name, 0, at, 0] = (_begin, (self.gradient.name, 0, block, 0), part, rows)
             start = 0
-            for number, length in enumerate(by_step):
+            for number, length in enumerate(by_step[:-1]):
                 taken = self.taken[start : start + length]
-                gradient = (self.gradient.name, number, block, 0)
-                before = (last, number - 1, at)
-                made[both, number, at] = (_both_kernel, gradient, part, before, taken, self.rule)
-                made[last, number, at] = (_last_rows, (both, number, at))
+                gradient = (self.gradient.name, number + 1, block, 0)
+                before = (name, number, at, 0)
+                made[name, number + 1, at, 0] = (_go_on, gradient, part, before, taken, self.rule)
                 start += length
-        graph = HighLevelGraph.from_collections(both, made, [self.gradient, *first])
+        graph = HighLevelGraph.from_collections(name, made, [self.gradient, *first])
         chunks = (by_step, tuple(part.stop - part.start for _, part in parts), by_hidden)
-        return {
-            moment: _one_of_both(graph, both, index, f"exact-{moment}-{token}", chunks)
-            for index, moment in enumerate(MOMENTS)
-        }
+        return da.Array(graph, name, chunks, meta=np.empty((0, 0, 0)))
 
     def exact_block(self, moment: str, number: int, before: da.Array) -> da.Array:
         """One block of rows of it, from the row before, (1, token, hidden)."""
@@ -188,25 +199,18 @@ def _split(sizes: tuple[int, ...], elements: int) -> tuple[int, ...]:
     """Each size in parts of no more than a task, with so many elements for one of it."""
     most = max(1, _TASK_BYTES // (8 * max(1, elements)))
     return tuple(
-        min(most, size - start) for size in sizes for start in range(0, max(size, 1), most)
+        (size + at) // parts
+        for size in sizes
+        for parts in [max(1, -(-size // most))]
+        for at in range(parts)
     )
 
 
 def _pieces(by_token: tuple[int, ...], elements: int) -> Iterator[tuple[int, slice]]:
     """Which chunk, and what part of it, for tasks with so many elements for a token."""
     for block, size in enumerate(by_token):
-        start = 0
-        for length in _split((size,), elements):
-            yield block, slice(start, start + length)
-            start += length
-
-
-def _one_of_both(graph: HighLevelGraph, both: str, index: int, name: str, chunks: Any) -> da.Array:
-    """Array of the first or second thing that each task of a layer returns."""
-    blocks = itertools.product(range(len(chunks[0])), range(len(chunks[1])))
-    picks = {(name, *block, 0): (operator.getitem, (both, *block), index) for block in blocks}
-    layers = HighLevelGraph({**graph.layers, name: picks}, {**graph.dependencies, name: {both}})
-    return da.Array(layers, name, chunks, meta=np.empty((0, 0, 0)))
+        stops = np.cumsum(_split((size,), elements)).tolist()
+        yield from ((block, slice(*ends)) for ends in itertools.pairwise((0, *stops)))
 
 
 def _with_rows_before(history: Scan, name: str, chunks: Any) -> tuple[da.Array, da.Array]:
@@ -235,50 +239,6 @@ def _require_known_factors(
             f"{steps[unknown[0]]} ({unknown.size} such steps); tell the recorder how the loop "
             "clips (max_grad_norm=), or assign what you know: ds.assign(clip_coef=…)"
         )
-
-
-def per_row(blocks: da.Array, values: Array) -> da.Array:
-    """Numbers per row as a dask array, (step, 1, 1), that broadcasts against these blocks."""
-    return da.from_array(values[:, None, None], chunks=(blocks.chunks[0], (1,), (1,)))
-
-
-def last_row(block: da.Array) -> da.Array:
-    """Last row of one block of rows, (1, token, hidden)."""
-    _, by_token, by_hidden = block.chunks
-    return block.map_blocks(
-        _last_row, chunks=((1,), by_token, by_hidden), dtype=block.dtype, meta=np.empty((0, 0, 0))
-    )
-
-
-def waiting(row: da.Array, *others: da.Array) -> da.Array:
-    """The same row, (1, token, hidden), that waits until the whole of others is known.
-
-    Otherwise all steps of some tokens would be followed first, and of each block that is read for
-    them the other tokens held until it is their turn.
-    """
-    numbers = itertools.count(row.ndim)
-    indexed = (
-        item for other in others for item in (other, tuple(next(numbers) for _ in other.shape))
-    )
-    return da.blockwise(
-        _first_of,
-        tuple(range(row.ndim)),
-        row,
-        tuple(range(row.ndim)),
-        *indexed,
-        dtype=row.dtype,
-        align_arrays=False,
-        meta=np.empty((0, 0, 0)),
-    )
-
-
-def _first_of(row: Array, *others: Any) -> Array:
-    return row
-
-
-def _last_row(block: Array) -> Array:
-    # A copy: a view would keep the whole block alive until the next one is done.
-    return block[-1:].copy()
 
 
 def _gradient_kernel(
@@ -312,23 +272,23 @@ def _exact_kernel(
     return result
 
 
-def _both_kernel(
-    gradient: Array, part: slice, before: Sequence[Array], taken: Array, rule: MomentRule
-) -> list[Array]:
-    """Of a part of the tokens of a block: both moments after each of its rows."""
-    piece = gradient[:, part]
-    return [
-        _exact_kernel(piece, row, taken, rule, moment)
-        for moment, row in zip(MOMENTS, before, strict=True)
-    ]
+def _begin(gradient: Array, part: slice, first: Sequence[Array]) -> Begun:
+    return gradient[:, part], np.concatenate([row[:, part] for row in first], dtype=np.float64)
 
 
-def _rows_of_part(rows: Sequence[Array], part: slice) -> list[Array]:
-    return [row[:, part] for row in rows]
+def _go_on(gradient: Array, part: slice, begun: Begun, taken: Array, rule: MomentRule) -> Begun:
+    """The next block, after one that is carried to its end."""
+    past, before = begun
+    after = before.copy()
+    _, tokens, hidden = past.shape
+    for some in tiles(1, tokens, hidden, _CARRIED_TOGETHER):
+        rule.carry(after[:, some], past[:, some], taken)
+    return gradient[:, part], after
 
 
-def _last_rows(blocks: Sequence[Array]) -> list[Array]:
-    return [_last_row(block) for block in blocks]
+def _rest_kernel(begun: Begun, taken: Array, rule: MomentRule, moment: str) -> Array:
+    gradient, before = begun
+    return _exact_kernel(gradient, before[[MOMENTS.index(moment)]], taken, rule, moment)
 
 
 def exact_moments(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:

@@ -9,9 +9,10 @@ import numpy as np
 import xarray as xr
 
 from analysis import input_checks
+from analysis.block_tasks import over_hidden
 from analysis.consecutive_rows import measure_rows
 from analysis.recorded_changes import cumulated, hold_only_changes
-from analysis.streaming_scan import Scan, over_hidden
+from analysis.streaming_scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import result_dtype
 

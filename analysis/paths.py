@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from analysis.block_tasks import rows_before
 from analysis.collective_motion import build_centroid
 from analysis.running_state import fold_tokens
-from analysis.streaming_scan import Scan, rows_before
+from analysis.streaming_scan import Scan
 from analysis.token_populations import chosen_populations
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum, result_dtype, vector_norm

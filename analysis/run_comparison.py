@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from analysis.streaming_scan import over_hidden
+from analysis.block_tasks import over_hidden
 from trajstore.errors import InvalidArgument
 from trajstore.schema import VARIABLES
 from trajstore.values.ulp_lattice import unsigned_view

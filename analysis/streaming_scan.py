@@ -15,6 +15,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis import input_checks
+from analysis.block_tasks import over_hidden, rows_before
 from analysis.consecutive_rows import measure_pairs, measure_rows, pair_dtype
 from analysis.lattice_points import Points, chosen_type, place_on_lattice
 from analysis.many_runs import check_single_run, with_own_attributes
@@ -23,7 +24,7 @@ from analysis.token_populations import with_mostly_dead
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.values.token_norms import result_dtype
 
-__all__ = ["Scan", "native_dtype", "over_hidden", "rows_before"]
+__all__ = ["Scan", "native_dtype"]
 
 Array = npt.NDArray[Any]
 
@@ -39,49 +40,6 @@ def native_dtype(array: xr.DataArray) -> str:
     return str(array.attrs.get("native_dtype", array.dtype.name))
 
 
-def over_hidden(
-    kernel: Callable[..., Array], *arrays: da.Array, dtype: npt.DTypeLike, **options: Any
-) -> da.Array:
-    """Function of whole vectors, block by block, whose result has no hidden dimension.
-
-    What `dask.array.map_blocks` with ``drop_axis`` does, but that copies every block, to join the
-    only one along the axis that is dropped.
-
-    Parameters
-    ----------
-    kernel : callable
-        Of a block of every array.
-    *arrays : dask Array, (…, hidden)
-        One chunk along hidden. The first has all dimensions, the others the last ones of them;
-        along each they have as many chunks as it has, of any length, or a single one.
-    dtype : dtype
-        Of its result.
-    **options
-        Passed to `kernel`.
-    """
-    ndim = arrays[0].ndim
-    indexed = [item for array in arrays for item in (array, tuple(range(ndim))[-array.ndim :])]
-    return da.blockwise(
-        _of_only_blocks,
-        tuple(range(ndim - 1)),
-        *indexed,
-        kernel=kernel,
-        dtype=dtype,
-        meta=np.empty((0,) * (ndim - 1), dtype),
-        align_arrays=False,
-        **options,
-    )
-
-
-def _of_only_blocks(*blocks: list[Array], kernel: Callable[..., Array], **options: Any) -> Array:
-    return kernel(*(block for (block,) in blocks), **options)
-
-
-def _last_row(block: Array) -> Array:
-    # A copy: a view would keep the whole block alive until the next one is done.
-    return block[-1:].copy()
-
-
 def _apply_between_rows(
     block: Array, boundary: Array, kernel: Callable[[Array, Array], Array]
 ) -> Array:
@@ -90,18 +48,6 @@ def _apply_between_rows(
 
 def _apply_to_changes(block: Array, kernel: Callable[[Array, Array], Array]) -> Array:
     return kernel(block, np.zeros_like(block))
-
-
-def rows_before(blocks: da.Array) -> da.Array:
-    """Row before each block, (1 per block, …); of the first, its own first row."""
-    steps, *others = blocks.chunks
-    last = blocks.map_blocks(
-        _last_row,
-        chunks=((1,) * len(steps), *others),
-        dtype=blocks.dtype,
-        meta=np.empty((0,) * blocks.ndim, blocks.dtype),
-    )
-    return da.concatenate([blocks[:1], last[:-1]])
 
 
 def _field(measured: npt.NDArray[np.void], name: str) -> Array:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import xarray as xr
 from adam_runs import by_hand, trained
+from dask.callbacks import Callback
 
 import analysis
 from trajstore.errors import InvalidArgument, VariableNotRecorded
@@ -60,6 +61,21 @@ def test_they_are_those_by_hand(variant, dtype, chunks):
     got = analysis.exact_moments(chunked(ds, chunks)).compute()
     for moment, expected in by_hand(ds).items():
         np.testing.assert_array_equal(got[f"exact_{moment}"], expected)
+
+
+def test_of_a_sum_no_block_of_them_is_held():
+    ds = chunked(trained("AdamW", {}, "bfloat16"), (4, 4, -1))
+    summed = [exact.sum(skipna=False).data for exact in analysis.exact_moments(ds).values()]
+    made = []
+    with Callback(posttask=lambda key, result, *_: made.append(result)):
+        dask.compute(*summed, scheduler="sync")
+    arrays = [
+        part for result in made for part in (result if type(result) in (list, tuple) else [result])
+    ]
+    rows = {(block.dtype.name, len(block)) for block in arrays if np.ndim(block) == 3}
+    # Gradients of 4 rows, and the two moments before the first of them; no moments of 4 rows.
+    assert ("float32", 4) in rows
+    assert {count for name, count in rows if name == "float64"} == {1, 2}
 
 
 def test_rows_from_a_later_step_begin_with_their_own_moments():

@@ -1,4 +1,4 @@
-"""`over_hidden` against map_blocks, which copies."""
+"""`over_hidden` against map_blocks, which copies; and blocks measured in turn."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from analysis.streaming_scan import over_hidden
+from analysis.block_tasks import in_turn, over_hidden, rows_before
 
 
 @pytest.mark.parametrize("chunks", [(7, 5, 3), (4, 2, 3), (1, 5, 3)])
@@ -46,3 +46,31 @@ def test_blocks_are_not_copied() -> None:
     blocks = da.map_blocks(make, chunks=((2, 2), (3,), (2,)), dtype=float, meta=made[0][:0])
     over_hidden(kernel, blocks, dtype=np.float64).compute(scheduler="sync")
     assert seen == [True, True]
+
+
+def test_in_turn_a_block_is_read_when_the_one_before_is_measured() -> None:
+    read: list[int] = []
+    measured: list[int] = []
+
+    def make(block_info):  # type: ignore[no-untyped-def]
+        number = block_info[None]["chunk-location"][0]
+        read.append(number)
+        return np.full((2, 3, 2), float(number))
+
+    def kernel(block, boundary):  # type: ignore[no-untyped-def]
+        assert boundary[0, 0, 0] == max(block[0, 0, 0] - 1, 0)
+        # The last blocks are asked for alone, and would be the first to be read.
+        assert sorted(set(read)) == list(range(len(measured) + 1))
+        measured.append(int(block[0, 0, 0]))
+        return block.sum(-1)
+
+    blocks = da.map_blocks(
+        make, chunks=((2,) * 5, (3,), (2,)), dtype=float, meta=np.empty((0, 0, 0))
+    )
+    result = in_turn(
+        lambda number, row: over_hidden(kernel, blocks.blocks[number], row, dtype=np.float64),
+        rows_before(blocks),
+    )
+    sums = result[1:].compute(scheduler="sync")
+    np.testing.assert_array_equal(sums[:, 0], np.repeat(range(5), 2)[1:] * 2.0)
+    assert measured == [0, 1, 2, 3, 4]

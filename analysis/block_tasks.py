@@ -1,0 +1,129 @@
+"""Tasks about the blocks of an array: of whole vectors, of last rows, and in what order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["in_turn", "last_row", "over_hidden", "per_row", "rows_before", "waiting"]
+
+Array = npt.NDArray[Any]
+
+
+def over_hidden(
+    kernel: Callable[..., Array], *arrays: da.Array, dtype: npt.DTypeLike, **options: Any
+) -> da.Array:
+    """Function of whole vectors, block by block, whose result has no hidden dimension.
+
+    What `dask.array.map_blocks` with ``drop_axis`` does, but that copies every block, to join the
+    only one along the axis that is dropped.
+
+    Parameters
+    ----------
+    kernel : callable
+        Of a block of every array.
+    *arrays : dask Array, (…, hidden)
+        One chunk along hidden. The first has all dimensions, the others the last ones of them;
+        along each they have as many chunks as it has, of any length, or a single one.
+    dtype : dtype
+        Of its result.
+    **options
+        Passed to `kernel`.
+    """
+    ndim = arrays[0].ndim
+    indexed = [item for array in arrays for item in (array, tuple(range(ndim))[-array.ndim :])]
+    return da.blockwise(
+        _of_only_blocks,
+        tuple(range(ndim - 1)),
+        *indexed,
+        kernel=kernel,
+        dtype=dtype,
+        meta=np.empty((0,) * (ndim - 1), dtype),
+        align_arrays=False,
+        **options,
+    )
+
+
+def _of_only_blocks(*blocks: list[Array], kernel: Callable[..., Array], **options: Any) -> Array:
+    return kernel(*(block for (block,) in blocks), **options)
+
+
+def rows_before(blocks: da.Array, first: da.Array | None = None) -> da.Array:
+    """Row before each block, (1 per block, …); of the first, `first`, or its own first row."""
+    first = blocks[:1] if first is None else first
+    return da.concatenate([first, _last_rows(blocks)[:-1]])
+
+
+def _last_rows(blocks: da.Array) -> da.Array:
+    steps, *others = blocks.chunks
+    return blocks.map_blocks(
+        _last_row,
+        chunks=((1,) * len(steps), *others),
+        dtype=blocks.dtype,
+        meta=np.empty((0,) * blocks.ndim, blocks.dtype),
+    )
+
+
+def last_row(block: da.Array) -> da.Array:
+    """Last row of one block of rows, (1, token, hidden)."""
+    return _last_rows(block)
+
+
+def _last_row(block: Array) -> Array:
+    # A copy: a view would keep the whole block alive until the next one is done.
+    return block[-1:].copy()
+
+
+def per_row(blocks: da.Array, values: Array) -> da.Array:
+    """Numbers per row as a dask array, (step, 1, 1), that broadcasts against these blocks."""
+    return da.from_array(values[:, None, None], chunks=(blocks.chunks[0], (1,), (1,)))
+
+
+def waiting(row: da.Array, *others: da.Array) -> da.Array:
+    """The same row, (1, token, hidden), that waits until the whole of others is known.
+
+    Otherwise all steps of some tokens would be followed first, and of each block that is read for
+    them the other tokens held until it is their turn.
+    """
+    numbers = itertools.count(row.ndim)
+    indexed = (
+        item for other in others for item in (other, tuple(next(numbers) for _ in other.shape))
+    )
+    return da.blockwise(
+        _first_of,
+        tuple(range(row.ndim)),
+        row,
+        tuple(range(row.ndim)),
+        *indexed,
+        dtype=row.dtype,
+        align_arrays=False,
+        meta=np.empty((0, 0, 0)),
+    )
+
+
+def _first_of(row: Array, *others: Any) -> Array:
+    return row
+
+
+def in_turn(measure: Callable[[int, da.Array], da.Array], boundaries: da.Array) -> da.Array:
+    """Measure block after block of rows: each one's boundary waits for the one before it.
+
+    Otherwise dask may read a block for the sake of its last row long before what else is needed to
+    measure it, and hold all of it until then.
+
+    Parameters
+    ----------
+    measure : callable
+        From the number of a block and the row before it, (1, token, hidden), to one block.
+    boundaries : dask Array, (1 per block, token, hidden)
+    """
+    measured: list[da.Array] = []
+    for number in range(boundaries.numblocks[0]):
+        row = boundaries.blocks[number]
+        measured.append(measure(number, waiting(row, *measured[-1:])))
+    return da.concatenate(measured)
