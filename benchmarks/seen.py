@@ -9,7 +9,8 @@ the steps of a stretch without the first ones, on which the run is made, by the 
 processor time of the thread that trains, which feels less of whatever else the machine does; and
 the processor time of the whole stretch, encoding and the last commit included. Ratios are taken
 within each round, to the stretch without recording and to that with everything else; the table
-shows their medians.
+shows their medians. For a machine that varies by more than that there is a second table: processor
+time of what each variable makes a step do, by itself.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import contextlib
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,39 @@ def measure(model: str, arguments: argparse.Namespace) -> list[dict[str, Timed]]
     return rounds
 
 
+def alone(model: str, repeats: int = 25) -> list[list[str]]:
+    """Processor time of what a step does for each variable, on tensors of its shapes."""
+    import torch
+
+    from trainers.presets import preset
+    from trainers.recording.forward_values import HiddenSpread
+    from trainers.recording.step_examples import example_losses
+
+    torch.set_num_threads(1)
+    config = preset("gatsby").with_values(MODELS[model])
+    shape = (config.examples, config.model.context)
+    logits = torch.randn(*shape, config.model.vocab_size).bfloat16()
+    labels = torch.randint(0, config.model.vocab_size, shape)
+    states = torch.randn(*shape, config.model.hidden).bfloat16()
+    place = torch.empty_like(states)
+    tasks: dict[str, Callable[[], Any]] = {
+        "batch": lambda: labels[:, 0].to(torch.float64),
+        "example_loss": lambda: example_losses(logits, labels),
+        "hidden_trace, hidden_cosine": lambda: HiddenSpread().add(states.flatten(0, -2).float()),
+        "hidden_states": lambda: place.copy_(states),
+    }
+    rows = []
+    for name, task in tasks.items():
+        seconds = []
+        for _ in range(repeats):
+            begun = time.thread_time()
+            task()
+            seconds.append(time.thread_time() - begun)
+        middle = statistics.median(seconds)
+        rows.append([model, name, f"{min(seconds) * 1e3:.2f} ms", f"{middle * 1e3:.2f} ms"])
+    return rows
+
+
 def main() -> None:
     """Print a table of medians over the rounds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -148,7 +183,10 @@ def main() -> None:
             rows.append(row)
     columns = ["model", "recorded", "a step", "its thread", "all threads"]
     columns += ["to nothing", "", "", "to all", "", ""]
-    save("seen", table("Steps of one training", columns, rows), results)
+    text = table("Steps of one training", columns, rows)
+    own = [row for model in arguments.model for row in alone(model)]
+    text += table("Each by itself", ["model", "variable", "least", "median"], own)
+    save("seen", text, results | {"alone": own})
 
 
 def _median(rounds: list[dict[str, Timed]], name: str, key: str, to: str | None = None) -> float:
