@@ -74,6 +74,6 @@ crash: .venv  ## Kill writers and trainings 200 times and more, with readers loo
 .PHONY: bench
 bench: .venv  ## Measure against what people use today; the first time it records for minutes
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
-	for name in ingest size read memory verify overhead stress analysis exchange; do \
+	for name in ingest size read memory verify overhead stress analysis exchange seen; do \
 		$(BIN)/python benchmarks/$$name.py || exit 1; \
 	done

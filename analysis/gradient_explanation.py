@@ -80,8 +80,8 @@ def explain_gradient(
     StepNotFound
         If a step or the one before was not recorded.
     InvalidArgument
-        If a token is not dead or not there, tokens of the vocabulary are missing, or an option is
-        impossible.
+        If a token is not dead or not there, tokens of the vocabulary are missing, the run is a
+        what-if, or an option is impossible.
 
     Examples
     --------
@@ -252,6 +252,11 @@ def _check(ds: xr.Dataset, targets: str, denominator: float | None, precision: s
             raise InvalidArgument(f"got {name}={value!r}, expected one of {', '.join(known)}")
     if denominator is not None and not denominator > 0:
         raise InvalidArgument(f"got denominator={denominator}, expected a positive number")
+    if "what_if" in (ds.attrs.get("provenance") or {}):
+        raise InvalidArgument(
+            "this run is a what-if: its W is not what the recorded states were multiplied by; ask "
+            "the run that it was made of"
+        )
     recording: Mapping[str, Any] = ds.attrs.get("recording") or {}
     vocabulary = recording.get("vocabulary", int(ds["token"].max()) + 1)
     if ds.sizes["token"] != vocabulary:

@@ -30,11 +30,13 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Bytes of the native type for each byte on disk, with the encoding delta. bfloat16: measured on the
 # first 32 rows of Wordybird 1b on real text (blocks of 16 rows); later steps move less and compress
 # better, and so does Gatsby (5 to 6 times in 300 steps). float32, and the cells of float32 weights:
-# measured on 200 steps of Duckling (blocks of 16 rows). Other types are not measured, and are
-# expected not to compress. Over 200 steps `portable` made files 1/0.8 as large as `delta` did.
+# measured on 200 steps of Duckling (blocks of 16 rows); hidden states on 200 steps of Gatsby. Other
+# types are not measured, and are expected not to compress. Over 200 steps `portable` made files
+# 1/0.8 as large as `delta` did.
 _RATIOS = {
     "bfloat16": {
         "W": 1.6, "grad": 2.55, "exp_avg": 2.55, "exp_avg_sq": 2.8, "logits": 1.95, "cells": 2.8,
+        "hidden_states": 2.9,
     },
     "float32": {"W": 1.4, "grad": 2.2, "exp_avg": 1.35, "exp_avg_sq": 1.8},
 }  # fmt: skip

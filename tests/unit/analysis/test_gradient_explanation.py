@@ -143,5 +143,7 @@ def test_what_cannot_be_explained_is_refused(run):
     refused(VariableNotRecorded, "hidden_states", run.drop_vars("hidden_states"))
     refused(VariableNotRecorded, "is_dead", run.drop_vars("is_dead"))
     refused(InvalidArgument, "got 3 of the vocabulary's 7 tokens", run.isel(token=[2, 5, 6]))
+    other = run.assign_attrs(provenance={"what_if": {"run": "run.zarr"}})
+    refused(InvalidArgument, "this run is a what-if", other)
     fewer = run.sel(token=[0, 1, 2]).assign_attrs(recording={"vocabulary": 7})
     refused(InvalidArgument, "got 3 of the vocabulary's 7 tokens", fewer, token=2)

@@ -105,7 +105,9 @@ def test_skipped_steps_stay_skipped(tmp_path: Path) -> None:
 
 
 def test_settings_that_are_those_of_the_run_change_nothing(tmp_path: Path) -> None:
-    config = preset("gatsby").with_values(["training.steps=12", "training.batch_size=2"])
+    small = ["training.steps=12", "training.batch_size=2"]
+    seen = "recording.record=['all','hidden_trace','batch','example_loss','hidden_states']"
+    config = preset("gatsby").with_values([*small, seen])
     run = record(config, tmp_path / "run.zarr")
     settings = [
         "optimizer.lr=1e-3", "optimizer.betas=[0.9, 0.999]", "optimizer.weight_decay=0.01",

@@ -32,7 +32,10 @@ from trajstore.store.object_keys import checkpoint_folder  # noqa: E402
 pytestmark = pytest.mark.torch
 
 STEPS = 12
-VARIANTS = {"trainer": ["gatsby"], "plain": ["gatsby-adam", "schedule.name=linear"]}
+VARIANTS = {
+    "trainer": ["gatsby", "recording.record=['all','batch','example_loss','hidden_states']"],
+    "plain": ["gatsby-adam", "schedule.name=linear"],
+}
 
 
 def config_of(name: str, *assignments: str) -> RunConfig:
