@@ -50,13 +50,11 @@ class Page:
         self._seen = live.seen
         self._at = int(self._seen.history.last_motion.values.argmax())  # the last to come to rest
         self._one = token_history(self._seen.ds, self._at, self._seen.history)
-        self._kinds = plots.kinds(self._seen)
-        self._of_token = {
-            "kind": self._kinds,
-            "token": np.array([self._seen.tokens.label(at) for at in range(self._kinds.size)]),
-        }
-        if self._kinds.size > plots.MANY:
-            self._of_token.pop("token")
+        tokens = self._seen.tokens
+        self._kinds = tokens.kinds
+        self._of_token: dict[str, Any] = {"kind": self._kinds}
+        if self._kinds.size <= plots.MANY:
+            self._of_token["token"] = np.array([tokens.label(at) for at in range(tokens.ids.size)])
         self._steps: list[Any] = []  # marks of the step
         self._ranks: list[Any] = []  # marks of the token among the layers
         event = hv.streams.Stream.define("Event", number=0)
@@ -87,7 +85,7 @@ class Page:
 
         held = self._seen.history.position.sizes["step"]
         self._player = pn.widgets.Player(
-            name="step", start=0, end=held - 1, value=0, interval=200, loop_policy="once",
+            label="step", start=0, end=held - 1, value=0, interval=200, loop_policy="once",
             show_loop_controls=False, width=None, min_width=300, sizing_mode="stretch_width",
         )  # fmt: skip
         self._search = pn.widgets.TextInput(

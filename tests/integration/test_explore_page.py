@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import os
 import re
 import shutil
 import signal
@@ -24,7 +25,12 @@ for needed in ("datashader", "holoviews", "panel"):
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, as `chromium`")
+pytestmark = [
+    pytest.mark.skipif(
+        "TRAJSTORE_BROWSER" not in os.environ, reason="takes half a minute: make browser"
+    ),
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, as `chromium`"),
+]
 COMMAND = Path(sys.executable).with_name("trajstore")
 MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
 
