@@ -50,13 +50,11 @@ class Page:
         self._seen = live.seen
         self._at = int(self._seen.history.last_motion.values.argmax())  # the last to come to rest
         self._one = token_history(self._seen.ds, self._at, self._seen.history)
-        self._kinds = plots.kinds(self._seen)
-        self._of_token = {
-            "kind": self._kinds,
-            "token": np.array([self._seen.tokens.label(at) for at in range(self._kinds.size)]),
-        }
-        if self._kinds.size > plots.MANY:
-            self._of_token.pop("token")
+        tokens = self._seen.tokens
+        self._kinds = tokens.kinds
+        self._of_token: dict[str, Any] = {"kind": self._kinds}
+        if self._kinds.size <= plots.MANY:
+            self._of_token["token"] = np.array([tokens.label(at) for at in range(tokens.ids.size)])
         self._steps: list[Any] = []  # marks of the step
         self._ranks: list[Any] = []  # marks of the token among the layers
         event = hv.streams.Stream.define("Event", number=0)
@@ -87,7 +85,7 @@ class Page:
 
         held = self._seen.history.position.sizes["step"]
         self._player = pn.widgets.Player(
-            name="step", start=0, end=held - 1, value=0, interval=200, loop_policy="once",
+            label="step", start=0, end=held - 1, value=0, interval=200, loop_policy="once",
             show_loop_controls=False, width=None, min_width=300, sizing_mode="stretch_width",
         )  # fmt: skip
         self._search = pn.widgets.TextInput(
@@ -154,12 +152,10 @@ class Page:
         points: Any = hv.DynamicMap(lambda number: self._points(), streams=[self._moved])
         shown = plots.shaded(points, self._kinds) if self._kinds.size > plots.MANY else points
         path = hv.DynamicMap(lambda number: plots.path_plot(self._one), streams=[self._chosen])
-        hv.streams.Tap(source=points).add_subscriber(self._tapped)
-        self._keep = points
         xlim, ylim = plots.limits(self._seen.history)
         return (shown * path).opts(
             responsive=True, height=430, xlim=xlim, ylim=ylim, show_legend=False,
-            active_tools=[], toolbar="above", hooks=[_without_logo],
+            active_tools=[], toolbar="above", hooks=[_without_logo, self._listen],
         )  # fmt: skip
 
     def _points(self) -> Any:
@@ -173,7 +169,7 @@ class Page:
             lambda number: plots.curve_plot(self._seen.history.curves, name),
             streams=[self._renewed],
         )
-        return self._along_steps(drawn, 220, logy=name in _LOGARITHMIC)
+        return self._along_steps(drawn, logy=name in _LOGARITHMIC)
 
     def _token_curve(self, name: str) -> Any:
         import holoviews as hv
@@ -181,7 +177,7 @@ class Page:
         drawn = hv.DynamicMap(
             lambda number: plots.token_curve(self._one, name), streams=[self._chosen]
         )
-        return self._along_steps(drawn, 220, logy=True)
+        return self._along_steps(drawn, logy=True)
 
     def _layers(self) -> Any:
         import holoviews as hv
@@ -189,38 +185,39 @@ class Page:
         drawn = hv.DynamicMap(
             lambda number: plots.layer_plot(self._seen.history.layers), streams=[self._renewed]
         )
-        return self._along_steps(drawn, 220, marks=[self._mark_rank])
+        return self._along_steps(drawn, self._mark_rank)
 
-    def _along_steps(
-        self,
-        drawn: Any,
-        height: int,
-        marks: list[Callable[..., None]] | None = None,
-        **options: Any,
-    ) -> Any:
-        import holoviews as hv
-
-        hv.streams.Tap(source=drawn).add_subscriber(lambda x, y: self._go_to(x))
-        hooks = [_without_logo, self._mark_step, *(marks or [])]
+    def _along_steps(self, drawn: Any, *hooks: Callable[[Any, Any], None], **options: Any) -> Any:
         return drawn.opts(
-            responsive=True, height=height, xlabel="optimizer step", ylabel="", hooks=hooks,
-            active_tools=[], toolbar="above", framewise=True, show_legend=False, **options,
+            responsive=True, height=220, xlabel="optimizer step", ylabel="", framewise=True,
+            show_legend=False, active_tools=[], toolbar="above",
+            hooks=[_without_logo, self._mark_step, *hooks], **options,
         )  # fmt: skip
 
+    # Hooks, which HoloViews calls with every update of a figure of Bokeh.
+
+    def _listen(self, plot: Any, element: Any) -> None:
+        if not plot.state.tags:
+            plot.state.tags = ["listens"]
+            plot.state.on_event("tap", lambda event: self._tapped(event.x, event.y))
+
     def _mark_step(self, plot: Any, element: Any) -> None:
-        self._mark(plot.state, "height", self._steps, self._step_shown())
+        if self._mark(plot.state, "height", self._steps, self._step_shown()):
+            plot.state.on_event("tap", lambda event: self._go_to(event.x))
 
     def _mark_rank(self, plot: Any, element: Any) -> None:
         self._mark(plot.state, "width", self._ranks, self._rank_shown())
 
-    def _mark(self, figure: Any, dimension: str, marks: list[Any], where: float) -> None:
+    def _mark(self, figure: Any, dimension: str, marks: list[Any], where: float) -> bool:
+        """Have a line that is moved across a figure; tells whether it is new."""
         from bokeh.models import Span
 
         if any(isinstance(part, Span) and part.dimension == dimension for part in figure.center):
-            return
+            return False
         span = Span(location=where, dimension=dimension, line_color="#000000", line_width=1.5)
         figure.add_layout(span)
         marks.append(span)
+        return True
 
     # What is done on the page.
 
@@ -246,7 +243,8 @@ class Page:
         if step is None or not math.isfinite(step):
             return
         steps = self._seen.history.position["step"].values
-        self._player.value = int(np.abs(steps - step).argmin())
+        row = int(np.abs(steps - step).argmin())
+        _in_turn(lambda: setattr(self._player, "value", row))
 
     def _rows(self, text: str) -> Any:
         import pandas
@@ -260,12 +258,9 @@ class Page:
         self._found.object = f"{len(rows):,} tokens" if len(rows) != 1 else "1 token"
 
     def _clicked(self, event: Any) -> None:
-        import panel as pn
-
         number = int(self._table.value["id"].iloc[event.row])
         at = int(np.flatnonzero(self._seen.tokens.ids == number)[0])
-        # A click on the table does not hold the page's lock, which the figures must be drawn under.
-        pn.state.execute(lambda: self._choose(at), schedule=True)
+        _in_turn(lambda: self._choose(at))
 
     def _tapped(self, x: float, y: float) -> None:
         if x is None or not (math.isfinite(x) and math.isfinite(y)):
@@ -274,7 +269,7 @@ class Page:
         position = self._seen.history.position.values[self._player.value]
         at = nearest(position, x, y, xlim[1] - xlim[0], ylim[1] - ylim[0])
         if at is not None:
-            self._choose(at)
+            _in_turn(lambda: self._choose(at))
 
     def _choose(self, at: int) -> None:
         self._at = at
@@ -326,6 +321,13 @@ class Page:
         notes = [f"No {name}: {why}." for name, why in seen.history.unknown.items()]
         notes += [f"Nothing newer can be read: {seen.trouble}."] if seen.trouble else []
         self._status.object = "<br>".join([", ".join(told), *map(html.escape, notes)])
+
+
+def _in_turn(change: Callable[[], None]) -> None:
+    """Change the page when its lock is held, which clicks on tables and figures do not have."""
+    import panel as pn
+
+    pn.state.execute(change, schedule=True)
 
 
 def _legend(colours: Mapping[str, str]) -> str:

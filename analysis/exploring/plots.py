@@ -10,14 +10,12 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis.consecutive_rows import REGIMES
-from analysis.exploring.live_run import Seen
 from analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, population_colour
 from analysis.freeze_causes import CAUSES
 
 __all__ = [
     "MANY",
     "curve_plot",
-    "kinds",
     "layer_plot",
     "limits",
     "path_plot",
@@ -32,12 +30,6 @@ MANY = 3000
 _AXES = ("axis 1", "axis 2")
 _INK = "#222222"
 _WIDTH = 1000  # cells of the picture of layers along the steps
-
-
-def kinds(seen: Seen) -> npt.NDArray[np.str_]:
-    """Population of each token, in the words of its colour."""
-    names = [seen.tokens.kind(at) or "all" for at in range(seen.tokens.ids.size)]
-    return np.array(names)
 
 
 def limits(history: Any) -> tuple[tuple[float, float], tuple[float, float]]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 from analysis.exploring.live_run import LiveRun
 from analysis.exploring.page import Page
+from analysis.exploring.plots import MANY
 from analysis.figures.figure import run_name
 from trajstore.errors import InvalidArgument, MissingExtra
 
 __all__ = ["address", "check_panel", "free_port", "serving"]
 
 _ANY = "0.0.0.0"
+_NEEDED = ("bokeh", "datashader", "holoviews", "pandas", "panel")
 _LOOPBACK = ("127.0.0.1", "localhost")
 
 
@@ -25,16 +29,11 @@ def check_panel() -> None:
     Raises
     ------
     MissingExtra
-        Without Panel, HoloViews or Datashader.
+        Without Panel, HoloViews, Datashader or what they stand on.
     """
-    try:
-        import datashader  # noqa: F401
-        import holoviews  # noqa: F401
-        import panel  # noqa: F401
-    except ImportError as error:
-        raise MissingExtra(
-            "explore needs Panel, HoloViews and Datashader; install trajstore[explore]"
-        ) from error
+    missing = [name for name in _NEEDED if find_spec(name) is None]
+    if missing:
+        raise MissingExtra(f"explore needs {', '.join(missing)}; install trajstore[explore]")
 
 
 def free_port(host: str, port: int) -> int:
@@ -85,6 +84,7 @@ def serving(live: LiveRun, host: str, port: int) -> Iterator[Callable[[], int]]:
         websocket_origin=[f"{name}:{port}" for name in _names(host)],
         title=run_name(live.seen.ds),
         start=False,
+        warm=live.seen.tokens.ids.size > MANY,  # Datashader is compiled when it is first used
         show=False,
     )
     signal.signal(signal.SIGINT, before)
@@ -103,6 +103,7 @@ def _until_signal(loop: Any) -> int:
         came.append(number)
         loop.stop()
 
+    loop.asyncio_loop.set_exception_handler(_told)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.asyncio_loop.add_signal_handler(number, stop, number)
     try:
@@ -111,6 +112,14 @@ def _until_signal(loop: Any) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.asyncio_loop.remove_signal_handler(number)
     return came[0]
+
+
+def _told(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Say what went wrong, but not that a browser was closed while it was told something."""
+    from tornado.websocket import WebSocketClosedError
+
+    if not isinstance(context.get("exception"), WebSocketClosedError):
+        loop.default_exception_handler(context)
 
 
 def address(host: str, port: int) -> str:

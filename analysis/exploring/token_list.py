@@ -66,6 +66,13 @@ class TokenList:
         """Dead or live; empty where the run does not say it."""
         return "" if self._dead is None else ("dead" if self._dead[at] else "live")
 
+    @property
+    def kinds(self) -> npt.NDArray[np.str_]:
+        """Dead or live, of each; ``all`` where the run does not say it."""
+        if self._dead is None:
+            return np.full(self.ids.size, "all")
+        return np.where(self._dead, "dead", "live")
+
     def columns(self, those: npt.NDArray[np.intp], history: RunHistory) -> dict[str, Any]:
         """Columns of a table of some tokens; NaN for never, and for what is not known."""
         columns: dict[str, Any] = {"id": self.ids[those]}

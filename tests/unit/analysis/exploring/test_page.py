@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from watched_runs import begin, extend
+
+from analysis.consecutive_rows import REGIMES
+from analysis.exploring import plots
+from analysis.exploring.live_run import LiveRun
+from analysis.exploring.page import Page
+from analysis.figures.style import REGIME_COLOURS
+
+for needed in ("datashader", "holoviews", "panel"):
+    pytest.importorskip(needed, reason="needs the extra `explore`")
+
+# Bokeh 3.9 makes a table of pandas' so.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The inplace keyword in DataFrame.reset_index:pandas.errors.Pandas4Warning"
+)
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Page:
+    import holoviews as hv
+    import panel as pn
+
+    pn.extension("tabulator")
+    hv.extension("bokeh")
+    with begin(tmp_path / "run.zarr") as run:
+        extend(run, range(8))
+    return Page(LiveRun(tmp_path / "run.zarr"))
+
+
+def test_a_step_and_a_token_are_shown_in_all_that_is_linked(page: Page) -> None:
+    assert page._content.get_root() is not None  # drawn, as for a browser
+    page._player.value = 3
+    assert "step 3 of 7, loss 4.7" in page._step.object
+    assert {span.location for span in page._steps} == {3}
+    assert len(page._steps) == 8  # hops and gradient of a token, layers, five curves
+    shown = page._points()
+    position = page._seen.history.position.values[3]
+    np.testing.assert_array_equal(shown.dimension_values("axis 1"), position[:, 0])
+    page._find("<script>")
+    assert len(page._table.value) == 1
+    page._choose(0)
+    assert "&#x27;&lt;script&gt;alert(1)&lt;/script&gt;&#x27; (0)" in page._token.object
+    assert "moved last at step 5" in page._token.object
+    assert page._ranks[0].location == page._seen.history.rank(0) + 0.5
+    page._go_to(5.4)
+    assert page._player.value == 5
+    page._go_to(float("nan"))
+    assert page._player.value == 5
+    page._tapped(*page._seen.history.position.values[5, 4])
+    assert "never moved" in page._token.object
+
+
+def test_the_picture_of_layers_is_stratigraphy(page: Page) -> None:
+    layers = page._seen.history.layers
+    picture = plots.layer_plot(layers)
+    red, green, blue = (picture.dimension_values(name, flat=False) for name in "RGB")
+    assert red.shape == (6, 7)
+    for row in range(6):
+        for column in range(7):
+            regime = REGIMES[int(layers["stratum"].transpose("layer", "step")[row, column])]
+            wanted = tuple(bytes.fromhex(REGIME_COLOURS[regime][1:]))
+            assert (red[row, column], green[row, column], blue[row, column]) == wanted
