@@ -160,8 +160,9 @@ def count_by_population(da: xr.DataArray, kinds: int, dim: str) -> xr.DataArray:
     counts: xr.DataArray = xr.apply_ufunc(
         _count,
         da.chunk({"token": -1}) if da.chunks is not None else da,
-        kwargs={"groups": groups, "kinds": kinds},
-        input_core_dims=[["token"]],
+        groups,  # no keyword: that would go with each task
+        kwargs={"kinds": kinds},
+        input_core_dims=[["token"], ["population", "token"]],
         output_core_dims=[["population", dim]],
         dask="parallelized",
         output_dtypes=[np.int64],
@@ -243,8 +244,9 @@ def statistics(da: xr.DataArray, levels: npt.NDArray[np.float64]) -> xr.Dataset:
     table = xr.apply_ufunc(
         _statistics,
         da,
-        kwargs={"groups": groups, "quantiles": levels},
-        input_core_dims=[["token"]],
+        groups,  # no keyword: that would go with each task
+        kwargs={"quantiles": levels},
+        input_core_dims=[["token"], ["population", "token"]],
         output_core_dims=[["population", "statistic"]],
         dask="parallelized",
         output_dtypes=[np.float64],

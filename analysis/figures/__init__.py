@@ -2,12 +2,13 @@
 
 Each kind is a `Figure`: a function that takes a Dataset and an Axes, and returns the Axes. What it
 draws is what the functions of `analysis` compute, and nothing else; ``figure`` keeps what it
-collects, lazily, apart from how that is drawn. ``registry`` has all of them by name, ``sheet``
-several in one pass, ``style`` the colours, which are the same everywhere, and ``axes_marks`` what
-is drawn in many places. The figures: ``step_curves`` (one number a step), ``token_bands`` (mean and
-spread over the tokens), ``rest`` (freezing), ``stacks`` (regimes, causes), ``densities`` (hops,
-speeds), ``strata`` (tokens × steps), ``identical`` (vectors that are shared), ``bulk_motion``,
-``token_paths`` and ``moment_map``. A new one is a module of its own, and a line in the registry.
+collects, lazily, apart from how that is drawn, ``across_runs`` has the mean and the spread of
+several runs. ``registry`` has all of them by name, ``sheet`` several in one pass, ``style`` the
+colours, which are the same everywhere, and ``axes_marks`` what is drawn in many places. The
+figures: ``step_curves`` (one number a step), ``token_bands`` (mean and spread over the tokens),
+``rest`` (freezing), ``stacks`` (regimes, causes), ``densities`` (hops, speeds), ``strata`` (tokens
+× steps), ``identical`` (vectors that are shared), ``bulk_motion``, ``token_paths`` and
+``moment_map``. A new one is a module of its own, and a line in the registry.
 
 >>> from analysis.figures import FIGURES
 >>> FIGURES["gradients"](ds).get_ylabel()

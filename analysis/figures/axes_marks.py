@@ -21,6 +21,7 @@ __all__ = [
     "note",
     "population_band",
     "population_curves",
+    "spread_note",
     "with_legend",
     "with_units",
 ]
@@ -70,10 +71,16 @@ def note(ax: Axes, text: str, *, place: tuple[float, float] = (0.02, 0.02)) -> N
 
 
 def population_band(ax: Axes, data: xr.Dataset, population: str, look: Look) -> None:
-    """Mean over the tokens of a population, and the band between two quantiles."""
+    """Mean over the tokens of a population, and the band between two quantiles.
+
+    Of several runs the mean of that, and the band of one standard deviation between them.
+    """
     part = data.sel(population=population)
     colour = population_colour(population)
-    low, high = part["quantiles"].transpose("quantile", "step").values
+    if look.spread is None:
+        low, high = part["quantiles"].transpose("quantile", "step").values
+    else:
+        low, high = _around(part, "mean", look, population)
     steps = part["step"].values
     tokens = int(part["tokens"])
     ax.fill_between(steps, low, high, color=colour, alpha=0.12 if look.second else 0.25, lw=0)
@@ -93,6 +100,10 @@ def population_curves(ax: Axes, data: xr.Dataset, look: Look, labels: Mapping[st
     for population in data["population"].values.tolist():
         part = data.sel(population=population)
         for line, (name, label) in zip(lines, labels.items(), strict=True):
+            if look.spread is not None:
+                low, high = _around(part, name, look, population)
+                colour = population_colour(population)
+                ax.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
             ax.plot(
                 steps,
                 part[name].values,
@@ -100,6 +111,20 @@ def population_curves(ax: Axes, data: xr.Dataset, look: Look, labels: Mapping[st
                 color=population_colour(population),
                 label=look.label(f"{named(population)}: {label}"),
             )
+
+
+def _around(part: xr.Dataset, name: str, look: Look, population: str) -> tuple[Any, Any]:
+    """One standard deviation between runs below and above their mean."""
+    spreads = look.spread or xr.Dataset()
+    spread = spreads[name].sel(population=population).values
+    mean = part[name].values
+    return mean - spread, mean + spread
+
+
+def spread_note(ax: Axes, look: Look, over: str = "runs") -> None:
+    """Say once what lines and bands of several runs are; nothing of a single one."""
+    if look.spread is not None and not look.second:
+        note(ax, f"line: mean over {over}; band: ± one standard deviation between runs")
 
 
 def named(population: str) -> str:

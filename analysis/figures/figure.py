@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import dask
 import xarray as xr
 
+from analysis.figures.across_runs import Group, mean_and_spread, run_groups
 from analysis.figures.style import STYLES, Style, style
+from analysis.many_runs import each_run
 from analysis.streaming_scan import Scan
 from analysis.token_populations import populations
 from trajstore.errors import InvalidArgument, MissingExtra
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = [
+    "MOST_GROUPS",
     "Figure",
     "Look",
     "Options",
@@ -28,6 +31,9 @@ __all__ = [
     "run_system",
     "together",
 ]
+
+MOST_GROUPS = 2
+"""Of settings in one axes: whole lines and broken ones."""
 
 LOGS = ("none", "x", "y", "xy")
 
@@ -97,11 +103,14 @@ class Look:
         In front of the labels, where two runs are in one axes.
     second : bool
         Whether this is the second of them, which has broken lines.
+    spread : Dataset, optional
+        Of the mean of several runs: the standard deviation between them, of each variable.
     """
 
     style: Style = field(default_factory=lambda: STYLES["light"])
     run: str = ""
     second: bool = False
+    spread: xr.Dataset | None = None
 
     @property
     def line(self) -> str:
@@ -134,6 +143,8 @@ class Figure:
         Whether it can be asked on a lattice.
     overlays : bool
         Whether two runs go into one axes.
+    averages : bool
+        Whether it can show the mean and the spread of several runs; of others, each is shown.
     scales : bool
         Whether the scales of its axes are a matter of choice.
     of_populations : bool
@@ -151,6 +162,7 @@ class Figure:
     measures: tuple[str, ...] = ()
     on_lattice: bool = False
     overlays: bool = False
+    averages: bool = False
     scales: bool = True
     of_populations: bool = True
     reading: str = "blocks"
@@ -186,7 +198,8 @@ class Figure:
         Parameters
         ----------
         ds : Dataset
-            A run, or a part of it.
+            A run, or a part of it; or several along ``run``, of which the mean and the spread are
+            drawn, of up to two settings.
         ax : Axes of matplotlib, optional
             By default those of a new figure.
         other : Dataset, optional
@@ -213,12 +226,40 @@ class Figure:
         check_matplotlib()
         chosen = asked_for(options)
         self.check(chosen, other=other is not None, log=log)
+        if "run" in ds.dims:
+            return self._draw_runs(ds, ax, chosen, other=other, style=style, log=log)
         runs = [ds] if other is None else [ds, other]
         found = together([self.data(prepared(run, [self], chosen), chosen) for run in runs])
         with in_style(style):
             target = new_axes() if ax is None else ax
             self.draw_all(target, found, runs, style=style, log=log)
             target.set_title(f"{self.title}\n{' | '.join(map(described, runs))}", loc="left")
+        return target
+
+    def _draw_runs(
+        self,
+        ds: xr.Dataset,
+        ax: Axes | None,
+        options: Options,
+        *,
+        other: xr.Dataset | None,
+        style: str,
+        log: str | None,
+    ) -> Axes:
+        groups = run_groups(ds)
+        if other is not None or not self.averages or len(groups) > MOST_GROUPS:
+            why = f"they have {len(groups)} settings" if self.averages else "it is not averaged"
+            why = "there is another one, too" if other is not None else why
+            raise InvalidArgument(
+                f"{self.name} cannot show these runs in one axes, as {why}; choose one, "
+                "ds.isel(run=0), or draw them beside each other: trajstore plot RUN… KIND"
+            )
+        runs = each_run(ds)
+        found = together([self.data(prepared(run, [self], options), options) for run in runs])
+        with in_style(style):
+            target = new_axes() if ax is None else ax
+            self.draw_groups(target, found, groups, style=style, log=log)
+            target.set_title(f"{self.title}\n{described_runs(runs)}", loc="left")
         return target
 
     def check(self, options: Options, *, other: bool, log: str | None = None) -> None:
@@ -257,9 +298,36 @@ class Figure:
             if number and name == run_name(runs[0]):
                 name = f"{name} (2)"
             self.draw(ax, data, Look(style=STYLES[style], run=name, second=number > 0))
-        if log is not None:
-            ax.set_xscale("log" if "x" in log else "linear")
-            ax.set_yscale("log" if "y" in log else "linear")
+        _scale(ax, log)
+
+    def draw_groups(
+        self,
+        ax: Axes,
+        found: Sequence[xr.Dataset],
+        groups: Sequence[Group],
+        *,
+        style: str,
+        log: str | None = None,
+    ) -> None:
+        """Draw what has been computed of several runs: mean and spread of each group."""
+        for number, group in enumerate(groups):
+            data = [found[member] for member in group.members]
+            mean, spread = mean_and_spread(data) if self.averages else (data[0], None)
+            label = f"{group.label} ({len(data)} {'run' if len(data) == 1 else 'runs'})"
+            look = Look(
+                style=STYLES[style],
+                run=label if len(groups) > 1 else "",
+                second=number > 0,
+                spread=spread,
+            )
+            self.draw(ax, mean, look)
+        _scale(ax, log)
+
+
+def _scale(ax: Axes, log: str | None) -> None:
+    if log is not None:
+        ax.set_xscale("log" if "x" in log else "linear")
+        ax.set_yscale("log" if "y" in log else "linear")
 
 
 def asked_for(options: Mapping[str, Any]) -> Options:
@@ -362,3 +430,8 @@ def described(ds: xr.Dataset) -> str:
     """Name and system of a run."""
     system = run_system(ds)
     return f"{run_name(ds)} · {system}" if system else run_name(ds)
+
+
+def described_runs(runs: Sequence[xr.Dataset]) -> str:
+    """How many runs, and the system of the first."""
+    return " · ".join(filter(None, (f"{len(runs)} runs", run_system(runs[0]))))

@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING
 
 import xarray as xr
 
-from analysis.figures.axes_marks import along_steps, population_curves, with_legend
+from analysis.figures.axes_marks import (
+    along_steps,
+    population_curves,
+    spread_note,
+    with_legend,
+)
 from analysis.figures.figure import Figure, Look, Options
 from analysis.identical_vectors import build_clusters
 from analysis.streaming_scan import Scan
@@ -31,6 +36,7 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
     population_curves(ax, data, look, told)
     ax.set_yscale("log")
     along_steps(ax, "number")
+    spread_note(ax, look)
     with_legend(ax, loc="best")
 
 
@@ -42,5 +48,6 @@ clusters = Figure(
     rows=1,
     on_lattice=True,
     overlays=True,
+    averages=True,
     reading="identical",
 )

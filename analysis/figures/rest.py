@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
-from analysis.figures.axes_marks import along_steps, named, note, population_curves, with_legend
+from analysis.figures.axes_marks import (
+    along_steps,
+    named,
+    note,
+    population_curves,
+    spread_note,
+    with_legend,
+)
 from analysis.figures.figure import Figure, Look, Options
 from analysis.figures.style import population_colour
 from analysis.freezing import build_freeze
@@ -52,6 +59,7 @@ def _draw_freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
     population_curves(ax, data, look, told)
     along_steps(ax, "share of the tokens")
     ax.set_ylim(-0.02, 1.02)
+    spread_note(ax, look)
     with_legend(ax, loc="upper left")
 
 
@@ -116,6 +124,7 @@ freeze = Figure(
     measures=("moved",),
     on_lattice=True,
     overlays=True,
+    averages=True,
 )
 
 last_motion = Figure(

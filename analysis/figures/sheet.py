@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xarray as xr
 
+from analysis.figures.across_runs import Group
 from analysis.figures.figure import (
+    MOST_GROUPS,
     Figure,
     Options,
     check_matplotlib,
     described,
+    described_runs,
     in_style,
     prepared,
+    run_name,
     together,
 )
 from analysis.write_results import progress_of_tasks
@@ -24,6 +29,7 @@ from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
 from trajstore.store.create import staged_file
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure as Canvas
 
 __all__ = ["ENDINGS", "Collected", "check_target", "collect", "draw_sheet", "save"]
@@ -31,6 +37,9 @@ __all__ = ["ENDINGS", "Collected", "check_target", "collect", "draw_sheet", "sav
 ENDINGS = (".png", ".svg", ".pdf")
 
 _COLUMNS = 2
+_MOST_PANELS = 40
+
+_Panel = tuple[str, "Callable[[Axes], None]"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +53,15 @@ class Collected:
     left_out : mapping
         By the name of each figure that cannot be drawn, why.
     runs : sequence of Dataset
+    groups : sequence of Group
+        Of which of them the mean and the spread are shown; without any, the runs themselves.
     """
 
     data: Mapping[str, tuple[xr.Dataset, ...]]
     figures: Sequence[Figure]
     runs: Sequence[xr.Dataset]
     left_out: Mapping[str, str] = field(default_factory=dict)
+    groups: Sequence[Group] = ()
 
 
 def collect(
@@ -57,6 +69,7 @@ def collect(
     figures: Sequence[Figure],
     options: Options,
     *,
+    groups: Sequence[Group] = (),
     leave_out: bool = False,
     report: Callable[[int, int], None] | None = None,
 ) -> Collected:
@@ -65,9 +78,11 @@ def collect(
     Parameters
     ----------
     runs : sequence of Dataset
-        One, or two for one axes.
+        One, or two for one axes; or with `groups` any number.
     figures : sequence of Figure
     options : Options
+    groups : sequence of Group
+        Which of them differ in their seeds only: their mean and spread are shown.
     leave_out : bool
         Leave out figures that the runs do not hold what is needed for; by default that is an error.
     report : callable, optional
@@ -84,7 +99,8 @@ def collect(
     for figure in figures:
         try:
             # On a sheet of all, what is not about populations or lattices shows the run as it is.
-            figure.check(Options() if leave_out else options, other=len(runs) > 1)
+            other = len(runs) > 1 and not groups
+            figure.check(Options() if leave_out else options, other=other)
             lazy[figure.name] = tuple(figure.data(scan, options) for scan in scans)
         except (VariableNotRecorded, InvalidArgument) as error:
             if not leave_out:
@@ -107,6 +123,7 @@ def collect(
         figures=there,
         runs=runs,
         left_out=left_out,
+        groups=groups,
     )
 
 
@@ -130,24 +147,64 @@ def draw_sheet(collected: Collected, *, style: str = "light", log: str | None = 
     check_matplotlib()
     from matplotlib.figure import Figure as Canvas
 
-    figures = collected.figures
-    alone = len(figures) == 1
-    if log is not None and not alone:
+    if log is not None and len(collected.figures) > 1:
         raise InvalidArgument("log goes with a single kind of figure; draw the others apart")
-    rows = -(-len(figures) // _COLUMNS)
+    panels = _panels(collected, style, log)
+    alone = len(panels) == 1
+    rows = -(-len(panels) // _COLUMNS)
     with in_style(style):
         canvas = Canvas(figsize=(8, 5) if alone else (14, 4.6 * rows), layout="constrained")
         # A part for each, so that the legend of one takes no room from the others.
         parts = canvas.subfigures(rows, 1 if alone else _COLUMNS, squeeze=False).ravel()
-        title = "  |  ".join(map(described, collected.runs))
-        for figure, part in zip(figures, parts, strict=False):
+        several = bool(collected.groups)
+        title = (
+            described_runs(collected.runs)
+            if several
+            else "  |  ".join(map(described, collected.runs))
+        )
+        for (name, draw), part in zip(panels, parts, strict=False):
             ax = part.subplots()
-            figure.check(Options(), other=len(collected.runs) > 1, log=log)
-            figure.draw_all(ax, collected.data[figure.name], collected.runs, style=style, log=log)
-            ax.set_title(f"{figure.title}\n{title}" if alone else figure.title)
+            draw(ax)
+            ax.set_title(f"{name}\n{title}" if alone else name)
         if not alone:
             canvas.suptitle(title)
     return canvas
+
+
+def _panels(collected: Collected, style: str, log: str | None) -> list[_Panel]:
+    """What is drawn, by its title: a panel a figure, or where runs do not go into one, several."""
+    panels: list[_Panel] = []
+    several = bool(collected.groups)
+    for figure in collected.figures:
+        data = collected.data[figure.name]
+        figure.check(Options(), other=len(collected.runs) > 1 and not several, log=log)
+        if not several:
+            draw = partial(figure.draw_all, found=data, runs=collected.runs, style=style, log=log)
+            panels.append((figure.title, draw))
+            continue
+        shown = _panel_groups(figure, collected)
+        for groups in shown:
+            label = f": {groups[0].label}" if len(shown) > 1 else ""
+            draw = partial(figure.draw_groups, found=data, groups=groups, style=style, log=log)
+            panels.append((f"{figure.title}{label}", draw))
+    if len(panels) > _MOST_PANELS:
+        raise InvalidArgument(
+            f"these would be {len(panels)} figures on a sheet, of {len(collected.runs)} runs; at "
+            f"most {_MOST_PANELS} can be read, so choose fewer runs or kinds"
+        )
+    return panels
+
+
+def _panel_groups(figure: Figure, collected: Collected) -> list[list[Group]]:
+    """Groups of each panel; of a figure that is not averaged, each run is one."""
+    if not figure.averages:
+        return [
+            [Group(label=run_name(run).removesuffix(".zarr"), members=(number,))]
+            for number, run in enumerate(collected.runs)
+        ]
+    if len(collected.groups) <= MOST_GROUPS:
+        return [list(collected.groups)]
+    return [[group] for group in collected.groups]
 
 
 def save(

@@ -9,7 +9,13 @@ import xarray as xr
 
 from analysis import input_checks
 from analysis.collective_motion import build_centroid
-from analysis.figures.axes_marks import along_steps, note, population_curves, with_legend
+from analysis.figures.axes_marks import (
+    along_steps,
+    note,
+    population_curves,
+    spread_note,
+    with_legend,
+)
 from analysis.figures.figure import Figure, Look, Options
 from analysis.figures.style import POPULATION_COLOURS
 from analysis.logit_statistics import build_logit_stats
@@ -31,10 +37,14 @@ def _loss(history: Scan, options: Options) -> xr.Dataset:
 def _draw_loss(ax: Axes, data: xr.Dataset, look: Look) -> None:
     steps, values = data["step"].values, data["loss"].values
     colour = look.style.second if look.second else look.style.ink
+    if look.spread is not None:
+        spread = look.spread["loss"].values
+        ax.fill_between(steps, values - spread, values + spread, color=colour, alpha=0.25, lw=0)
+        spread_note(ax, look)
     ax.plot(steps, values, look.line, color=colour, lw=0.9, label=look.label("loss"))
     along_steps(ax, "training loss", data["loss"].attrs.get("units"))
     last = np.flatnonzero(np.isfinite(values))
-    if not look.run and last.size:
+    if not look.run and look.spread is None and last.size:
         note(
             ax,
             f"{values[last[0]]:.3f} at step {steps[last[0]]}, "
@@ -94,6 +104,7 @@ def _draw_centroid(ax: Axes, data: xr.Dataset, look: Look) -> None:
     told = {"centroid_norm": "norm of their centre", "mean_radius": "mean distance from it"}
     population_curves(ax, data, look, told)
     along_steps(ax, "length", data["centroid_norm"].attrs["units"])
+    spread_note(ax, look)
     with_legend(ax)
 
 
@@ -134,6 +145,7 @@ loss = Figure(
     draw=_draw_loss,
     rows=1,
     overlays=True,
+    averages=True,
     of_populations=False,
 )
 
@@ -154,6 +166,7 @@ centroid = Figure(
     rows=1,
     reading="rows",
     overlays=True,
+    averages=True,
 )
 
 seams = Figure(

@@ -11,6 +11,7 @@ from analysis.figures.axes_marks import (
     log_scale,
     note,
     population_band,
+    spread_note,
     with_legend,
 )
 from analysis.figures.figure import Figure, Look, Options
@@ -46,7 +47,9 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
     label = str(data["mean"].attrs["long_name"]).removeprefix("mean of ")
     along_steps(ax, label, data["mean"].attrs.get("units"))
     log_scale(ax, "y", data["mean"].values)
-    note(ax, "line: mean over tokens; band: 5 % to 95 % of them")
+    spread_note(ax, look, "tokens and runs")
+    if look.spread is None:
+        note(ax, "line: mean over tokens; band: 5 % to 95 % of them")
     with_legend(ax)
 
 
@@ -69,6 +72,7 @@ gradients = Figure(
     collect=_gradients,
     draw=_draw,
     overlays=True,
+    averages=True,
 )
 
 displacement = Figure(
@@ -77,6 +81,7 @@ displacement = Figure(
     collect=_displacement,
     draw=_draw,
     overlays=True,
+    averages=True,
 )
 
 speed = Figure(
@@ -86,4 +91,5 @@ speed = Figure(
     draw=_draw,
     measures=("step_norm",),
     overlays=True,
+    averages=True,
 )

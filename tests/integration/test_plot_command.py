@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,12 @@ def test_figures(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -
     assert sheet.stat().st_size > 10_000
     both = tmp_path / "both.png"
     trajstore_cli("plot", run, "loss", "freeze", "--with", run, "-o", both, "--lattice", "native")
+    other = tmp_path / "other.zarr"
+    shutil.copytree(run, other)
+    out = trajstore_cli("plot", run, other, "loss", "hops", "-o", tmp_path / "runs.png").stdout
+    assert "runs.png: loss, hops." in out
+    refused = trajstore_cli("plot", run, other, "loss", "--with", run, rc=2).stderr
+    assert "got 2 runs, and another one" in refused
 
 
 def test_what_is_refused(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:

@@ -7,16 +7,16 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from trajstore.cli.options import LATTICE, RUN, sentences
+from trajstore.cli.options import COMMON_STEPS, LATTICE, RUN, opened, runs_and_names, sentences
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out, print_notes
+from trajstore.errors import InvalidArgument
 
 __all__ = ["plot", "report"]
 
 
 @click.command()
-@RUN
-@click.argument("kinds", nargs=-1, required=True, metavar="KIND…")
+@click.argument("words", nargs=-1, required=True, metavar="RUN… KIND…")
 @click.option(
     "-o",
     "--output",
@@ -49,6 +49,7 @@ __all__ = ["plot", "report"]
     default="principal",
     help="Plane of trajectory.",
 )
+@COMMON_STEPS
 @click.option("--with", "other", type=click.Path(), help="A second run, in the same axes.")
 @click.option(
     "--style",
@@ -60,8 +61,7 @@ __all__ = ["plot", "report"]
 @click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
 @sentences
 def plot(
-    run: str,
-    kinds: tuple[str, ...],
+    words: tuple[str, ...],
     output: str | None,
     steps: str | None,
     tokens: str | None,
@@ -70,12 +70,16 @@ def plot(
     lattice: str,
     colour: str,
     plane: str,
+    common_steps: bool,
     other: str | None,
     style: str,
     dpi: int,
     overwrite: bool,
 ) -> None:
     """Draw figures of a run; several kinds, or `all`, make one sheet. Also while it is recorded.
+
+    Of several runs the mean and the spread between those that differ in their seeds only; kinds
+    that have no mean show each run.
 
     Kinds are loss, gradients, displacement, speed, freeze, last-motion, lifecycle, regimes, causes,
     hops, stratigraphy, bulk-thermal, speed-density, centroid, trajectory, moments, clusters,
@@ -87,33 +91,49 @@ def plot(
       trajstore plot gatsby.zarr freeze last-motion causes -o rest.pdf
       trajstore plot gatsby.zarr all --style dark
       trajstore plot gatsby.zarr displacement --with other.zarr --steps 0:500 -o both.svg
+      trajstore plot runs/*.zarr gradients --population dead -o dead.png
     """
+    from analysis.figures.across_runs import run_groups
     from analysis.figures.figure import Options, check_matplotlib
-    from analysis.figures.registry import figures_named
+    from analysis.figures.registry import FIGURES, figures_named
     from analysis.figures.sheet import check_target, collect, draw_sheet, save
+    from analysis.many_runs import each_run
     from analysis.named_populations import with_populations
     from trajstore.cli.population_files import populations_from
     from trajstore.exchange.selection import select_part
-    from trajstore.store.open_run import open_run
+    from trajstore.store.open_runs import run_paths
 
     check_matplotlib()
+    paths, kinds = runs_and_names(words, {*FIGURES, "all"})
     figures = figures_named(kinds)
-    stem = Path(run.rstrip("/")).name.removesuffix(".zarr")
+    paths = run_paths(paths)
+    several = len(paths) > 1
+    stem = "runs" if several else Path(paths[0].rstrip("/")).name.removesuffix(".zarr")
     target = Path(output or f"{stem}-{figures[0].name if len(figures) == 1 else 'figures'}.png")
     check_target(target, dpi=dpi, overwrite=overwrite)
+    if several and other is not None:
+        raise InvalidArgument(f"got {len(paths)} runs, and another one with --with; leave it out")
     named = populations_from([population]) if population and "=" in population else {}
     chosen = next(iter(named), population)
     options = Options(population=chosen, lattice=lattice, colour=colour, plane=plane)
     if "all" not in kinds:
         for figure in figures:
             figure.check(options, other=other is not None, log=log)
+    ds = opened(paths, common_steps=common_steps)
+    runs = each_run(ds) if several else [ds]
     runs = [
-        select_part(with_populations(open_run(path), named), steps=steps, tokens=tokens)
-        for path in (run, other)
-        if path is not None
+        select_part(with_populations(run, named), steps=steps, tokens=tokens)
+        for run in [*runs, *([] if other is None else [opened([other])])]
     ]
     with AnalysisProgress() as progress:
-        found = collect(runs, figures, options, leave_out="all" in kinds, report=progress.show)
+        found = collect(
+            runs,
+            figures,
+            options,
+            groups=run_groups(ds) if several else (),
+            leave_out="all" in kinds,
+            report=progress.show,
+        )
     save(draw_sheet(found, style=style, log=log), target, dpi=dpi, overwrite=overwrite)
     out.print(Text(f"Wrote {target}: {', '.join(figure.name for figure in found.figures)}."))
     print_notes(f"without {name}, for {why}" for name, why in found.left_out.items())
