@@ -136,7 +136,7 @@ class StoredArray:
         """
         path = self.path / self.key(block, part)
         try:
-            file = os.open(path, os.O_RDONLY)
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
         except FileNotFoundError:
             raise FormatError(
                 f"{self.name}, block {block}: the shard {path} is missing; bring the run back to "
