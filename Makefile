@@ -75,6 +75,16 @@ format: .venv  ## Format the code, and mend what the linter can
 crash: .venv  ## Kill writers and trainings 200 times and more, with readers looking on
 	TRAJSTORE_KILLS=40 $(BIN)/python -m pytest -q tests/crash
 
+.PHONY: faults
+faults: .venv  ## Have the system refuse calls of every command (EIO, ENOSPC, EMFILE, EROFS), for minutes
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
+	$(BIN)/python tools/faults.py
+
+.PHONY: soak
+soak: .venv  ## Kill commands that write, at random times, with four readers looking on, for minutes
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
+	$(BIN)/python tools/soak.py
+
 .PHONY: bench
 bench: .venv  ## Measure against what people use today; the first time it records for minutes
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'

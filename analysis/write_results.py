@@ -201,15 +201,16 @@ def _check_replaceable(path: Path) -> None:
 def _plain(ds: xr.Dataset, text: Any) -> xr.Dataset:
     """Without the storage settings of the run it came from, even chunks, and text of one type."""
     ds = ds.drop_encoding()
-    for name, array in ds.coords.items():
-        if array.dtype.kind in "TUO":
-            values = np.asarray(array.values).astype(object).astype(text)
-            ds = ds.assign_coords({name: (array.dims, values, array.attrs)})
     largest: dict[Any, int] = {}
     for array in ds.variables.values():
         for dim, sizes in array.chunksizes.items():
             largest[dim] = max(largest.get(dim, 0), *sizes)
-    return ds.chunk(largest)
+    texts = {name: array for name, array in ds.coords.items() if array.dtype.kind in "TUO"}
+    ds = ds.chunk(largest)
+    for name, array in texts.items():
+        values = np.asarray(array.values).astype(object).astype(text)
+        ds = ds.assign_coords({name: (array.dims, values, array.attrs)})
+    return ds
 
 
 def _write_zarr(ds: xr.Dataset, path: Path) -> Any:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
+from pathlib import Path
 from typing import Any
 
-__all__ = ["Document", "differences", "parse", "same"]
+__all__ = ["Document", "differences", "document_bytes", "parse", "same"]
 
 Document = dict[str, Any]
+
+_LARGEST = 16 << 20
+_DEEPEST = 100
 
 
 def parse(text: str) -> Any:
@@ -19,9 +25,43 @@ def parse(text: str) -> Any:
         If it is none, or nested so deeply that it cannot be read.
     """
     try:
-        return json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_constant)
+        value = json.loads(text, object_pairs_hook=_distinct, parse_constant=_no_constant)
     except RecursionError as error:
         raise ValueError(str(error)) from None
+    _check_depth(value)
+    return value
+
+
+def document_bytes(path: str | os.PathLike[str]) -> bytes:
+    """Content of a document: of a file, and of no more bytes than one of a run ever has.
+
+    Raises
+    ------
+    ValueError
+        If it is no file, such as a pipe, or larger than 16 MiB.
+    OSError
+        If it cannot be read.
+    """
+    found = os.stat(path)
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        raise ValueError("it is no regular file")  # a pipe would be waited for
+    if found.st_size > _LARGEST:
+        raise ValueError(f"it has {found.st_size:,} bytes; a document has at most {_LARGEST:,}")
+    return Path(path).read_bytes()
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [
+            item
+            for one in level
+            if isinstance(one, dict | list)
+            for item in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return
+    raise ValueError(f"it is nested more than {_DEEPEST} deep")
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> Document:

@@ -104,6 +104,10 @@ def sentences(command: Callable[P, None]) -> Callable[P, None]:
                 raise
             where = f" {error.filename}" if error.filename else ""
             _fail(f"the system refused{where}: {error.strerror or error}", 1)
+        except MemoryError as error:
+            if click.get_current_context().find_root().params["debug"]:
+                raise
+            _fail(f"there is not as much memory as this takes: {error or 'out of memory'}", 1)
         except KeyboardInterrupt:
             if click.get_current_context().find_root().params["debug"]:
                 raise

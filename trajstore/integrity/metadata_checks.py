@@ -21,7 +21,7 @@ from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import check_attributes, settle_announced
 from trajstore.schema import COORDINATES, STEP, TRAJECTORIES, VARIABLES
 from trajstore.store.object_keys import DOCUMENT
-from trajstore.strict_json import Document, parse
+from trajstore.strict_json import Document, document_bytes, parse
 
 __all__ = ["check_metadata", "is_outdated", "read_document"]
 
@@ -128,7 +128,7 @@ def read_document(path: Path, array: str | None) -> Document | Problem:
     first: int | None = None
     size = 0
     try:
-        data = path.read_bytes()
+        data = document_bytes(path)
         size = len(data)
         value = parse(data.decode())
         if isinstance(value, dict):
@@ -145,7 +145,7 @@ def read_document(path: Path, array: str | None) -> Document | Problem:
     except json.JSONDecodeError as error:
         first, message = error.pos, f"it is no JSON: {error}"
     except ValueError as error:
-        message = f"it is no JSON: {error}"
+        message = f"it is no JSON document of a run: {error}"
     return Problem(
         array=array,
         path=path,

@@ -82,12 +82,16 @@ def link_or_copy(source: Path, target: Path, *, fsync: bool = False) -> None:
     source, target : Path
         There is nothing at `target`.
     fsync : bool
-        As for `put`, where a copy has to be made.
+        As for `put`.
     """
     try:
         os.link(source, target)
     except OSError:  # another file system, or one without links, or too many of them
         put(target, _pieces(source), fsync=fsync)
+        return
+    if fsync:  # whoever wrote it may not have
+        flush_file(target)
+        flush_folder(target.parent)
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
@@ -98,7 +102,12 @@ def _pieces(path: Path) -> Iterator[bytes]:
 
 def flush_folder(folder: Path) -> None:
     """Make the names in a folder survive a loss of power."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    flush_file(folder)
+
+
+def flush_file(path: Path) -> None:
+    """Make what a file, or a folder, holds survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -62,7 +62,7 @@ def opened(path: Location) -> Iterator[ObjectFile]:
     if isinstance(path, RemotePath):
         yield _RemoteFile(path)
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
     try:
         yield _LocalFile(descriptor)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,17 @@ from zarr.errors import NodeNotFoundError
 
 from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError, RunNotFound
-from trajstore.schema import FORMAT
+from trajstore.schema import FORMAT, STEP
+from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.remote_path import RemotePath, RunPath, location
+from trajstore.strict_json import document_bytes, parse
 
 __all__ = ["open_group", "run_identity"]
+
+_LARGEST_BLOCK = 1 << 38
+"""Values; 1 TiB of float32."""
+
+_LARGEST_ARRAY_DOCUMENT = 16 << 20
 
 
 def open_group(path: RunPath) -> zarr.Group:
@@ -33,6 +41,8 @@ def open_group(path: RunPath) -> zarr.Group:
     text = str(path)
     if isinstance(place, Path) and not place.exists():
         raise RunNotFound(f"there is no run at {text}")
+    if isinstance(place, Path):
+        _check_bounds(place)
     try:
         if isinstance(place, Path):
             group = zarr.open_group(text, mode="r", zarr_format=3)
@@ -51,6 +61,56 @@ def open_group(path: RunPath) -> zarr.Group:
             f"install trajstore {group.attrs.get('trajstore_version')} or newer"
         )
     return group
+
+
+def _check_bounds(path: Path) -> None:
+    """Refuse documents that would take memory, or time, out of proportion to what is stored.
+
+    Raises
+    ------
+    FormatError
+    """
+    try:
+        root = parse(document_bytes(path / DOCUMENT).decode())
+        arrays = root["consolidated_metadata"]["metadata"]
+        for document in path.glob(f"*/{DOCUMENT}"):
+            if document.stat().st_size > _LARGEST_ARRAY_DOCUMENT:
+                raise ValueError(f"{document.parent.name}/{DOCUMENT} is too large")
+    except ValueError as error:
+        raise FormatError(
+            f"{path} is not a Zarr v3 group, so not a run: {DOCUMENT} cannot be read: {error}"
+        ) from error
+    except (OSError, KeyError, TypeError):
+        return  # which zarr puts into words
+    for name, array in arrays.items():
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise FormatError(f"{path} is not a run: {name!r} is no name of an array in it")
+        _check_sizes(path, name, array)
+
+
+def _check_sizes(path: Path, name: str, array: Any) -> None:
+    """Refuse an array of blocks that no machine holds, or of rows that nobody stored."""
+    try:
+        shape = array["shape"]
+        block = array["chunk_grid"]["configuration"]["chunk_shape"]
+        separator = array["chunk_key_encoding"]["configuration"]["separator"]
+        size = math.prod(block)
+        rows, length = int(shape[0]), int(block[0])
+    except (KeyError, TypeError, IndexError, ValueError):
+        return  # which zarr puts into words
+    if size > _LARGEST_BLOCK:
+        raise FormatError(
+            f"{path} cannot be read: {name} has blocks of {size:,} values, expected at most "
+            f"{_LARGEST_BLOCK:,}"
+        )
+    if name != STEP.name or separator != "." or rows < 1 or length < 1:
+        return
+    last = (rows - 1) // length
+    if last and not (path / name / f"c.{last}").exists() and (path / name / "c.0").exists():
+        raise FormatError(
+            f"{path} says that it has {rows:,} rows, and the last of them are not stored; see what "
+            f"is wrong with: trajstore verify {path}"
+        )
 
 
 def run_identity(attributes: Mapping[str, Any]) -> Runs | None:

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
-from trajstore.strict_json import differences, parse, same
+from trajstore.strict_json import differences, document_bytes, parse, same
 
 
 @pytest.mark.parametrize(
@@ -33,3 +36,19 @@ def test_differences_are_named_by_their_place() -> None:
     assert differences(one, other) == ["codecs.0.name", "gone", "new"]
     assert differences(one, one) == []
     assert differences({"a": [1, 2]}, {"a": [1]}) == ["a"]
+
+
+def test_documents_are_bounded(tmp_path: Path) -> None:
+    document = tmp_path / "zarr.json"
+    document.write_text("{}")
+    assert document_bytes(document) == b"{}"
+    with pytest.raises(ValueError, match="nested more than 100 deep"):
+        parse("[" * 101 + "]" * 101)
+    assert parse("[" * 100 + "]" * 100)
+    os.truncate(document, 1 << 40)  # a sparse file
+    with pytest.raises(ValueError, match="at most 16,777,216"):
+        document_bytes(document)
+    document.unlink()
+    os.mkfifo(document)
+    with pytest.raises(ValueError, match="no regular file"):
+        document_bytes(document)

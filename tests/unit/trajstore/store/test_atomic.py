@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trajstore.store.atomic import exchange, leftovers, put, sweep
+from trajstore.store.atomic import exchange, leftovers, link_or_copy, put, sweep
 
 
 def test_an_object_is_replaced_whole(tmp_path: Path) -> None:
@@ -66,3 +66,14 @@ def test_only_what_the_dead_have_left_is_swept(tmp_path: Path) -> None:
     assert sorted(leftovers(run)) == sorted([file, folder])
     assert sorted(sweep(run)) == sorted([file, folder, own])
     assert sorted(tmp_path.iterdir()) == sorted(kept)
+
+
+def test_a_linked_object_is_flushed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    source.write_text("x")
+    flushed = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_ino))
+    link_or_copy(source, tmp_path / "plain")
+    assert flushed == []
+    link_or_copy(source, tmp_path / "flushed", fsync=True)
+    assert flushed == [source.stat().st_ino, tmp_path.stat().st_ino]
