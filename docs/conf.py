@@ -53,7 +53,10 @@ html_theme_options = {
     "footer_start": [],
     "footer_end": [],
     "secondary_sidebar_items": ["page-toc"],
+    "show_toc_level": 2,
 }
+# Pages without others below them.
+html_sidebars = {name: [] for name in ("index", "tutorial", "figures", "limits")}
 
 
 def set_examples(app: Sphinx, context: object, lines: list[str]) -> None:
