@@ -43,6 +43,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!(trajstore|trainers|analysis)\.).*")]
 
 html_theme = "pydata_sphinx_theme"
 html_title = "trajstore"
+html_context = {"default_mode": "auto"}  # light or dark, as the reader has it
 html_show_sourcelink = False
 html_copy_source = False
 html_show_sphinx = False
