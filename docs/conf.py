@@ -43,6 +43,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!(trajstore|trainers|analysis)\.).*")]
 
 html_theme = "pydata_sphinx_theme"
 html_title = "trajstore"
+html_context = {"default_mode": "auto"}  # light or dark, as the reader has it
 html_show_sourcelink = False
 html_copy_source = False
 html_show_sphinx = False
@@ -53,7 +54,10 @@ html_theme_options = {
     "footer_start": [],
     "footer_end": [],
     "secondary_sidebar_items": ["page-toc"],
+    "show_toc_level": 2,
 }
+# Pages without others below them.
+html_sidebars = {name: [] for name in ("index", "tutorial", "figures", "limits")}
 
 
 def set_examples(app: Sphinx, context: object, lines: list[str]) -> None:

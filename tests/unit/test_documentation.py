@@ -99,6 +99,22 @@ def test_every_block_is_found() -> None:
     assert len(BLOCKS) > 100
 
 
+def test_the_gallery_has_every_figure() -> None:
+    from analysis.figures import FIGURES
+
+    page = (ROOT / "docs" / "figures.md").read_text()
+    missing = [name for name in FIGURES if f"trajstore plot {LONG} {name}\n```\n\n![" not in page]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, Path("CONTRIBUTING.md")], ids=str)
+def test_links_lead_to_files(page: Path) -> None:
+    """Those of docs/ are held against headings too, when the site is built."""
+    text = (ROOT / page).read_text()
+    links = re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)", text)
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
 def test_a_mark_stands_before_a_block() -> None:
     for page in PAGES:
         marks = re.findall(r"<!--", (ROOT / page).read_text())
