@@ -11,7 +11,7 @@ import xarray as xr
 
 from analysis.streaming_scan import over_hidden
 from trajstore.errors import InvalidArgument
-from trajstore.schema import VARIABLES
+from trajstore.schema import MODEL, VARIABLES
 from trajstore.values.ulp_lattice import unsigned_view
 
 __all__ = ["compare"]
@@ -83,7 +83,7 @@ def _over_rows(pieces: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
 
 def _difference(a: xr.DataArray, b: xr.DataArray) -> da.Array:
     """Structured array (step) of `_FIELDS`."""
-    dims = ("step", *(dim for dim in ("token", "hidden") if dim in a.dims))
+    dims = ("step", *(dim for dim in ("token", "hidden", "parameter") if dim in a.dims))
     x, y = (
         array.transpose(*dims).chunk() if array.chunks is None else array.transpose(*dims)
         for array in (a, b)
@@ -108,7 +108,8 @@ def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
     ----------
     a, b : Dataset
         Two runs over the same tokens and hidden dimensions. What only one of them recorded is
-        left out, and so are steps that only one has.
+        left out, and so are steps that only one has, and what is of all parameters of the model
+        where these are not the same.
 
     Returns
     -------
@@ -136,6 +137,7 @@ def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
         name
         for name in VARIABLES
         if name in a and name in b and set(a[name].dims) == set(b[name].dims)
+        if name not in MODEL or a["parameter"].equals(b["parameter"])
     ]
     if not steps.size or not names:
         what = "step" if names else "variable"

@@ -57,6 +57,11 @@ class ModelConfig(_Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights and gradients, and of the optimizer's state unless that has its own."""
 
+    @property
+    def parameters(self) -> int:
+        """Number of its parameter tensors: twelve a layer, two embeddings, the last norm's two."""
+        return 12 * self.layers + 4
+
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> Self:
         if self.hidden % self.heads:

@@ -12,11 +12,13 @@ from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 
 __all__ = [
+    "ALONG_TOKEN",
     "COORDINATES",
     "ENCODINGS",
     "FORMAT",
     "IMPORTED",
     "LATTICES",
+    "MODEL",
     "RECORDED",
     "STEP",
     "TIERS",
@@ -62,7 +64,7 @@ class Variable:
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinate:
-    """A coordinate along ``token``: written once, when the run is created."""
+    """A coordinate, mostly along ``token``: written once, when the run is created."""
 
     name: str
     dims: tuple[str, ...]
@@ -72,6 +74,7 @@ class Coordinate:
 
 
 _MATRIX = ("step", "token", "hidden")
+_MODEL = ("step", "parameter")
 
 STEP = Variable(
     name="step",
@@ -197,6 +200,34 @@ VARIABLES: dict[str, Variable] = {
             units="1",
             row0="initial",
         ),
+        Variable(
+            name="param_grad_norm",
+            dims=_MODEL,
+            long_name="L2 norm of the gradient of each parameter, before clipping",
+            units="nat",
+            row0="nan",
+        ),
+        Variable(
+            name="param_norm",
+            dims=_MODEL,
+            long_name="L2 norm of each parameter after the step",
+            units="1",
+            row0="initial",
+        ),
+        Variable(
+            name="param_update_norm",
+            dims=_MODEL,
+            long_name="L2 norm of the change of each parameter in the step",
+            units="1",
+            row0="nan",
+        ),
+        Variable(
+            name="param_update_lost",
+            dims=_MODEL,
+            long_name="share of a parameter's elements with a gradient that the step left",
+            units="1",
+            row0="nan",
+        ),
     )
 }
 
@@ -240,8 +271,21 @@ COORDINATES: dict[str, Coordinate] = {
             fill_value="",
             attributes={"long_name": "how the token reads"},
         ),
+        Coordinate(
+            name="parameter",
+            dims=("parameter",),
+            dtype="string",
+            fill_value="",
+            attributes={"long_name": "name of a parameter of the model"},
+        ),
     )
 }
+
+MODEL = tuple(name for name, entry in VARIABLES.items() if entry.dims == _MODEL)
+"""Variables of every parameter of the model, one number for each."""
+
+ALONG_TOKEN = tuple(name for name, entry in COORDINATES.items() if entry.dims == ("token",))
+"""Coordinates of the tokens."""
 
 _SMALL = ("logits", "loss", "lr", "grad_norm", "clip_coef", "skipped")
 
@@ -249,6 +293,7 @@ TIERS: dict[str, tuple[str, ...]] = {
     "weights": ("W", *_SMALL),
     "weights+grads": ("W", "grad", *_SMALL),
     "all": ("W", "grad", "exp_avg", "exp_avg_sq", *_SMALL),
+    "model": ("W", *MODEL, *_SMALL),
 }
 """What ``record`` may be instead of a list of variables. Per-step scalars cost nothing.
 

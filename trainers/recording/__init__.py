@@ -5,7 +5,7 @@ Where the tensors of one step go:
 1. A hook sees the tensor: ``forward_values`` what the forward passes make, ``step_hooks`` the
    gradient when the backward pass ends, and W and the moments right after the optimizer's step.
 2. ``parameter_rows`` knows whether it is recorded, and of which tokens (``token_selection``);
-   ``device_norms`` sums up.
+   ``device_norms`` sums up; ``model_parameters`` does of all parameters of the model.
 3. ``device_to_host`` copies it into its place in the writer's block: at once on the CPU, over the
    bus and behind the training from CUDA. When the step ends the row is handed over as a whole.
 4. `trajstore.store.writer` encodes full blocks, writes and commits them.

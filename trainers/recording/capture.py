@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from trainers.recording.compared_run import Comparison
+from trainers.recording.model_parameters import ModelParameters
 from trainers.recording.numeric_advice import optimizer_advice, tell
 from trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trainers.recording.parameter_rows import ParameterRows
@@ -73,13 +74,17 @@ def attach(
     advice = optimizer_advice(parameters, real)
     if options.strict_numerics:
         require_sound(advice)
-    planned = plan_runs(path, parameters, real, options, loop) if _is_first_process() else []
+    planned, whole = [], None
+    if _is_first_process():
+        device = parameters[0].tensor.device
+        whole = ModelParameters.of_recording(model, real, device, options.variables)
+        planned = plan_runs(path, parameters, real, options, loop, whole)
     rows = [
         ParameterRows(run, ExistingRun.find(run, comparison) if options.resume else None)
         for run in planned
     ]
     recorder = Recorder(
-        model, real, rows, loop=loop, logits_mode=options.logits_mode, on_step=on_step
+        model, real, rows, whole, loop=loop, logits_mode=options.logits_mode, on_step=on_step
     )
     try:
         # Only now that nothing is refused any more: it drops rows.

@@ -40,7 +40,7 @@ class RecordingOptions:
     Attributes
     ----------
     record : str or sequence of str
-        Variables, or tiers of them: ``weights``, ``weights+grads``, ``all``.
+        Variables, or tiers of them: ``weights``, ``weights+grads``, ``all``, ``model``.
     parameter : str or sequence of str, optional
         Names of matrices (token, hidden); without it, the model's unembedding. Each of several has
         a run of its own, ``NAME.<parameter>.zarr``: a run has one token dimension.

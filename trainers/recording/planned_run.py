@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
+from trainers.recording.model_parameters import ModelParameters
 from trainers.recording.options import RecordingOptions, TrainingLoop
 from trainers.recording.parameters import RecordedParameter
 from trainers.recording.provenance import optimizer_attributes, provenance
@@ -46,6 +47,8 @@ class PlannedRun:
         That trains the parameter.
     options : RecordingOptions
     loop : TrainingLoop
+    model : ModelParameters or None
+        Where something of all parameters of the model is recorded.
     """
 
     path: Path
@@ -56,6 +59,7 @@ class PlannedRun:
     optimizer: Optimizer
     options: RecordingOptions
     loop: TrainingLoop
+    model: ModelParameters | None = None
 
     @property
     def token(self) -> npt.NDArray[np.int32]:
@@ -100,6 +104,7 @@ class PlannedRun:
             token=self.token,
             hidden=self.parameter.tensor.shape[1],
             variables=types,
+            parameter=None if self.model is None else self.model.names,
             config=options.config,
             attributes={
                 "optimizer": optimizer_attributes(
@@ -123,8 +128,9 @@ def plan_runs(
     optimizer: Optimizer,
     options: RecordingOptions,
     loop: TrainingLoop,
+    model: ModelParameters | None = None,
 ) -> list[PlannedRun]:
-    """Plan the run of each parameter; they share the memory.
+    """Plan the run of each parameter; they share the memory, and what is recorded of the model.
 
     Raises
     ------
@@ -150,6 +156,7 @@ def plan_runs(
                 optimizer=optimizer,
                 options=options,
                 loop=loop,
+                model=model,
             )
         )
     return planned

@@ -79,6 +79,8 @@ class ExistingRun:
         _check_manner(planned, attributes.get("recording", {}))
         _check_variables(planned, held)
         _check_tokens(planned, np.asarray(arrays["token"][...]))
+        if "parameter" in arrays:
+            _check_model(planned, np.asarray(arrays["parameter"][...]))
         steps = _kept_steps(planned, np.asarray(arrays[STEP.name][...]))
         _check_change_norms(planned, held, int(steps[-1]))
         W = arrays["W" if "W" in held else "cells"]
@@ -182,6 +184,16 @@ def _check_tokens(planned: PlannedRun, held: npt.NDArray[Any]) -> None:
         raise InvalidArgument(
             f"tokens: those of {planned.path} are not those that are to be recorded; a run that "
             "goes on keeps its tokens"
+        )
+
+
+def _check_model(planned: PlannedRun, held: npt.NDArray[Any]) -> None:
+    names = () if planned.model is None else planned.model.names
+    if tuple(map(str, held)) != names:
+        raise InvalidArgument(
+            f"the parameters of the model are not those of {planned.path}, which are "
+            f"{', '.join(map(str, held[:3]))} and others, {len(held)} in all, and now "
+            f"{len(names)}; a run that goes on is of the same model"
         )
 
 

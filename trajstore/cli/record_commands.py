@@ -72,7 +72,7 @@ def _configuration(command: Callable[..., Any]) -> Callable[..., Any]:
             "--record",
             "variables",
             metavar="W,grad,…",
-            help="Variables, or a tier: weights, weights+grads, all; cells in place of W.",
+            help="Variables, or tiers: weights, weights+grads, all, model; cells in place of W.",
         ),
         click.option("--every", type=int, metavar="K", help="Steps from one row to the next."),
         click.option("--tokens", metavar="all|dead|live|FILE", help="Which tokens to record."),

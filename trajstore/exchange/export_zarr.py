@@ -74,6 +74,7 @@ def write_zarr(
         buffers=1,
         commit_every=None,
         attributes=attributes,
+        parameter=None if run.parameters is None else [str(name) for name in run.parameters],
         **coordinates,
     ) as new:
         _copy(run, selection, new, parse_bytes(memory) - new.layout.memory, on_progress)

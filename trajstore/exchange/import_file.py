@@ -346,6 +346,7 @@ def _write(
         token=run.token,
         hidden=run.hidden,
         variables=_types(run),
+        parameter=run.parameters,
         attributes=run.attributes | {"imported": origin},
         buffers=1,
         commit_every=None,

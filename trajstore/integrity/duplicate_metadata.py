@@ -121,8 +121,8 @@ def _rank(
 
 
 def agreed_lengths(documents: Iterable[Document]) -> dict[str, int]:
-    """Length of token and hidden that most documents agree on."""
-    seen: dict[str, Counter[int]] = {"token": Counter(), "hidden": Counter()}
+    """Length of each dimension but step that most documents agree on."""
+    seen: dict[str, Counter[int]] = {dim: Counter() for dim in ("token", "hidden", "parameter")}
     for document in documents:  # which may say anything
         dims, shape = document.get("dimension_names"), document.get("shape")
         if isinstance(dims, list) and isinstance(shape, list) and len(dims) == len(shape):

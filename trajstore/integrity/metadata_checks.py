@@ -19,7 +19,7 @@ from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.duplicate_metadata import agreed_lengths, choose_documents
 from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import check_attributes, settle_announced
-from trajstore.schema import COORDINATES, STEP, TRAJECTORIES, VARIABLES
+from trajstore.schema import COORDINATES, MODEL, STEP, TRAJECTORIES, VARIABLES
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.strict_json import Document, parse
 
@@ -214,7 +214,11 @@ def _check_lengths(found: CheckedMetadata) -> None:
     for name in (STEP.name, "token"):
         if name not in found.arrays and name not in found.own:
             found.report(name, "it is missing, and every run has it", remedy="none")
-    if not any(name in found.arrays or name in found.own for name in TRAJECTORIES):
+    there = found.arrays.keys() | found.own.keys()
+    if not there.isdisjoint(MODEL) and "parameter" not in there:
+        message = "it is missing, and it names what the variables of the model are of"
+        found.report("parameter", message, remedy="none")
+    if there.isdisjoint(TRAJECTORIES):
         found.report(
             "W",
             "it is missing, and every run holds W, or its changes as delta, or its cells",

@@ -163,6 +163,7 @@ def plan(
     *,
     tokens: int,
     hidden: int,
+    parameters: int = 1,
     memory: int = DEFAULT_MEMORY,
     block_rows: int | None = None,
     encoding: str = "delta",
@@ -175,8 +176,8 @@ def plan(
     ----------
     variables : mapping of str to str
         Native type of each variable.
-    tokens, hidden : int
-        Lengths of the two dimensions.
+    tokens, hidden, parameters : int
+        Lengths of the dimensions.
     memory : int, default 1 GiB
         Bytes that a writer may take.
     block_rows : int, optional
@@ -195,7 +196,8 @@ def plan(
     InvalidArgument
         If a length is not positive, or `memory` is too small (the message says the least).
     """
-    for name, length in (("token", tokens), ("hidden", hidden)):
+    lengths = {"token": tokens, "hidden": hidden, "parameter": parameters}
+    for name, length in lengths.items():
         if length < 1:
             raise InvalidArgument(f"{name} has length {length}, expected at least 1")
     if buffers < 1:
@@ -203,7 +205,6 @@ def plan(
     if block_rows is not None and block_rows < 1:
         raise InvalidArgument(f"a block has {block_rows} rows, expected at least 1")
     chosen, threads = threads, threads or default_threads()
-    lengths = {"token": tokens, "hidden": hidden}
     kinds = {STEP.name: (STEP, STEP_TYPE)}
     kinds |= {name: (variable(name), native_type(dtype)) for name, dtype in variables.items()}
     row_bytes = sum(

@@ -169,11 +169,12 @@ class _Branch:
         root = json.loads((stored.path / DOCUMENT).read_bytes())
         documents = root["consolidated_metadata"]["metadata"]
         coordinates = [name for name in COORDINATES if name in documents]
-        tokens, hidden = documents["token"]["shape"][0], _hidden(stored)
+        lengths = {name: documents[name]["shape"][0] for name in coordinates}
         layout = plan(
             types,
-            tokens=tokens,
-            hidden=hidden,
+            tokens=lengths["token"],
+            hidden=_hidden(stored),
+            parameters=lengths.get("parameter", 1),
             memory=parse_bytes(memory),
             block_rows=stored.layout.block_rows,
             encoding=str(root["attributes"]["encoding"]),
@@ -184,8 +185,10 @@ class _Branch:
             if name != STEP.name and array.native != stored.layout.arrays[name].native
         }
         # Their values are not used: the chunks of the coordinates are those of the other.
-        placeholders = {name: np.zeros(tokens, "U1" if name == "token_text" else "i4")
-                        for name in coordinates}  # fmt: skip
+        placeholders = {
+            name: np.zeros(length, "U1" if COORDINATES[name].dtype == "string" else "i4")
+            for name, length in lengths.items()
+        }
         runs = _runs_of_branch(stored)
         changed = replace(layout, arrays=anew, runs=runs)
         encoding = str(root["attributes"]["encoding"])

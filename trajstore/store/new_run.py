@@ -6,7 +6,7 @@ zarr-python itself writes the documents and the coordinates, into memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,21 @@ from zarr.storage import MemoryStore
 from trajstore.codec.block_codec import BlockCodec
 from trajstore.codec.block_form import Runs
 from trajstore.errors import InvalidArgument
-from trajstore.schema import COORDINATES, FORMAT, STEP, TRAJECTORIES, Coordinate
+from trajstore.schema import (
+    ALONG_TOKEN,
+    COORDINATES,
+    FORMAT,
+    MODEL,
+    STEP,
+    TRAJECTORIES,
+    Coordinate,
+)
 from trajstore.store.block_plan import ArrayLayout, Layout
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.zarr_json import RunMetadata, utc_now
 from trajstore.version import __version__
 
-__all__ = ["check_variables", "new_arrays", "new_run", "token_coordinates"]
+__all__ = ["check_variables", "new_arrays", "new_run", "parameter_coordinate", "token_coordinates"]
 
 _CHUNK_KEYS: Any = {"name": "default", "separator": "."}
 
@@ -63,6 +71,33 @@ def token_coordinates(
     return coordinates
 
 
+def parameter_coordinate(
+    names: Sequence[str] | None, variables: Collection[str]
+) -> dict[str, npt.ArrayLike]:
+    """Coordinate of a model's parameters, where a run that is to be made has variables of them.
+
+    Parameters
+    ----------
+    names : sequence of str or None
+    variables : collection of str
+        Of the run.
+
+    Raises
+    ------
+    InvalidArgument
+        If they are missing, or one is there twice.
+    """
+    held = [name for name in MODEL if name in variables]
+    if not held:
+        return {}
+    if not names or len(set(names)) != len(names):
+        raise InvalidArgument(
+            f"parameter: got {len(names or ())} names of parameters, expected distinct ones, at "
+            f"least one, as the run is to hold {', '.join(held)}"
+        )
+    return {"parameter": list(names)}
+
+
 def check_variables(names: Collection[str]) -> None:
     """Refuse a run that would not hold the recorded parameter.
 
@@ -92,7 +127,7 @@ def new_run(
     ----------
     layout : Layout
     coordinates : mapping of str to array_like
-        As `token_coordinates` returns them.
+        As `token_coordinates` and `parameter_coordinate` return them.
     encoding : {'delta', 'portable'}
     config : mapping or None
         Configuration of the run, JSON values only.
@@ -129,7 +164,7 @@ def new_arrays(
     ----------
     layout : Layout
     coordinates : mapping of str to array_like
-        Values along ``token``, by name of the schema.
+        Their values, by name of the schema.
     encoding : {'delta', 'portable'}
 
     Returns
@@ -142,7 +177,7 @@ def new_arrays(
     objects: dict[str, Any] = {}
     root = zarr.create_group(MemoryStore(objects))
     for name, array in layout.arrays.items():
-        auxiliary = [name for name in coordinates if name != "token"]
+        auxiliary = [name for name in coordinates if name in ALONG_TOKEN and name != "token"]
         _create(root, name, array, auxiliary, encoding=encoding, runs=layout.runs)
     for name, values in coordinates.items():
         _create_coordinate(root, COORDINATES[name], values)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.schema import COORDINATES, STEP, VARIABLES
+from trajstore.schema import ALONG_TOKEN, STEP, VARIABLES
 from trajstore.store.array_reader import StoredArray, stored_array
 from trajstore.store.open_group import open_group, run_identity
 from trajstore.values.native_types import NativeType, native_type
@@ -109,12 +109,15 @@ class TiledRun:
     coordinates : dict of str to ndarray, (token,)
         Always ``token``.
     series : dict of str to TiledVariable
+    parameters : ndarray of str, (parameter,), optional
+        Names, where there are variables of the model's parameters.
     """
 
     attributes: dict[str, Any]
     steps: Array
     coordinates: dict[str, Array]
     series: dict[str, TiledVariable]
+    parameters: Array | None = None
 
 
 def open_tiled(run: str | os.PathLike[str] | xr.Dataset) -> TiledRun:
@@ -163,8 +166,9 @@ def _of_path(path: str | os.PathLike[str]) -> TiledRun:
     return TiledRun(
         attributes=dict(group.attrs),
         steps=np.asarray(arrays[STEP.name][...]),
-        coordinates={name: np.asarray(arrays[name][...]) for name in COORDINATES if name in arrays},
+        coordinates={name: np.asarray(arrays[name][...]) for name in ALONG_TOKEN if name in arrays},
         series=series,
+        parameters=np.asarray(arrays["parameter"][...]) if "parameter" in arrays else None,
     )
 
 
@@ -194,8 +198,9 @@ def _of_dataset(ds: xr.Dataset) -> TiledRun:
     return TiledRun(
         attributes=dict(ds.attrs),
         steps=ds[STEP.name].values,
-        coordinates={name: ds[name].values for name in COORDINATES if name in ds.variables},
+        coordinates={name: ds[name].values for name in ALONG_TOKEN if name in ds.variables},
         series=series,
+        parameters=ds["parameter"].values if "parameter" in ds.coords else None,
     )
 
 

@@ -41,7 +41,12 @@ from trajstore.store.commit_timer import COMMIT_EVERY, CommitTimer, check_commit
 from trajstore.store.create import check_target, create_folder
 from trajstore.store.fingerprint import Fingerprint
 from trajstore.store.lock import RunLock
-from trajstore.store.new_run import check_variables, new_run, token_coordinates
+from trajstore.store.new_run import (
+    check_variables,
+    new_run,
+    parameter_coordinate,
+    token_coordinates,
+)
 from trajstore.store.resumed_run import ResumedRun, check_run, remove_past_end, resumed_run
 from trajstore.store.zarr_json import RunMetadata, Status
 from trajstore.values.native_types import as_bits
@@ -138,6 +143,7 @@ class RunWriter:
         is_dead: npt.ArrayLike | None = None,
         token_count: npt.ArrayLike | None = None,
         token_text: npt.ArrayLike | None = None,
+        parameter: Sequence[str] | None = None,
         config: Mapping[str, Any] | None = None,
         attributes: Mapping[str, Any] | None = None,
         memory: int | str = DEFAULT_MEMORY,
@@ -165,6 +171,8 @@ class RunWriter:
             Native type (bfloat16, float16, float32, float64) of each variable to record.
         is_dead, token_count, token_text : array_like, (token,), optional
             Coordinates.
+        parameter : sequence of str, optional
+            Names of the model's parameters, where there are variables of each of them.
         config : mapping, optional
             Configuration of the run, JSON values only.
         attributes : mapping, optional
@@ -205,10 +213,12 @@ class RunWriter:
             token, is_dead=is_dead, token_count=token_count, token_text=token_text
         )
         check_variables(variables)
+        coordinates |= parameter_coordinate(parameter, variables)
         layout = plan(
             variables,
             tokens=np.size(coordinates["token"]),
             hidden=hidden,
+            parameters=np.size(coordinates.get("parameter", "")),
             memory=parse_bytes(memory),
             block_rows=block_rows,
             encoding=encoding,
