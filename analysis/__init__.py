@@ -11,7 +11,6 @@ from analysis.alignments import alignment
 from analysis.cloud_shape import inertia, pca
 from analysis.collective_motion import bulk_thermal, centroid, coherence, distinct
 from analysis.consecutive_rows import REGIMES
-from analysis.fixed_plane import principal_plane
 from analysis.freeze_causes import CAUSES, adam_update, freeze_cause
 from analysis.freeze_counterfactuals import COUNTERFACTUALS, OUTCOMES, freeze_blame
 from analysis.freezing import freeze
@@ -73,7 +72,6 @@ __all__ = [
     "nearest_distance",
     "path_efficiency",
     "pca",
-    "principal_plane",
     "projection",
     "radial_tangential",
     "regimes",

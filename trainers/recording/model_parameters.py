@@ -64,7 +64,7 @@ class ModelParameters:
             if tensor.is_floating_point()
         }
         self.names = tuple(named)
-        self._tensors = list(named.values())
+        self._tensors: list[torch.Tensor] = list(named.values())
         self._variables = frozenset(variables)
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         self._groups: dict[int, dict[str, Any]] = {
@@ -117,7 +117,7 @@ class ModelParameters:
             in `param_update_lost` also for a learning rate of 0, a gradient of zeros and a step
             that the gradient scaler skipped.
         """
-        values = {}
+        values: dict[str, torch.Tensor] = {}
         if "param_norm" in self._variables:
             values |= self.initial()
         if self._gradient_norms is not None:
