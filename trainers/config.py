@@ -173,6 +173,8 @@ class RecordingConfig(_Section):
     """Steps from one row to the next; the last step is always recorded."""
     tokens: str = "all"
     """all, dead, live, or a file of token ids."""
+    populations: tuple[str, ...] = ()
+    """Groups of tokens, NAME=EXPRESSION over what is known of them, or NAME=FILE."""
     logits_mode: Literal["last", "mean"] = "last"
     """Logits at the last position: of the first sequence, or the mean over the step's sequences."""
     memory: Annotated[str, AfterValidator(_size)] = "1GiB"

@@ -5,6 +5,7 @@ Writer, reader, exporter and documentation read it here; nothing repeats a name 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ __all__ = [
     "IMPORTED",
     "LATTICES",
     "MODEL",
+    "POPULATION",
     "RECORDED",
     "STEP",
     "TIERS",
@@ -26,6 +28,8 @@ __all__ = [
     "VARIABLES",
     "Coordinate",
     "Variable",
+    "along_token",
+    "coordinate",
     "resolve_record",
     "variable",
 ]
@@ -281,6 +285,9 @@ COORDINATES: dict[str, Coordinate] = {
     )
 }
 
+POPULATION = "is_"
+"""What the names of populations begin with, as coordinates of truth values along token."""
+
 MODEL = tuple(name for name, entry in VARIABLES.items() if entry.dims == _MODEL)
 """Variables of every parameter of the model, one number for each."""
 
@@ -301,6 +308,29 @@ What follows from the rest of a tier is in none: ``hidden_mean`` and the summari
 (``grad_token_norm``, ``W_step_norm``, ``W_ulp_l1``) are recorded when they are named; so are
 ``cells``, also in place of W.
 """
+
+
+def coordinate(name: str) -> Coordinate | None:
+    """Entry of a coordinate: one of the table, or a population, whose name is ``is_NAME``.
+
+    None of what is neither.
+    """
+    if name in COORDINATES or not name.startswith(POPULATION) or not name.isidentifier():
+        return COORDINATES.get(name)
+    return Coordinate(
+        name=name,
+        dims=("token",),
+        dtype="bool",
+        fill_value=False,
+        attributes={"long_name": f"the token is of the population {name[len(POPULATION) :]}"},
+    )
+
+
+def along_token(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of the names that are of coordinates of the tokens: first those of the table."""
+    there = set(names)
+    own = sorted(name for name in there - COORDINATES.keys() if coordinate(name))
+    return (*(name for name in ALONG_TOKEN if name in there), *own)
 
 
 def variable(name: str) -> Variable:

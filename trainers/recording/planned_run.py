@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
+from trainers.recording.given_populations import population_masks
 from trainers.recording.model_parameters import ModelParameters
 from trainers.recording.options import RecordingOptions, TrainingLoop
 from trainers.recording.parameters import RecordedParameter
@@ -47,6 +48,8 @@ class PlannedRun:
         That trains the parameter.
     options : RecordingOptions
     loop : TrainingLoop
+    populations : dict of str to ndarray of bool, (token,)
+        Of the recorded tokens, by the names of their coordinates.
     model : ModelParameters or None
         Where something of all parameters of the model is recorded.
     """
@@ -59,6 +62,7 @@ class PlannedRun:
     optimizer: Optimizer
     options: RecordingOptions
     loop: TrainingLoop
+    populations: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
     model: ModelParameters | None = None
 
     @property
@@ -105,6 +109,7 @@ class PlannedRun:
             hidden=self.parameter.tensor.shape[1],
             variables=types,
             parameter=None if self.model is None else self.model.names,
+            populations=self.populations,
             config=options.config,
             attributes={
                 "optimizer": optimizer_attributes(
@@ -146,6 +151,7 @@ def plan_runs(
         known = _known_of_vocabulary(options, parameter)
         dead = np.asarray(known["is_dead"], bool) if "is_dead" in known else None
         ids = select_tokens(options.tokens, len(parameter.tensor), dead)
+        masks = population_masks(options.populations or {}, known, len(parameter.tensor))
         planned.append(
             PlannedRun(
                 path=place,
@@ -156,6 +162,9 @@ def plan_runs(
                 optimizer=optimizer,
                 options=options,
                 loop=loop,
+                populations={
+                    name: mask if ids is None else mask[ids] for name, mask in masks.items()
+                },
                 model=model,
             )
         )

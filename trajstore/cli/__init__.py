@@ -6,6 +6,5 @@ shows the ``watch_view``), look into a run (``inspect_commands``), draw it (``fi
 write and read the files of others (``exchange_commands``), check and mend (``integrity_commands``).
 They share ``options``, print ``tables`` and ``exchange_tables`` in ``printable`` texts, show
 ``progress``, say the ``next_commands``, and stop as ``stop_signals`` ask. What a command calls is
-imported inside it, so that help comes at once. ``population_files`` reads what ``--population``
-names.
+imported inside it, so that help comes at once.
 """

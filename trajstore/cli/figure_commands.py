@@ -92,8 +92,8 @@ def plot(
     from analysis.figures.registry import figures_named
     from analysis.figures.sheet import check_target, collect, draw_sheet, save
     from analysis.named_populations import with_populations
-    from trajstore.cli.population_files import populations_from
     from trajstore.exchange.selection import select_part
+    from trajstore.formats.population_files import populations_from
     from trajstore.store.open_run import open_run
 
     check_matplotlib()

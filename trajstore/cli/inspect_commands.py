@@ -77,7 +77,7 @@ def summary(run: str, lattice: str, populations: tuple[str, ...], as_json: bool)
       trajstore summary gatsby.zarr --population 'rare=0 < token_count <= 10'
     """
     import analysis
-    from trajstore.cli.population_files import populations_from
+    from trajstore.formats.population_files import populations_from
     from trajstore.store.open_run import open_run
 
     ds = analysis.with_populations(open_run(run), populations_from(populations))
@@ -166,7 +166,7 @@ def analyze(
     """
     import analysis
     from analysis.write_results import describe, write_result
-    from trajstore.cli.population_files import populations_from
+    from trajstore.formats.population_files import populations_from
     from trajstore.store.open_run import open_run
 
     ds = analysis.with_populations(open_run(run), populations_from(populations))

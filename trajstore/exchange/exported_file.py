@@ -52,7 +52,7 @@ def json_texts(run: TiledRun, selection: Selection) -> dict[str, str]:
     attributes = {name: run.series[name].attributes for name in selection.variables}
     texts = {"attributes": json.dumps(run.attributes), "variables": json.dumps(attributes)}
     for name, values in run.coordinates.items():
-        if COORDINATES[name].dtype == "string":
+        if name in COORDINATES and COORDINATES[name].dtype == "string":
             texts[name] = json.dumps([str(text) for text in selection.along_token(values)])
     if run.parameters is not None and not set(selection.variables).isdisjoint(MODEL):
         texts["parameter"] = json.dumps([str(name) for name in run.parameters])

@@ -347,6 +347,7 @@ def _write(
         hidden=run.hidden,
         variables=_types(run),
         parameter=run.parameters,
+        populations=run.populations,
         attributes=run.attributes | {"imported": origin},
         buffers=1,
         commit_every=None,

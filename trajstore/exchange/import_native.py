@@ -19,7 +19,15 @@ from trajstore.exchange.imported_file import (
 from trajstore.exchange.recognition import Taken, abridged
 from trajstore.exchange.step_labels import true_steps
 from trajstore.formats.safetensors import SafetensorsFile
-from trajstore.schema import ALONG_TOKEN, COORDINATES, MODEL, STEP, TRAJECTORIES, VARIABLES
+from trajstore.schema import (
+    ALONG_TOKEN,
+    COORDINATES,
+    MODEL,
+    STEP,
+    TRAJECTORIES,
+    VARIABLES,
+    along_token,
+)
 from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["read_native"]
@@ -44,6 +52,11 @@ def read_native(file: SafetensorsFile) -> Understood:
     steps, _ = true_steps(_filled(file, STEP.name, ("int64",)), trusted=True)
     token = _filled(file, "token", ("int32", "int64"))
     coordinates: dict[str, Any] = {}
+    populations = {
+        name: file.vector(name, ("bool",), len(token)).astype(bool)
+        for name in along_token(file.keys)
+        if name not in COORDINATES
+    }
     for name in ALONG_TOKEN:
         entry = COORDINATES[name]
         if entry.dtype == "string":
@@ -58,9 +71,10 @@ def read_native(file: SafetensorsFile) -> Understood:
         coordinates=coordinates,
         variables=_variables(file, len(steps), len(token), len(parameters)),
         parameters=parameters,
+        populations=populations,
         attributes=kept_attributes(file, file.attributes.get("attributes", "{}")),
     )
-    known = (STEP.name, *COORDINATES, *VARIABLES)
+    known = (STEP.name, *COORDINATES, *VARIABLES, *populations)
     table = tuple(
         Taken(name=key, dtype=file.dtype(key), shape=file.shape(key),
               role=key if key in known else "", why="" if key in known else "not known")

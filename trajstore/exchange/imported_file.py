@@ -185,6 +185,8 @@ class ImportedRun:
         What was corrected, left out or is not known.
     parameters : tuple of str
         Names, where there are variables of the model's parameters.
+    populations : dict of str to ndarray of bool, (token,)
+        By the names of their coordinates.
     """
 
     steps: Array
@@ -195,6 +197,7 @@ class ImportedRun:
     label: str = ""
     notes: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
+    populations: dict[str, Array] = field(default_factory=dict)
 
     @property
     def hidden(self) -> int:

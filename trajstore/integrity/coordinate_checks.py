@@ -14,7 +14,7 @@ from trajstore.integrity.array_json_checks import open_document
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.decode_with_zarr import note_on_fallback, open_with_zarr
 from trajstore.integrity.problem import Problem
-from trajstore.schema import COORDINATES
+from trajstore.schema import along_token
 from trajstore.store.object_keys import chunk_key
 from trajstore.strict_json import Document
 
@@ -44,7 +44,7 @@ class CheckedCoordinates:
 def check_coordinates(metadata: CheckedMetadata) -> CheckedCoordinates:
     """Read every coordinate of a run against its checksum, and compare them."""
     found = CheckedCoordinates()
-    for name in COORDINATES:
+    for name in (*along_token(metadata.arrays), "parameter"):
         if name not in metadata.arrays:
             continue
         if _is_as_recorded(metadata.arrays[name]):

@@ -19,7 +19,7 @@ from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.duplicate_metadata import agreed_lengths, choose_documents
 from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import check_attributes, settle_announced
-from trajstore.schema import COORDINATES, MODEL, STEP, TRAJECTORIES, VARIABLES
+from trajstore.schema import MODEL, STEP, TRAJECTORIES, VARIABLES, coordinate
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.strict_json import Document, parse
 
@@ -74,10 +74,14 @@ def check_metadata(path: str | os.PathLike[str]) -> CheckedMetadata:
 
 def _array_folders(path: Path) -> list[str]:
     """Folders that hold an array, or have the name of one."""
-    known = {STEP.name, *VARIABLES, *COORDINATES}
+    known = {STEP.name, *VARIABLES}
     with os.scandir(path) as entries:
         names = [entry.name for entry in entries if entry.is_dir()]
-    return sorted(name for name in names if name in known or os.path.exists(path / name / DOCUMENT))
+    return sorted(
+        name
+        for name in names
+        if name in known or coordinate(name) or os.path.exists(path / name / DOCUMENT)
+    )
 
 
 def _read(found: CheckedMetadata, array: str | None) -> Document | None:

@@ -21,7 +21,7 @@ from trajstore.codec.block_codec import BLOCK
 from trajstore.codec.block_form import Runs
 from trajstore.codec.block_label import new_identity
 from trajstore.errors import InvalidArgument
-from trajstore.schema import COORDINATES, STEP
+from trajstore.schema import STEP, coordinate
 from trajstore.store.array_reader import StoredArray
 from trajstore.store.atomic import link_or_copy
 from trajstore.store.block_plan import ArrayLayout, Layout, plan
@@ -168,7 +168,7 @@ class _Branch:
     ) -> _Branch:
         root = json.loads((stored.path / DOCUMENT).read_bytes())
         documents = root["consolidated_metadata"]["metadata"]
-        coordinates = [name for name in COORDINATES if name in documents]
+        coordinates = [name for name in documents if coordinate(name)]
         lengths = {name: documents[name]["shape"][0] for name in coordinates}
         layout = plan(
             types,
@@ -186,7 +186,7 @@ class _Branch:
         }
         # Their values are not used: the chunks of the coordinates are those of the other.
         placeholders = {
-            name: np.zeros(length, "U1" if COORDINATES[name].dtype == "string" else "i4")
+            name: np.zeros(length, "U1" if name in ("token_text", "parameter") else "i4")
             for name, length in lengths.items()
         }
         runs = _runs_of_branch(stored)
@@ -213,7 +213,7 @@ class _Branch:
         """Take over what is there as a whole, and commit it."""
         blocks = self.stored.rows // self.stored.layout.block_rows
         for name in self.metadata.names():
-            if name in COORDINATES:
+            if coordinate(name):
                 for file in (self.stored.path / name).glob("c*"):
                     link_or_copy(file, self.path / name / file.name, fsync=self.fsync)
         for name in self.kept:

@@ -19,13 +19,15 @@ from trajstore.codec.block_codec import BlockCodec
 from trajstore.codec.block_form import Runs
 from trajstore.errors import InvalidArgument
 from trajstore.schema import (
-    ALONG_TOKEN,
     COORDINATES,
     FORMAT,
     MODEL,
+    POPULATION,
     STEP,
     TRAJECTORIES,
     Coordinate,
+    along_token,
+    coordinate,
 )
 from trajstore.store.block_plan import ArrayLayout, Layout
 from trajstore.store.object_keys import DOCUMENT
@@ -38,20 +40,25 @@ _CHUNK_KEYS: Any = {"name": "default", "separator": "."}
 
 
 def token_coordinates(
-    token: npt.ArrayLike, **others: npt.ArrayLike | None
+    token: npt.ArrayLike,
+    populations: Mapping[str, npt.ArrayLike] | None = None,
+    **others: npt.ArrayLike | None,
 ) -> dict[str, npt.ArrayLike]:
     """Coordinates along ``token`` of a run that is to be made, without those that are None.
 
     Parameters
     ----------
     token : array_like of int, (token,)
+    populations : mapping of str to array_like of bool, (token,), optional
+        By the names of their coordinates, ``is_NAME``.
     **others : array_like, (token,), or None
         By name of the schema.
 
     Raises
     ------
     InvalidArgument
-        If the ids are no distinct integers, or there are not as many values of another.
+        If the ids are no distinct integers, there are not as many values of another, or one is no
+        population.
     """
     ids = np.asarray(token)
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(np.unique(ids)) != ids.size:
@@ -60,7 +67,14 @@ def token_coordinates(
             "in one dimension"
         )
     coordinates: dict[str, npt.ArrayLike] = {"token": ids}
-    for name, values in others.items():
+    for name, mask in (populations or {}).items():
+        if name in COORDINATES or coordinate(name) is None or np.asarray(mask).dtype != bool:
+            raise InvalidArgument(
+                f"populations: got {name!r} of {np.asarray(mask).dtype}, expected truth values "
+                f"under a name of their own that begins with {POPULATION}"
+            )
+    given: dict[str, npt.ArrayLike | None] = {**others, **(populations or {})}
+    for name, values in given.items():
         if values is None:
             continue
         if np.shape(values) != ids.shape:
@@ -177,10 +191,12 @@ def new_arrays(
     objects: dict[str, Any] = {}
     root = zarr.create_group(MemoryStore(objects))
     for name, array in layout.arrays.items():
-        auxiliary = [name for name in coordinates if name in ALONG_TOKEN and name != "token"]
+        auxiliary = [name for name in along_token(coordinates) if name != "token"]
         _create(root, name, array, auxiliary, encoding=encoding, runs=layout.runs)
     for name, values in coordinates.items():
-        _create_coordinate(root, COORDINATES[name], values)
+        entry = coordinate(name)
+        assert entry is not None
+        _create_coordinate(root, entry, values)
     documents: dict[str, dict[str, Any]] = {}
     chunks: dict[str, bytes] = {}
     for key, buffer in objects.items():

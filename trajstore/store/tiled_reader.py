@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.schema import ALONG_TOKEN, STEP, VARIABLES
+from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token
 from trajstore.store.array_reader import StoredArray, stored_array
 from trajstore.store.open_group import open_group, run_identity
 from trajstore.values.native_types import NativeType, native_type
@@ -119,6 +119,11 @@ class TiledRun:
     series: dict[str, TiledVariable]
     parameters: Array | None = None
 
+    @property
+    def populations(self) -> dict[str, Array]:
+        """Those of the coordinates that are of none of the schema's names."""
+        return {name: mask for name, mask in self.coordinates.items() if name not in COORDINATES}
+
 
 def open_tiled(run: str | os.PathLike[str] | xr.Dataset) -> TiledRun:
     """Open what is to be exported.
@@ -166,7 +171,7 @@ def _of_path(path: str | os.PathLike[str]) -> TiledRun:
     return TiledRun(
         attributes=dict(group.attrs),
         steps=np.asarray(arrays[STEP.name][...]),
-        coordinates={name: np.asarray(arrays[name][...]) for name in ALONG_TOKEN if name in arrays},
+        coordinates={name: np.asarray(arrays[name][...]) for name in along_token(arrays)},
         series=series,
         parameters=np.asarray(arrays["parameter"][...]) if "parameter" in arrays else None,
     )
@@ -198,7 +203,11 @@ def _of_dataset(ds: xr.Dataset) -> TiledRun:
     return TiledRun(
         attributes=dict(ds.attrs),
         steps=ds[STEP.name].values,
-        coordinates={name: ds[name].values for name in ALONG_TOKEN if name in ds.variables},
+        coordinates={
+            name: ds[name].values
+            for name in along_token(map(str, ds.coords))
+            if ds[name].dims == ("token",) and (name in COORDINATES or ds[name].dtype == bool)
+        },
         series=series,
         parameters=ds["parameter"].values if "parameter" in ds.coords else None,
     )

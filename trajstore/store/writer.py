@@ -144,6 +144,7 @@ class RunWriter:
         token_count: npt.ArrayLike | None = None,
         token_text: npt.ArrayLike | None = None,
         parameter: Sequence[str] | None = None,
+        populations: Mapping[str, npt.ArrayLike] | None = None,
         config: Mapping[str, Any] | None = None,
         attributes: Mapping[str, Any] | None = None,
         memory: int | str = DEFAULT_MEMORY,
@@ -173,6 +174,8 @@ class RunWriter:
             Coordinates.
         parameter : sequence of str, optional
             Names of the model's parameters, where there are variables of each of them.
+        populations : mapping of str to array_like of bool, (token,), optional
+            Further groups of tokens, by the names of their coordinates, ``is_NAME``.
         config : mapping, optional
             Configuration of the run, JSON values only.
         attributes : mapping, optional
@@ -210,7 +213,7 @@ class RunWriter:
         check_commit_every(commit_every)
         path = check_target(path, overwrite=overwrite)
         coordinates = token_coordinates(
-            token, is_dead=is_dead, token_count=token_count, token_text=token_text
+            token, populations, is_dead=is_dead, token_count=token_count, token_text=token_text
         )
         check_variables(variables)
         coordinates |= parameter_coordinate(parameter, variables)
