@@ -12,7 +12,6 @@ from analysis.cloud_shape import inertia, pca
 from analysis.collective_motion import bulk_thermal, centroid, coherence, distinct
 from analysis.consecutive_rows import REGIMES
 from analysis.divergence import divergence
-from analysis.fixed_plane import principal_plane
 from analysis.freeze_causes import CAUSES, adam_update, freeze_cause
 from analysis.freeze_counterfactuals import COUNTERFACTUALS, OUTCOMES, freeze_blame
 from analysis.freezing import freeze
@@ -80,7 +79,6 @@ __all__ = [
     "over_runs",
     "path_efficiency",
     "pca",
-    "principal_plane",
     "projection",
     "radial_tangential",
     "regimes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import dask.array as da
 import numpy as np
@@ -18,7 +18,7 @@ from analysis.token_populations import chosen_populations
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum, result_dtype
 
-__all__ = ["build_inertia", "build_pca", "inertia", "pca"]
+__all__ = ["build_inertia", "build_pca", "build_scores", "inertia", "pca"]
 
 Array = npt.NDArray[Any]
 Wide = npt.NDArray[np.float64]
@@ -59,7 +59,7 @@ def _ranks(spectrum: Wide) -> tuple[float, float]:
 def _gather(
     state: tuple[int, Wide, Wide] | None, chunks: list[Array], members: Array
 ) -> tuple[int, Wide, Wide]:
-    """Number, mean and scatter of all vectors so far, with those of a block of rows.
+    """Number, mean and scatter of all finite vectors so far, with those of a block of rows.
 
     One row after the other, so that the sums do not depend on the blocks.
     """
@@ -68,6 +68,7 @@ def _gather(
     with np.errstate(invalid="ignore", over="ignore"):
         for row in range(len(chunks[0])):
             vectors = np.concatenate([chunk[row] for chunk in chunks])[members]
+            vectors = vectors[np.isfinite(vectors).all(1)]
             if not len(vectors):
                 continue
             centre, own = _scatter(vectors)
@@ -89,6 +90,18 @@ def _axes_of(state: tuple[int, Wide, Wide]) -> Wide:
     return np.concatenate([mean[None], spectrum[None], axes])
 
 
+def _with_first(made: Wide, first: Wide) -> Wide:
+    """As `_axes_of` gives it, with this first axis, and then the principal ones across it."""
+    spectrum, axes = made[1], made[2:]
+    covariance = (axes.T * spectrum) @ axes
+    whole, taken = np.trace(covariance), np.outer(first, first)
+    across = np.eye(len(first)) - taken
+    # Below zero along the first axis, so that it is the last one, which is left out.
+    values, others = _principal(across @ covariance @ across - taken * (whole or 1))
+    variances = [first @ covariance @ first, *(values[:-1] if whole else 0 * values[:-1])]
+    return np.concatenate([made[:1], [variances], first[None], others[:-1]])
+
+
 def _scores(W: Array, axes: Wide, count: int, dtype: npt.DTypeLike) -> Array:
     """Coordinates along the first axes about the mean, (step, token, component)."""
     result = np.empty((*W.shape[:2], count), dtype)
@@ -105,6 +118,7 @@ def pca(
     population: str = "all",
     components: int = 3,
     basis: str | int = "all",
+    first: Literal["hidden_mean"] | None = None,
 ) -> xr.Dataset:
     """Principal axes of a population, one fixed basis for all steps, and each token along them.
 
@@ -120,24 +134,31 @@ def pca(
         How many axes tokens are projected on.
     basis : {'all', 'last'} or int
         Rows that make it: all of them, the last one, or the row of that step.
+    first : 'hidden_mean', optional
+        Have the first axis be the direction of h̄, its mean over the steps, and the others those of
+        the largest spread orthogonal to it.
 
     Returns
     -------
     Dataset, float64
         ``spectrum`` (principal), eigenvalues of the covariance Σ(W − W̄)(W − W̄)ᵀ/n over tokens and
-        rows, the largest first, in units of W squared; ``effective_rank``, exp(−Σ p ln p) of their
+        rows, the largest first, in units of W squared (with `first`, the variance along each axis);
+        ``effective_rank``, exp(−Σ p ln p) of their
         shares p (Roy and Vetterli, EUSIPCO 2007), and ``participation_ratio``, 1/Σp²;
         ``basis_mean`` (hidden) and ``basis`` (component, hidden), of unit length, the largest
         element positive; ``scores`` (step, token, component) of *all* tokens, (W − W̄)·basis, of
-        the type of a norm. NaN where the population has no tokens or W is not finite; the ranks
-        also where all vectors are one.
+        the type of a norm. A vector that is not finite has no part in the basis, and no scores.
+        NaN where the population has no others; the ranks also where all vectors are one.
 
     Raises
     ------
     InvalidArgument
-        For another population or basis, or a number of components that is not within 1 and hidden.
+        For another population, basis or first axis, or a number of components that is not within
+        1 and hidden.
     StepNotFound
         If the step of the basis was not recorded.
+    VariableNotRecorded
+        If h̄ was not, and is to be the first axis.
 
     Examples
     --------
@@ -145,11 +166,15 @@ def pca(
     >>> found.effective_rank.values.round(3).item()  # they move along one line
     1.0
     """
-    return build_pca(Scan(ds), population, components, basis)
+    return build_pca(Scan(ds), population, components, basis, first)
 
 
 def build_pca(
-    history: Scan, population: str = "all", components: int = 3, basis: str | int = "all"
+    history: Scan,
+    population: str = "all",
+    components: int = 3,
+    basis: str | int = "all",
+    first: Literal["hidden_mean"] | None = None,
 ) -> xr.Dataset:
     """`pca` of a prepared Dataset."""
     blocks = history.blocks("W")
@@ -164,6 +189,11 @@ def build_pca(
         (2 + hidden, hidden),
         members=np.nonzero(group)[0],
     )
+    if first is not None:
+        made = da.blockwise(
+            _with_first, "ah", made, "ah", _first_axis(history, first), "b",
+            concatenate=True, dtype=np.float64, meta=np.empty((0, 0)),
+        )  # fmt: skip
     dtype = result_dtype(blocks.dtype)
     scores = da.blockwise(
         _scores_of_only,
@@ -200,6 +230,38 @@ def build_pca(
     return xr.Dataset(arrays).assign_attrs(population=population)
 
 
+def build_scores(history: Scan, found: xr.Dataset) -> xr.DataArray:
+    """Coordinates of all tokens of a prepared Dataset along axes that are known.
+
+    Parameters
+    ----------
+    history : Scan
+        With ``W``; its rows and tokens need not be those that the axes were made of.
+    found : Dataset
+        ``basis`` and ``basis_mean`` as of `pca`, computed.
+
+    Returns
+    -------
+    DataArray (step, token, component)
+    """
+    blocks = history.blocks("W")
+    count, hidden = found["basis"].shape
+    axes = np.concatenate(
+        [found["basis_mean"].values[None], np.zeros((1, hidden)), found["basis"].values]
+    )
+    dtype = result_dtype(blocks.dtype)
+    scores = blocks.map_blocks(
+        _scores,
+        axes,
+        count,
+        dtype,
+        chunks=(*blocks.chunks[:2], (count,)),
+        dtype=dtype,
+        meta=np.empty((0, 0, 0), dtype),
+    )
+    return history.wrap(scores, "W", dims=("step", "token", "component"))
+
+
 def _rows_of_basis(history: Scan, basis: str | int) -> slice:
     if basis == "all":
         return slice(None)
@@ -210,6 +272,15 @@ def _rows_of_basis(history: Scan, basis: str | int) -> slice:
     else:
         row = input_checks.row_of_step(history.ds, basis)
     return slice(row, row + 1)
+
+
+def _first_axis(history: Scan, name: str) -> da.Array:
+    if name != "hidden_mean":
+        raise InvalidArgument(f"got first={name!r}, expected 'hidden_mean' or none")
+    input_checks.variables(history.ds, name)
+    states = da.asarray(history.ds[name].transpose("step", "hidden").data).rechunk(-1)
+    mean = da.nanmean(states.astype(np.float64), axis=0)
+    return (mean / da.linalg.norm(mean)).rechunk(-1)
 
 
 def _both_ranks(spectrum: Wide) -> Wide:

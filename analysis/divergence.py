@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from analysis.block_tasks import over_hidden
 from analysis.many_runs import each_run
-from analysis.streaming_scan import Scan, over_hidden
+from analysis.streaming_scan import Scan
 from analysis.token_populations import populations
 from trajstore.errors import InvalidArgument
 

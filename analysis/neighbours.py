@@ -31,6 +31,11 @@ Groups = npt.NDArray[np.bool_]
 
 # Pairs of neighbours that are held at a time, at some 50 bytes each.
 _PAIRS = 1 << 21
+# Pairs of vectors that are compared at a time: few enough for a processor's own memory.
+_COMPARED = 1 << 19
+# Of which all dimensions are compared, in groups of so many, when one in so many is left.
+_AT_ONCE = 8
+_FEW = 64
 # Distances that are held at a time.
 _DISTANCES = 1 << 23
 
@@ -59,44 +64,89 @@ def _whole_rows(history: Scan, blocks: da.Array, rows: Numbers) -> da.Array:
     return chosen.rechunk({0: 1, 1: -1})
 
 
-def _scipy() -> tuple[Any, Any, Any]:
+def _scipy() -> tuple[Any, Any]:
     try:
         from scipy.sparse import coo_array
         from scipy.sparse.csgraph import connected_components
-        from scipy.spatial import cKDTree
     except ImportError as error:
         raise MissingExtra("adjacency needs scipy; install trajstore[graph]") from error
-    return coo_array, connected_components, cKDTree
+    return coo_array, connected_components
 
 
-def _pairs(cells: Wide, k: int) -> Iterator[Numbers]:
-    """Neighbours of each vector, (pair, 2), some at a time; each pair twice, none with itself."""
-    _, _, tree_of = _scipy()
-    tree = tree_of(cells)
-    counts = tree.query_ball_point(cells, k, p=np.inf, return_length=True)
+def _pairs(cells: Numbers, k: int) -> Iterator[Numbers]:
+    """Neighbours, (pair, 2), some at a time; each pair once.
+
+    Sorted along the dimension in which the fewest are near, a block of vectors is compared with
+    those that can be near to it: of all of these one dimension after the other, by the lowest bits
+    alone, while many are left; then of each pair that is left the numbers themselves.
+    """
+    count, hidden = cells.shape
+    ordered = np.sort(cells, axis=0)
+    near = [np.searchsorted(column, column + k, side="right").sum() for column in ordered.T]
+    dimensions = np.argsort(near, kind="stable")
+    by = np.argsort(cells[:, dimensions[0]], kind="stable")
+    numbers = cells[by][:, dimensions]
+    stops = np.searchsorted(numbers[:, 0], numbers[:, 0] + k, side="right")
+    low = np.ascontiguousarray(numbers.T.astype(_lowest_bits(k)))
+    rows = np.arange(1, math.isqrt(_COMPARED) + 1)  # a block is also compared with itself
+    held: list[Numbers] = []
     start = 0
-    while start < len(cells):
-        size = int(np.searchsorted(np.cumsum(counts[start:]), _PAIRS, side="right"))
-        stop = start + max(1, size)
-        found = tree.query_ball_point(cells[start:stop], k, p=np.inf)
-        first = np.repeat(np.arange(start, stop), counts[start:stop])
-        second = np.concatenate([np.asarray(one, np.int64) for one in found])
-        both = np.stack([first, second], 1)
-        yield both[first != second]
+    while start < count:
+        ends = stops[start : start + rows.size] - start
+        stop = start + max(1, int(np.count_nonzero(ends * rows[: ends.size] <= _COMPARED)))
+        first, second = np.nonzero(_may_be_near(low, start, stop, int(stops[stop - 1]), k))
+        once = second > first
+        first, second = first[once] + start, second[once] + start
+        for at in range(0, hidden, _AT_ONCE):
+            part = slice(at, at + _AT_ONCE)
+            left = (np.abs(numbers[first, part] - numbers[second, part]) <= k).all(1)
+            first, second = first[left], second[left]
+        held.append(by[np.stack([first, second], 1)])
+        if stop == count or sum(map(len, held)) >= _PAIRS:
+            yield np.concatenate(held)
+            held = []
         start = stop
+
+
+def _lowest_bits(k: int) -> type[np.unsignedinteger[Any]]:
+    """Smallest type in which numbers that differ by k or less are few among all."""
+    types = (np.uint8, np.uint16, np.uint32)
+    return next((kind for kind in types if 8 * k < np.iinfo(kind).max), np.uint64)
+
+
+def _may_be_near(low: Array, start: int, stop: int, end: int, k: int) -> Groups:
+    """Which of the vectors from `start` to `end` may be near to which of those up to `stop`.
+
+    Whole numbers wrap round, so that none is missed, and some are found that are not near.
+    """
+    near = np.ones((stop - start, end - start), bool)
+    away = np.empty(near.shape, low.dtype)
+    also = np.empty(near.shape, bool)
+    for column in low:
+        np.subtract(column[None, start:end], column[start:stop, None] - low.dtype.type(k), out=away)
+        np.less_equal(away, low.dtype.type(2 * k), out=also)
+        near &= also
+        if np.count_nonzero(near) * _FEW < near.size:
+            break
+    return near
 
 
 def _joined(labels: Numbers, pairs: Numbers) -> Numbers:
     """Components, when these pairs are joined, too."""
-    coo_array, connected_components, _ = _scipy()
+    coo_array, connected_components = _scipy()
     count = len(labels)
-    ends = labels[pairs[:, 0]], labels[pairs[:, 1]]
-    graph = coo_array((np.ones(len(pairs), bool), ends), shape=(count, count))
+    first, second = labels[pairs].T
+    new = first != second
+    if not new.any():
+        return labels
+    ends = first[new], second[new]
+    graph = coo_array((np.ones(len(ends[0]), bool), ends), shape=(count, count))
     return np.asarray(connected_components(graph, directed=False)[1][labels], np.int64)
 
 
-def _graph(cells: Wide, usable: Groups, inside: Groups, k: int) -> tuple[Numbers, Numbers]:
+def _graph(cells: Numbers, usable: Groups, inside: Groups, k: int) -> tuple[Numbers, Numbers]:
     """Degree and component of each vector, within each population: both (population, vector)."""
+    _scipy()  # says that it is missing, also where no two are near
     degree = np.zeros(inside.shape, np.int64)
     labels = np.tile(np.arange(len(usable)), (len(inside), 1))
     places = np.nonzero(usable)[0]
@@ -104,7 +154,7 @@ def _graph(cells: Wide, usable: Groups, inside: Groups, k: int) -> tuple[Numbers
         whole = places[pairs]
         for number, member in enumerate(inside):
             own = whole[member[whole].all(1)]
-            np.add.at(degree[number], own[:, 0], 1)
+            degree[number] += np.bincount(own.ravel(), minlength=len(usable))
             if own.size:
                 labels[number] = _joined(labels[number], own)
     return degree, labels
@@ -121,7 +171,7 @@ def _adjacency_of_row(
     inside = np.zeros((len(groups), first.size), bool)
     for number, group in enumerate(groups):
         inside[number, vector[group]] = True
-    degree, labels = _graph(points[first].astype(np.float64), usable, inside, k)
+    degree, labels = _graph(points[first].astype(np.int64), usable, inside, k)
     facts = np.zeros(len(groups), record)
     for number, (group, member) in enumerate(zip(groups, inside, strict=True)):
         if member.any():

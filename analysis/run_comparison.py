@@ -12,7 +12,7 @@ import xarray as xr
 
 from analysis.block_tasks import over_hidden
 from trajstore.errors import InvalidArgument
-from trajstore.schema import VARIABLES
+from trajstore.schema import MODEL, VARIABLES
 from trajstore.values.ulp_lattice import unsigned_view
 
 __all__ = ["compare"]
@@ -115,8 +115,8 @@ def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
     ----------
     a, b : Dataset
         Two runs over the same tokens and hidden dimensions. What only one of them recorded is
-        left out, and so are steps that only one has, and variables of single examples where the
-        steps are not of as many examples.
+        left out, and so are steps that only one has, variables of single examples where the steps
+        are not of as many examples, and those of all parameters where these are not the same.
 
     Returns
     -------
@@ -144,6 +144,7 @@ def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
         name
         for name in VARIABLES
         if name in a and name in b and _shape_of_rows(a[name]) == _shape_of_rows(b[name])
+        if name not in MODEL or a["parameter"].equals(b["parameter"])
     ]
     if not steps.size or not names:
         what = "step" if names else "variable"

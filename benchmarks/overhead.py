@@ -12,7 +12,9 @@ whatever else the machine does), and how much more memory the process held at it
 
 On a machine that varies by more than recording costs, rounds tell little. So before them, each
 preset is trained once with a row at every other step, and the steps with a row are compared with
-the ones between. Encoding goes on beside both.
+the ones between. Encoding goes on beside both. In the same way the tier ``model`` is measured, of
+two sizes of model: all steps have a row, and at every other one the numbers of the model's
+parameters are those of the step before, which costs nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +35,12 @@ from measure import machine, resident, save, table
 STEPS = {"gatsby": 1_000, "wordybird-1": 40}
 KINDS = ("without", "trajstore", "list")
 ALTERNATING = "every other step"
+MODEL = "model at every other step"
+SIZES = {
+    "2 layers × 64": (),
+    "4 layers × 128": ("model.layers=4", "model.hidden=128", "model.heads=4"),
+}
+"""Of the model of Gatsby."""
 
 
 def list_recorder(file: Path) -> Any:
@@ -84,12 +92,18 @@ def train_once(arguments: argparse.Namespace) -> dict[str, float]:
 
     steps = arguments.steps or STEPS[arguments.preset[0]]
     config = preset(arguments.preset[0]).with_values(
-        [f"training.steps={steps}", f'recording.memory="{arguments.memory}"']
+        [
+            f"training.steps={steps}",
+            f'recording.memory="{arguments.memory}"',
+            *SIZES.get(arguments.size, ()),
+        ]
     )
     text = load_corpus(config, corpus=arguments.corpus, tokenizer=arguments.tokenizer)
     training = build_training(config, text)
     if arguments.kind == ALTERNATING:
         return alternating(training, arguments.memory)
+    if arguments.kind == MODEL:
+        return with_the_model(training, arguments.memory)
     if training.config.training.loop != "trainer":
         raise SystemExit("this benchmark is of the Trainer's presets")
     started = processor = 0.0
@@ -142,9 +156,62 @@ def alternating(training: Any, memory: str) -> dict[str, float]:
     return {"rows": statistics.median(rows), "between": statistics.median(between)}
 
 
-def measure(arguments: argparse.Namespace, preset: str, kind: str) -> dict[str, float]:
+class EveryOtherStep:
+    """In place of a `ModelParameters`: at every other step, what it made at the step before."""
+
+    def __init__(self, whole: Any) -> None:
+        self.whole, self.last, self.works = whole, {}, True
+
+    def after_backward(self, unscale: float) -> None:
+        """Take the gradients, or not."""
+        if self.works:
+            self.whole.after_backward(unscale)
+
+    def before_step(self) -> None:
+        """Keep the weights, or not."""
+        if self.works:
+            self.whole.before_step()
+
+    def after_step(self, *, skipped: bool) -> dict[str, Any]:
+        """What the step has made, or the one before."""
+        if self.works:
+            self.last = self.whole.after_step(skipped=skipped)
+        self.works = not self.works
+        return self.last
+
+
+def with_the_model(training: Any, memory: str) -> dict[str, float]:
+    """Seconds of the steps that look at all parameters, and of the others, of one training."""
+    from transformers import TrainerCallback
+
+    from trainers.recording.hf_callback import TrajectoryCallback
+
+    begun: list[tuple[float, float]] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if not begun:
+                run.recorder._whole = EveryOtherStep(run.recorder._whole)
+            begun.append((time.perf_counter(), time.thread_time()))
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = TrajectoryCallback(Path(folder) / "run.zarr", record="model", memory=memory)
+        training.run([run, Clock()])
+    pairs = list(itertools.pairwise(begun))
+    warm = len(pairs) // 10 // 2 * 2
+    found = {}
+    for at, clock in enumerate(("seconds", "processor")):
+        taken = [after[at] - before[at] for before, after in pairs]
+        found[f"{clock}, model"] = statistics.median(taken[warm::2])
+        found[f"{clock}, without"] = statistics.median(taken[warm + 1 :: 2])
+    return found
+
+
+def measure(
+    arguments: argparse.Namespace, preset: str, kind: str, size: str = ""
+) -> dict[str, float]:
     """Train in a process of its own."""
-    command = [sys.executable, __file__, "--kind", kind, "--preset", preset]
+    command = [sys.executable, __file__, "--kind", kind, "--preset", preset, "--size", size]
     command += ["--memory", arguments.memory]
     for name in ("steps", "corpus", "tokenizer"):
         if getattr(arguments, name) is not None and not (
@@ -166,7 +233,8 @@ def main() -> None:
     parser.add_argument("--corpus", help="for Wordybird")
     parser.add_argument("--tokenizer")
     parser.add_argument("--memory", default="1GiB")
-    parser.add_argument("--kind", choices=(*KINDS, ALTERNATING), help=argparse.SUPPRESS)
+    parser.add_argument("--kind", choices=(*KINDS, ALTERNATING, MODEL), help=argparse.SUPPRESS)
+    parser.add_argument("--size", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.kind:
         print(json.dumps(train_once(arguments)))
@@ -180,6 +248,15 @@ def main() -> None:
         ratio = timed["rows"] / timed["between"]
         steps.append([preset, *(f"{timed[kind] * 1e3:.1f}" for kind in timed), f"{ratio:.3f}"])
         print(*steps[-1], sep="  ", flush=True)
+    models = []
+    for size in SIZES if "gatsby" in arguments.preset else ():
+        timed = measure(arguments, "gatsby", MODEL, size)
+        results[f"{size}, {MODEL}"] = timed
+        row = [size, *(f"{value * 1e3:.2f}" for value in timed.values())]
+        for clock in ("seconds", "processor"):
+            row.append(f"{timed[f'{clock}, model'] / timed[f'{clock}, without']:.3f}")
+        models.append(row)
+        print(*row, sep="  ", flush=True)
     for preset in arguments.preset:
         rounds = []
         for number in range(arguments.rounds):
@@ -203,6 +280,10 @@ def main() -> None:
     columns = ["preset", "round", "without", "trajstore", "ratio", "processor", "more memory"]
     columns += ["list", "ratio", "processor", "more memory"]
     text = table("Steps of one training", ["preset", "ms with a row", "without", "ratio"], steps)
+    if models:
+        columns_of_models = ["model", "ms with it", "without", "processor ms with it", "without"]
+        columns_of_models += ["ratio", "of the processor"]
+        text += table("Steps of one training, tier model", columns_of_models, models)
     if rows:
         text += table("Training with and without recording", columns, rows)
     save("overhead", text, results)

@@ -68,6 +68,11 @@ class ModelConfig(_Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights and gradients, and of the optimizer's state unless that has its own."""
 
+    @property
+    def parameters(self) -> int:
+        """Number of its parameter tensors: twelve a layer, two embeddings, the last norm's two."""
+        return 12 * self.layers + 4
+
     @model_validator(mode="after")
     def _heads_divide_hidden(self) -> Self:
         if self.hidden % self.heads:
@@ -179,6 +184,8 @@ class RecordingConfig(_Section):
     """Steps from one row to the next; the last step is always recorded."""
     tokens: str = "all"
     """all, dead, live, or a file of token ids."""
+    populations: tuple[str, ...] = ()
+    """Groups of tokens, NAME=EXPRESSION over what is known of them, or NAME=FILE."""
     logits_mode: Literal["last", "mean"] = "last"
     """Logits at the last position: of the first sequence, or the mean over the step's sequences."""
     memory: Annotated[str, AfterValidator(_size)] = "1GiB"

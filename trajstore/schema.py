@@ -5,7 +5,7 @@ Writer, reader, exporter and documentation read it here; nothing repeats a name 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,13 +13,16 @@ from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 
 __all__ = [
+    "ALONG_TOKEN",
     "COORDINATES",
     "ENCODINGS",
     "FORMAT",
     "IMPORTED",
     "LATTICES",
+    "MODEL",
     "OF_EXAMPLES",
     "OF_RUN",
+    "POPULATION",
     "RECORDED",
     "STEP",
     "TIERS",
@@ -27,6 +30,8 @@ __all__ = [
     "VARIABLES",
     "Coordinate",
     "Variable",
+    "along_token",
+    "coordinate",
     "resolve_record",
     "room_for_examples",
     "variable",
@@ -69,7 +74,7 @@ class Variable:
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinate:
-    """A coordinate along ``token``: written once, when the run is created."""
+    """A coordinate, mostly along ``token``: written once, when the run is created."""
 
     name: str
     dims: tuple[str, ...]
@@ -79,6 +84,7 @@ class Coordinate:
 
 
 _MATRIX = ("step", "token", "hidden")
+_MODEL = ("step", "parameter")
 
 STEP = Variable(
     name="step",
@@ -239,6 +245,34 @@ VARIABLES: dict[str, Variable] = {
             units="1",
             row0="initial",
         ),
+        Variable(
+            name="param_grad_norm",
+            dims=_MODEL,
+            long_name="L2 norm of the gradient of each parameter, before clipping",
+            units="nat",
+            row0="nan",
+        ),
+        Variable(
+            name="param_norm",
+            dims=_MODEL,
+            long_name="L2 norm of each parameter after the step",
+            units="1",
+            row0="initial",
+        ),
+        Variable(
+            name="param_update_norm",
+            dims=_MODEL,
+            long_name="L2 norm of the change of each parameter in the step",
+            units="1",
+            row0="nan",
+        ),
+        Variable(
+            name="param_update_lost",
+            dims=_MODEL,
+            long_name="share of a parameter's elements with a gradient that the step left",
+            units="1",
+            row0="nan",
+        ),
     )
 }
 
@@ -288,8 +322,24 @@ COORDINATES: dict[str, Coordinate] = {
             fill_value="",
             attributes={"long_name": "how the token reads"},
         ),
+        Coordinate(
+            name="parameter",
+            dims=("parameter",),
+            dtype="string",
+            fill_value="",
+            attributes={"long_name": "name of a parameter of the model"},
+        ),
     )
 }
+
+POPULATION = "is_"
+"""What the names of populations begin with, as coordinates of truth values along token."""
+
+MODEL = tuple(name for name, entry in VARIABLES.items() if entry.dims == _MODEL)
+"""Variables of every parameter of the model, one number for each."""
+
+ALONG_TOKEN = tuple(name for name, entry in COORDINATES.items() if entry.dims == ("token",))
+"""Coordinates of the tokens."""
 
 _SMALL = ("logits", "loss", "lr", "grad_norm", "clip_coef", "skipped")
 
@@ -297,6 +347,7 @@ TIERS: dict[str, tuple[str, ...]] = {
     "weights": ("W", *_SMALL),
     "weights+grads": ("W", "grad", *_SMALL),
     "all": ("W", "grad", "exp_avg", "exp_avg_sq", *_SMALL),
+    "model": ("W", *MODEL, *_SMALL),
 }
 """What ``record`` may be instead of a list of variables. Per-step scalars cost nothing.
 
@@ -305,6 +356,29 @@ What follows from the rest of a tier is in none: the summaries per token (``grad
 (``hidden_mean``, ``hidden_trace``, ``hidden_cosine``, and the variables of single examples) and
 ``cells``, also in place of W.
 """
+
+
+def coordinate(name: str) -> Coordinate | None:
+    """Entry of a coordinate: one of the table, or a population, whose name is ``is_NAME``.
+
+    None of what is neither.
+    """
+    if name in COORDINATES or not name.startswith(POPULATION) or not name.isidentifier():
+        return COORDINATES.get(name)
+    return Coordinate(
+        name=name,
+        dims=("token",),
+        dtype="bool",
+        fill_value=False,
+        attributes={"long_name": f"the token is of the population {name[len(POPULATION) :]}"},
+    )
+
+
+def along_token(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of the names that are of coordinates of the tokens: first those of the table."""
+    there = set(names)
+    own = sorted(name for name in there - COORDINATES.keys() if coordinate(name))
+    return (*(name for name in ALONG_TOKEN if name in there), *own)
 
 
 def variable(name: str) -> Variable:

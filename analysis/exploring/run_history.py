@@ -11,8 +11,8 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis import input_checks
+from analysis.cloud_shape import build_pca, build_scores
 from analysis.figures.figure import Options, together
-from analysis.fixed_plane import build_positions, build_principal_plane
 from analysis.freeze_causes import build_freeze_cause
 from analysis.freezing import build_freeze
 from analysis.norms import build_displacement, build_grad_norms
@@ -46,10 +46,10 @@ class RunHistory:
     every : int
         Positions are held of rows 0, `every`, 2·`every`, …
     plane : Dataset
-        ``axes``, ``origin`` and ``share`` of `analysis.principal_plane`.
+        ``basis`` and ``basis_mean`` of `analysis.pca`, and ``share`` of the variance along each axis.
     plane_rows : int
         Rows that the plane was made of.
-    position : DataArray, float32 (step, token, axis)
+    position : DataArray, float32 (step, token, component)
         Of those rows.
     regime : DataArray, int8 (step, token)
         Of all rows but the first, as of `analysis.regimes`.
@@ -132,7 +132,8 @@ def prepare(ds: xr.Dataset, report: Report | None = None) -> RunHistory:
             "--steps or --tokens"
         )
     with progress_of_tasks(report):
-        (plane,) = together([build_principal_plane(Scan(ds))[["axes", "origin", "share"]]])
+        (made,) = together([build_pca(Scan(ds), components=2)[["basis", "basis_mean", "spectrum"]]])
+        plane = made.assign(share=made["spectrum"] / made["spectrum"].sum())
         found, unknown = _measure(ds, plane, 0)
     found["position"] = found["position"].isel(step=slice(None, None, _every(rows, tokens)))
     return RunHistory(
@@ -246,7 +247,7 @@ def _measure(
         "displacement": lambda: _band(build_displacement(far, since=int(whole.steps[0])), shown),
         "loss": lambda: _scalar(ds, "loss"),
     }
-    position = build_positions(whole, plane)
+    position = build_scores(whole, plane).astype(np.float32)
     for name, question in questions.items():
         try:
             lazy[name] = question()

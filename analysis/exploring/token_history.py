@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import xarray as xr
 
+from analysis.cloud_shape import build_scores
 from analysis.exploring.run_history import RunHistory
-from analysis.fixed_plane import build_positions
 from analysis.freeze_causes import CAUSES
 from analysis.norms import build_grad_norms
 from analysis.streaming_scan import Scan
@@ -29,7 +29,7 @@ def token_history(ds: xr.Dataset, at: int, history: RunHistory) -> xr.Dataset:
     Returns
     -------
     Dataset
-        ``position``, float32 (step, axis), at every row; ``hop``, float32, the L1 norm in lattice
+        ``position``, float32 (step, component), at every row; ``hop``, float32, the L1 norm in lattice
         spacings, NaN at the first row; ``gradient``, float32, the L2 norm, where it was recorded;
         ``cause``, int8, where it is known, −1 at the first row; all (step).
     """
@@ -38,7 +38,7 @@ def token_history(ds: xr.Dataset, at: int, history: RunHistory) -> xr.Dataset:
     scan = Scan(one)
     steps = one["step"]
     found = {
-        "position": build_positions(scan, history.plane),
+        "position": build_scores(scan, history.plane).astype(np.float32),
         "hop": build_lattice_displacement(scan, ord=1).reindex(step=steps),
     }
     if "grad" in one:

@@ -8,8 +8,11 @@ from analysis.figures.bulk_motion import bulk_thermal
 from analysis.figures.densities import hops, speed_density
 from analysis.figures.figure import Figure
 from analysis.figures.identical import clusters
+from analysis.figures.memory_of_motion import autocorrelation
 from analysis.figures.moment_map import moments
+from analysis.figures.parameters import parameters
 from analysis.figures.rest import freeze, last_motion, lifecycle
+from analysis.figures.spectra import spectrum
 from analysis.figures.stacks import causes, regimes
 from analysis.figures.step_curves import centroid, logits, loss, seams
 from analysis.figures.strata import stratigraphy
@@ -37,9 +40,12 @@ FIGURES: dict[str, Figure] = {
         speed_density,
         centroid,
         trajectory,
+        spectrum,
+        autocorrelation,
         moments,
         clusters,
         logits,
+        parameters,
         seams,
     )
 }

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from analysis.cloud_shape import build_pca
 from analysis.figures.axes_marks import named, note, with_legend, with_units
 from analysis.figures.figure import Figure, Look, Options
 from analysis.figures.style import population_colour
-from analysis.fixed_plane import build_principal_plane
 from analysis.streaming_scan import Scan
 from analysis.token_populations import chosen_populations
 
@@ -29,14 +29,16 @@ _CELLS = 500
 
 def _collect(history: Scan, options: Options) -> xr.Dataset:
     shown = options.populations(history)
-    plane = build_principal_plane(history, options.plane)  # type: ignore[arg-type]
-    position = plane["position"]
+    first: Any = None if options.plane == "principal" else options.plane
+    found = build_pca(history, components=2, first=first)
+    position, variance = found["scores"], found["spectrum"].rename(principal="component")
+    whole = variance.sum()
     every = -(-position.sizes["step"] * position.sizes["token"] // _POINTS)
     _, members = chosen_populations(history.ds, shown)
     return xr.Dataset(
         {
             "position": position.isel(step=slice(None, None, every)),
-            "share": plane["share"],
+            "share": variance[:2] / whole.where(whole > 0, 1),
             "member": (("population", "token"), members),
         },
         coords={"population": shown},
@@ -45,7 +47,7 @@ def _collect(history: Scan, options: Options) -> xr.Dataset:
 
 
 def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    position = data["position"].transpose("axis", "step", "token")
+    position = data["position"].transpose("component", "step", "token")
     few = position.sizes["token"] <= _LINES
     # Live tokens first: the dead ones, mostly together in one place, lie above them.
     for population in reversed(data["population"].values.tolist()):

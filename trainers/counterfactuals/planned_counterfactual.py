@@ -24,7 +24,7 @@ from trainers.replay.recorded_optimizer import RecordedOptimizer, recorded_optim
 from trainers.replay.recorded_rows import RecordedRows
 from trainers.replay.replay_result import CannotReplay
 from trajstore.errors import InvalidArgument, StepNotFound
-from trajstore.schema import RECORDED
+from trajstore.schema import MODEL, RECORDED
 from trajstore.store.fork_provenance import steps_of_another_optimizer
 from trajstore.store.tiled_reader import TiledRun
 from trajstore.values.native_types import NATIVE_TYPES, NativeType
@@ -147,6 +147,8 @@ class PlannedCounterfactual:
         found = [CAVEAT]
         if not self.settings.keeps_state:
             found.append("the optimizer is of another class, and begins without a state")
+        if not self.rows.natives.keys().isdisjoint(MODEL):
+            found.append("what was recorded of all parameters of the model is left out")
         if self.variables["W"].itemsize < self.rows.natives["W"].itemsize:
             found.append(f"gradients were rounded to {self.variables['W'].name} first")
         return tuple(found)
@@ -318,6 +320,8 @@ def _variables(
     """Variables of the new run, each with its type."""
     found = {}
     for name in RECORDED:
+        if name in MODEL:  # they are of a model that other settings would have made another
+            continue
         if name in ("W", "grad") and name in rows:
             found[name] = NATIVE_TYPES[settings.weights_dtype]
         elif name in MOMENTS:

@@ -166,7 +166,12 @@ def _write(
     """Make the run where nothing is yet, row after row."""
     total = len(planned.rows) - planned.first
     chosen: dict[str, Any] = {
-        name: planned.of_tokens(values) for name, values in planned.source.coordinates.items()
+        name: planned.of_tokens(values)
+        for name, values in planned.source.coordinates.items()
+        if name not in planned.source.populations
+    }
+    chosen["populations"] = {
+        name: planned.of_tokens(values) for name, values in planned.source.populations.items()
     }
     if encoding is not None:
         chosen["encoding"] = encoding

@@ -6,7 +6,7 @@ Where the tensors of one step go:
    they make of single examples, ``step_hooks`` the
    gradient when the backward pass ends, and W and the moments right after the optimizer's step.
 2. ``parameter_rows`` knows whether it is recorded, and of which tokens (``token_selection``);
-   ``device_norms`` sums up.
+   ``device_norms`` sums up; ``model_parameters`` does of all parameters of the model.
 3. ``device_to_host`` copies it into its place in the writer's block: at once on the CPU, over the
    bus and behind the training from CUDA. When the step ends the row is handed over as a whole.
 4. `trajstore.store.writer` encodes full blocks, writes and commits them.
@@ -14,6 +14,7 @@ Where the tensors of one step go:
 Before the first step ``capture``, for a `Trainer` called by ``hf_callback``, puts that together:
 what ``options`` ask for, of the matrices that ``parameters`` finds, into the runs that
 ``planned_run`` plans, with their ``provenance``, and, where one is to go on, ``resumed_run`` finds;
+``given_populations`` are those that it is told of.
 ``numeric_advice`` says what the types of the optimizer keep it from doing.
 Of a training that is done again, ``compared_run`` takes the rows and compares them.
 torch's private names are in ``torch_internals``, each with its reason.

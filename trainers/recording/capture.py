@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainers.recording.compared_run import Comparison
+from trainers.recording.model_parameters import ModelParameters
 from trainers.recording.numeric_advice import optimizer_advice, tell
 from trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trainers.recording.parameter_rows import ParameterRows
@@ -74,7 +75,11 @@ def attach(
     advice = optimizer_advice(parameters, real)
     if options.strict_numerics:
         require_sound(advice)
-    planned = plan_runs(path, parameters, real, options, loop) if _is_first_process() else []
+    planned, whole = [], None
+    if _is_first_process():
+        device = parameters[0].tensor.device
+        whole = ModelParameters.of_recording(model, real, device, options.variables)
+        planned = plan_runs(path, parameters, real, options, loop, whole)
     rows = [
         ParameterRows(run, ExistingRun.find(run, comparison) if options.resume else None)
         for run in planned
@@ -83,6 +88,7 @@ def attach(
         model,
         real,
         rows,
+        whole,
         loop=loop,
         examples=StepExamples(options.variables),
         head=next((parameter.head for parameter in parameters if parameter.head), None),

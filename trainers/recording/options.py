@@ -40,7 +40,7 @@ class RecordingOptions:
     Attributes
     ----------
     record : str or sequence of str
-        Variables, or tiers of them: ``weights``, ``weights+grads``, ``all``.
+        Variables, or tiers of them: ``weights``, ``weights+grads``, ``all``, ``model``.
     parameter : str or sequence of str, optional
         Names of matrices (token, hidden); without it, the model's unembedding. Each of several has
         a run of its own, ``NAME.<parameter>.zarr``: a run has one token dimension.
@@ -52,6 +52,9 @@ class RecordingOptions:
         Logits at the last position: of the first sequence, or the mean over the step's sequences.
     is_dead, token_count, token_text : array_like, (token,), optional
         What is known about the whole vocabulary.
+    populations : mapping, optional
+        Groups of tokens of the whole vocabulary, by name: masks, ids, labels or expressions, as
+        `analysis.with_populations` takes them. They may overlap.
     config, origin : mapping, optional
         JSON values for the root attributes: how to run it again, and what to add to its
         provenance, such as the identity of the text.
@@ -86,6 +89,7 @@ class RecordingOptions:
     is_dead: npt.ArrayLike | None = None
     token_count: npt.ArrayLike | None = None
     token_text: npt.ArrayLike | None = None
+    populations: Mapping[str, Any] | None = None
     config: Mapping[str, Any] | None = None
     origin: Mapping[str, Any] | None = None
     memory: int | str = DEFAULT_MEMORY

@@ -78,6 +78,7 @@ class ParameterRows:
         self._every = planned.options.every
         self._ids = None if planned.ids is None else torch.from_numpy(planned.ids).to(W.device)
         self._initial_W = self._select(W).to("cpu", copy=True)
+        self._initial: Row = {} if planned.model is None else planned.model.initial()
         self._last_W: torch.Tensor | None = None  # of the last row, on the device
         if "W_step_norm" in self.variables or "W_ulp_l1" in self.variables:
             self._last_W = self._select(W).clone()
@@ -303,7 +304,7 @@ class ParameterRows:
         """Row of the state before the first step, with the types of another row."""
         start = {"zero": 0.0, "nan": float("nan")}
         return {
-            name: self._initial_W.to(like[name].dtype)  # that of W, or of its cells
+            name: self._initial.get(name, self._initial_W).to("cpu", like[name].dtype)
             if VARIABLES[name].row0 == "initial"
             else torch.full_like(like[name], start[VARIABLES[name].row0])
             for name in self.variables

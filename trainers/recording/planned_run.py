@@ -7,7 +7,7 @@ type of every variable; one that is there already is compared with its plan (see
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
+from trainers.recording.given_populations import population_masks
+from trainers.recording.model_parameters import ModelParameters
 from trainers.recording.options import RecordingOptions, TrainingLoop
 from trainers.recording.parameters import RecordedParameter
 from trainers.recording.provenance import optimizer_attributes, provenance
@@ -45,6 +47,10 @@ class PlannedRun:
         That trains the parameter.
     options : RecordingOptions
     loop : TrainingLoop
+    populations : dict of str to ndarray of bool, (token,)
+        Of the recorded tokens, by the names of their coordinates.
+    model : ModelParameters or None
+        Where something of all parameters of the model is recorded.
     """
 
     path: Location
@@ -55,6 +61,8 @@ class PlannedRun:
     optimizer: Optimizer
     options: RecordingOptions
     loop: TrainingLoop
+    populations: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
+    model: ModelParameters | None = None
 
     @property
     def token(self) -> npt.NDArray[np.int32]:
@@ -101,6 +109,8 @@ class PlannedRun:
             token=self.token,
             hidden=self.parameter.tensor.shape[1],
             variables=types,
+            parameter=None if self.model is None else self.model.names,
+            populations=self.populations,
             config=options.config,
             attributes={
                 "optimizer": optimizer_attributes(
@@ -124,8 +134,9 @@ def plan_runs(
     optimizer: Optimizer,
     options: RecordingOptions,
     loop: TrainingLoop,
+    model: ModelParameters | None = None,
 ) -> list[PlannedRun]:
-    """Plan the run of each parameter; they share the memory.
+    """Plan the run of each parameter; they share the memory, and what is recorded of the model.
 
     Raises
     ------
@@ -141,6 +152,7 @@ def plan_runs(
         known = _known_of_vocabulary(options, parameter)
         dead = np.asarray(known["is_dead"], bool) if "is_dead" in known else None
         ids = select_tokens(options.tokens, len(parameter.tensor), dead)
+        masks = population_masks(options.populations or {}, known, len(parameter.tensor))
         planned.append(
             PlannedRun(
                 path=place,
@@ -151,6 +163,10 @@ def plan_runs(
                 optimizer=optimizer,
                 options=options,
                 loop=loop,
+                populations={
+                    name: mask if ids is None else mask[ids] for name, mask in masks.items()
+                },
+                model=model,
             )
         )
     return planned

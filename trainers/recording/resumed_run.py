@@ -15,7 +15,7 @@ from trainers.recording.device_to_host import place_tensor
 from trainers.recording.planned_run import PlannedRun
 from trainers.recording.provenance import resumed_provenance
 from trajstore.errors import InvalidArgument, NothingToResume
-from trajstore.schema import COORDINATES, STEP
+from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token
 from trajstore.store.open_group import open_group
 from trajstore.store.resumed_run import resumed_run
 from trajstore.store.writer import RunWriter
@@ -75,10 +75,13 @@ class ExistingRun:
         """
         arrays: Any = open_group(planned.path)
         attributes: dict[str, Any] = arrays.attrs.asdict()
-        held = tuple(name for name in arrays.array_keys() if name not in {STEP.name, *COORDINATES})
+        held = tuple(name for name in arrays.array_keys() if name in VARIABLES)
         _check_manner(planned, attributes.get("recording", {}))
         _check_variables(planned, held)
         _check_tokens(planned, np.asarray(arrays["token"][...]))
+        _check_populations(planned, arrays)
+        if "parameter" in arrays:
+            _check_model(planned, np.asarray(arrays["parameter"][...]))
         steps = _kept_steps(planned, np.asarray(arrays[STEP.name][...]))
         _check_change_norms(planned, held, int(steps[-1]))
         W = arrays["W" if "W" in held else "cells"]
@@ -182,6 +185,32 @@ def _check_tokens(planned: PlannedRun, held: npt.NDArray[Any]) -> None:
         raise InvalidArgument(
             f"tokens: those of {planned.path} are not those that are to be recorded; a run that "
             "goes on keeps its tokens"
+        )
+
+
+def _check_populations(planned: PlannedRun, arrays: Any) -> None:
+    """Insist on the populations that a run has, where some are given; without, it keeps them."""
+    if not planned.populations:
+        return
+    held = {name: np.asarray(arrays[name][...]) for name in arrays.array_keys()
+            if name in along_token([name]) and name not in COORDINATES}  # fmt: skip
+    odd = sorted(held.keys() ^ planned.populations.keys()) or [
+        name for name in held if not np.array_equal(held[name], planned.populations[name])
+    ]
+    if odd:
+        raise InvalidArgument(
+            f"populations: {', '.join(odd)} are not as in {planned.path}; a run that goes on "
+            "keeps its populations, so leave them out"
+        )
+
+
+def _check_model(planned: PlannedRun, held: npt.NDArray[Any]) -> None:
+    names = () if planned.model is None else planned.model.names
+    if tuple(map(str, held)) != names:
+        raise InvalidArgument(
+            f"the parameters of the model are not those of {planned.path}, which are "
+            f"{', '.join(map(str, held[:3]))} and others, {len(held)} in all, and now "
+            f"{len(names)}; a run that goes on is of the same model"
         )
 
 

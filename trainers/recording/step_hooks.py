@@ -8,7 +8,8 @@ forward hooks on the model                loss of every micro-batch, and of its 
 end of a backward pass that reached a     the raw gradient, summed over the micro-batches until
 recorded parameter                        now and over all processes; the norm of all gradients
 step pre-hook of the optimizer            the learning rate, and what became of the gradient
-step post-hook of the optimizer           W and the moments; the row is complete
+step post-hook of the optimizer           W and the moments, what became of all parameters of the
+                                          model; the row is complete
 `GradScaler.step`                         that a step was skipped; the row is complete
 ========================================  ===================================================
 
@@ -30,6 +31,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainers.recording.compared_run import RowTarget
 from trainers.recording.forward_values import ForwardPasses, LogitsMode
+from trainers.recording.model_parameters import ModelParameters
 from trainers.recording.options import TrainingLoop
 from trainers.recording.parameter_rows import MOMENTS, ParameterRows
 from trainers.recording.parameters import unwrap
@@ -107,6 +109,7 @@ class Recorder:
         model: torch.nn.Module,
         optimizer: Any,
         parameters: Sequence[ParameterRows],
+        whole: ModelParameters | None = None,
         *,
         loop: TrainingLoop,
         examples: StepExamples,
@@ -118,6 +121,7 @@ class Recorder:
         self.loss = torch.tensor(float("nan"))
         self._optimizer = real_optimizer(optimizer)
         self._parameters = tuple(parameters)
+        self._whole = whole
         self._forward = ForwardPasses(
             logits_mode=logits_mode,
             loss_scale=loop.loss_scale,
@@ -258,6 +262,8 @@ class Recorder:
             raw = gradient if unscale == 1.0 else gradient * unscale
             rows.set("grad", raw)
             rows.set_gradient_norms(raw)
+        if self._whole is not None:
+            self._whole.after_backward(unscale)
         gradients = [p.grad for p in self._trained if p.grad is not None]
         self._total_norm = torch.nn.utils.get_total_norm(gradients) * unscale
 
@@ -267,6 +273,8 @@ class Recorder:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Take the learning rate, and compare the gradient that is consumed with the raw one."""
         self._set_learning_rates()
+        if self._whole is not None:
+            self._whole.before_step()
         # There are no raw gradients where no backward pass has reached a recorded parameter.
         for rows, raw in zip(self._parameters, self._raw_gradients, strict=False):
             rows.set("clip_coef", self._observed_clip_coefficient(rows, raw))
@@ -320,6 +328,8 @@ class Recorder:
             "grad_norm": self._total_norm,
             "skipped": torch.tensor(float(skipped)) if self._scaler is not None else None,
         }
+        if self._whole is not None:
+            scalars |= self._whole.after_step(skipped=skipped)
         if scalars["loss"] is not None:
             self.loss = scalars["loss"]
         for rows in self._parameters:

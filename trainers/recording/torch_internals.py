@@ -15,9 +15,15 @@ from torch.optim import Optimizer
 
 __all__ = [
     "call_when_backward_ends",
+    "copy_each",
+    "differences",
     "found_overflow",
+    "multiply_each",
     "name_outside_compile",
+    "norms",
     "outside_compile",
+    "sign_each",
+    "signs",
     "uncompiled",
     "version",
 ]
@@ -77,3 +83,40 @@ def found_overflow(optimizer: Optimizer) -> bool:
     """
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)
+
+
+# What optimizers use to treat all tensors of a model in a few calls, a kernel for many of them at
+# once on CUDA. The public functions take one tensor each, which costs more than the arithmetic.
+
+
+def norms(tensors: list[torch.Tensor], order: float = 2) -> list[torch.Tensor]:
+    """Norm of each tensor, summed in float32, or float64 where one of them is of that."""
+    wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    dtype = torch.float64 if wide else torch.float32
+    return list(torch._foreach_norm(tensors, order, dtype)) if tensors else []
+
+
+def differences(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each tensor less the other, in their own type."""
+    return list(torch._foreach_sub(tensors, others))
+
+
+def signs(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """−1, 0 and 1, as each tensor's type."""
+    return list(torch._foreach_sign(tensors))
+
+
+def sign_each(tensors: list[torch.Tensor]) -> None:
+    """Put −1, 0 and 1 in the place of the values."""
+    torch._foreach_sign_(tensors)
+
+
+def multiply_each(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    """Multiply each tensor by the other, in its place."""
+    torch._foreach_mul_(tensors, others)
+
+
+def copy_each(places: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    """Copy each tensor into its place."""
+    if tensors:
+        torch._foreach_copy_(places, tensors)

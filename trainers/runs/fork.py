@@ -32,7 +32,7 @@ from trainers.runs.training_setup import build_training
 from trainers.texts.corpus import Corpus, load_corpus
 from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, StepNotFound
 from trajstore.optimizer_advice import require_sound
-from trajstore.schema import COORDINATES, STEP
+from trajstore.schema import STEP, VARIABLES
 from trajstore.store.branched_run import branch_run
 from trajstore.store.create import check_local_target, staged_run
 from trajstore.store.open_group import open_group
@@ -267,7 +267,6 @@ class _Source:
                 f"cannot fork {path}: it holds no W, against which its beginning is proven; fork "
                 "a run that was recorded with W"
             )
-        known = {STEP.name, *COORDINATES}
         return cls(
             path=path,
             config=config,
@@ -275,7 +274,7 @@ class _Source:
             types={
                 name: str(array.attrs["native_dtype"])
                 for name, array in group.arrays()
-                if name not in known
+                if name in VARIABLES
             },
             steps=np.asarray(group[STEP.name][...]).tolist(),
         )

@@ -18,6 +18,7 @@ from trainers.runs.training_setup import Training
 from trainers.runs.training_state import restore_random, restore_state
 from trainers.texts.corpus import Corpus
 from trajstore.errors import RecordingError
+from trajstore.formats.population_files import populations_from
 from trajstore.store.remote_path import Location
 
 __all__ = ["recording_options", "run_recorded"]
@@ -52,6 +53,7 @@ def recording_options(config: RunConfig, text: Corpus, **choices: Any) -> Record
         is_dead=counts == 0,
         token_count=counts,
         token_text=text.token_text,
+        populations=populations_from(recording.populations),
         config=config.model_dump(mode="json"),
         origin=text.provenance(),
         memory=recording.memory,

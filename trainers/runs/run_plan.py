@@ -18,8 +18,17 @@ from trainers.recording.token_selection import read_tokens, select_tokens
 from trainers.texts.cache import cached
 from trainers.texts.corpus import load_corpus
 from trajstore.byte_sizes import format_bytes, parse_bytes
+from trajstore.formats.population_files import populations_from
 from trajstore.optimizer_advice import Advice, advise
-from trajstore.schema import COORDINATES, TIERS, VARIABLES, resolve_record
+from trajstore.schema import (
+    ALONG_TOKEN,
+    COORDINATES,
+    MODEL,
+    POPULATION,
+    TIERS,
+    VARIABLES,
+    resolve_record,
+)
 from trajstore.store.block_plan import Layout
 from trajstore.store.block_plan import plan as plan_layout
 
@@ -221,19 +230,27 @@ def plan(
         has_texts = tokenizer is not None or (name != "none" and cached(name) is not None)
     steps, every = config.training.steps, recording.every
     rows = steps // every + 1 + (steps % every > 0)
+    types = native_types(config)
     layout = plan_layout(
-        native_types(config),
+        types,
         tokens=tokens,
         hidden=model.hidden,
         examples=config.examples,
         positions=model.context,
+        parameters=model.parameters,
         memory=parse_bytes(recording.memory),
         block_rows=recording.block_rows,
         encoding=recording.encoding,
     )
     native = {name: rows * array.row_bytes for name, array in layout.arrays.items()}
-    coordinates = [name for name in COORDINATES if has_texts or name != "token_text"]
+    coordinates = [name for name in ALONG_TOKEN if has_texts or name != "token_text"]
     native |= {name: tokens * _ITEMSIZE[name] for name in coordinates}
+    for population in populations_from(recording.populations):
+        coordinates.append(f"{POPULATION}{population}")
+        native[coordinates[-1]] = tokens
+    if not types.keys().isdisjoint(MODEL):
+        coordinates.append("parameter")
+        native["parameter"] = model.parameters * _ITEMSIZE["parameter"]
     blocks = math.ceil(rows / layout.block_rows)
     return RunPlan(
         steps=steps,

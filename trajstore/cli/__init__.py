@@ -9,5 +9,5 @@ write and read the files of others (``exchange_commands``), tell it of its token
 (``annotate_command``), check and mend (``integrity_commands``). They share ``options``, print
 ``tables`` and ``exchange_tables`` in ``printable`` texts, show ``progress``, say the
 ``next_commands``, and stop as ``stop_signals`` ask. What a command calls is imported inside it, so
-that help comes at once. ``population_files`` reads what ``--population`` names.
+that help comes at once.
 """

@@ -99,8 +99,8 @@ def plot(
     from analysis.figures.sheet import check_target, collect, draw_sheet, save
     from analysis.many_runs import each_run
     from analysis.named_populations import with_populations
-    from trajstore.cli.population_files import populations_from
     from trajstore.exchange.selection import select_part
+    from trajstore.formats.population_files import populations_from
     from trajstore.store.open_runs import run_paths
 
     check_matplotlib()

@@ -90,7 +90,7 @@ def summary(run: str, lattice: str, populations: tuple[str, ...], as_json: bool)
       trajstore summary gatsby.zarr --population 'rare=0 < token_count <= 10'
     """
     import analysis
-    from trajstore.cli.population_files import populations_from
+    from trajstore.formats.population_files import populations_from
     from trajstore.store.open_run import open_run
 
     ds = analysis.with_populations(open_run(run), populations_from(populations))
@@ -187,7 +187,7 @@ def analyze(
     import analysis
     from analysis.registry import ACROSS_RUNS, ALONE
     from analysis.write_results import describe, write_result
-    from trajstore.cli.population_files import populations_from
+    from trajstore.formats.population_files import populations_from
 
     runs, quantities = runs_and_names(words, {*analysis.QUANTITIES, *ALONE, *ACROSS_RUNS})
     if not quantities:

@@ -75,10 +75,18 @@ def configuration(command: Callable[..., Any]) -> Callable[..., Any]:
             "--record",
             "variables",
             metavar="W,grad,…",
-            help="Variables, or a tier: weights, weights+grads, all; cells in place of W.",
+            help="Variables, or tiers: weights, weights+grads, all, model; cells in place of W.",
         ),
         click.option("--every", type=int, metavar="K", help="Steps from one row to the next."),
         click.option("--tokens", metavar="all|dead|live|FILE", help="Which tokens to record."),
+        click.option(
+            "--population",
+            "populations",
+            multiple=True,
+            metavar="NAME=EXPR|FILE",
+            help="A group of tokens that the run names: an expression over what is known of them, "
+            "such as 'rare=token_count < 10', or a file with a mask or ids. Repeatable.",
+        ),
         click.option(
             "--memory", metavar="SIZE", help="For all buffers of the recorder, such as 512MiB."
         ),
@@ -102,6 +110,7 @@ _PLACES = {
     "seed": "training.seed",
     "every": "recording.every",
     "tokens": "recording.tokens",
+    "populations": "recording.populations",
     "memory": "recording.memory",
     "block_rows": "recording.block_rows",
     "encoding": "recording.encoding",
@@ -148,7 +157,7 @@ def settings_of(
     given = [
         f"{_PLACES[name]}={json.dumps(value)}"
         for name, value in fields.items()
-        if value is not None
+        if value not in (None, ())
     ]
     if variables is not None:
         given.append(f"recording.record={json.dumps(variables.split(','))}")

@@ -32,6 +32,8 @@ def hdf5_file(run: TiledRun, selection: Selection) -> ExportedFile:
     tensors.append(constant("recorded_steps", "int64", run.steps[selection.rows]))
     attributes: dict[str, Any] = dict(numbers_of(LAYOUTS["thimble-6"].scalars, run))
     for name, values in run.coordinates.items():
+        if name in run.populations:  # whose names may mean something else to who reads the file
+            continue
         selected, dtype = selection.along_token(values), COORDINATES[name].dtype
         if name == "is_dead":
             is_dead = selected.astype(bool)

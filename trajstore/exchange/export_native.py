@@ -6,7 +6,7 @@ from trajstore.exchange.exported_file import ExportedFile, json_texts
 from trajstore.exchange.selection import Selection
 from trajstore.exchange.variable_tensor import variable_tensor
 from trajstore.formats.streamed_tensor import constant
-from trajstore.schema import COORDINATES, STEP
+from trajstore.schema import STEP, coordinate
 from trajstore.store.tiled_reader import TiledRun
 
 __all__ = ["native_file"]
@@ -17,9 +17,9 @@ def native_file(run: TiledRun, selection: Selection) -> ExportedFile:
     tensors = [constant(STEP.name, "int64", run.steps[selection.rows])]
     tensors += [variable_tensor(name, run.series[name], selection) for name in selection.variables]
     tensors += [
-        constant(name, COORDINATES[name].dtype, selection.along_token(values))
+        constant(name, entry.dtype, selection.along_token(values))
         for name, values in run.coordinates.items()
-        if COORDINATES[name].dtype != "string"
+        if (entry := coordinate(name)) is not None and entry.dtype != "string"
     ]
     texts = {"format": "trajstore"} | json_texts(run, selection)
     return ExportedFile(tensors=tuple(tensors), texts=texts)

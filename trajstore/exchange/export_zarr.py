@@ -61,7 +61,9 @@ def write_zarr(
         If `memory` does not hold a block, or W is not selected.
     """
     coordinates: dict[str, Any] = {
-        name: selection.along_token(values) for name, values in run.coordinates.items()
+        name: selection.along_token(values)
+        for name, values in run.coordinates.items()
+        if name not in run.populations
     }
     hidden = [each.shape[-1] for each in run.series.values() if "hidden" in each.dims]
     with RunWriter.create(
@@ -75,6 +77,10 @@ def write_zarr(
         buffers=1,
         commit_every=None,
         attributes=attributes,
+        populations={
+            name: selection.along_token(values) for name, values in run.populations.items()
+        },
+        parameter=None if run.parameters is None else [str(name) for name in run.parameters],
         **coordinates,
     ) as new:
         _copy(run, selection, new, parse_bytes(memory) - new.layout.memory, on_progress)

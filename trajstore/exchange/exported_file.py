@@ -8,7 +8,7 @@ from typing import Any
 
 from trajstore.exchange.selection import Selection
 from trajstore.formats.streamed_tensor import Tensor
-from trajstore.schema import COORDINATES
+from trajstore.schema import COORDINATES, MODEL
 from trajstore.store.tiled_reader import TiledRun
 
 __all__ = ["ExportedFile", "json_texts"]
@@ -48,10 +48,12 @@ class ExportedFile:
 
 
 def json_texts(run: TiledRun, selection: Selection) -> dict[str, str]:
-    """Attributes of the run and of its variables, and the coordinates that are texts, as JSON."""
+    """Attributes of the run and its variables, and the coordinates that are texts, as JSON."""
     attributes = {name: run.series[name].attributes for name in selection.variables}
     texts = {"attributes": json.dumps(run.attributes), "variables": json.dumps(attributes)}
     for name, values in run.coordinates.items():
-        if COORDINATES[name].dtype == "string":
+        if name in COORDINATES and COORDINATES[name].dtype == "string":
             texts[name] = json.dumps([str(text) for text in selection.along_token(values)])
+    if run.parameters is not None and not set(selection.variables).isdisjoint(MODEL):
+        texts["parameter"] = json.dumps([str(name) for name in run.parameters])
     return texts

@@ -347,6 +347,8 @@ def _write(
         hidden=run.hidden,
         variables=_types(run),
         **room_for_examples({held.variable: held.row_shape for held in run.variables}),
+        parameter=run.parameters,
+        populations=run.populations,
         attributes=run.attributes | {"imported": origin},
         buffers=1,
         commit_every=None,

@@ -19,7 +19,15 @@ from trajstore.exchange.imported_file import (
 from trajstore.exchange.recognition import Taken, abridged
 from trajstore.exchange.step_labels import checked_labels
 from trajstore.formats.safetensors import SafetensorsFile
-from trajstore.schema import COORDINATES, STEP, TRAJECTORIES, VARIABLES
+from trajstore.schema import (
+    ALONG_TOKEN,
+    COORDINATES,
+    MODEL,
+    STEP,
+    TRAJECTORIES,
+    VARIABLES,
+    along_token,
+)
 from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["read_native"]
@@ -44,20 +52,29 @@ def read_native(file: SafetensorsFile) -> Understood:
     steps = checked_labels(file.path, STEP.name, _filled(file, STEP.name, ("int64",)))
     token = _filled(file, "token", ("int32", "int64"))
     coordinates: dict[str, Any] = {}
-    for name, entry in COORDINATES.items():
+    populations = {
+        name: file.vector(name, ("bool",), len(token)).astype(bool)
+        for name in along_token(file.keys)
+        if name not in COORDINATES
+    }
+    for name in ALONG_TOKEN:
+        entry = COORDINATES[name]
         if entry.dtype == "string":
             if name in file.attributes:
                 coordinates[name] = checked_texts(file, name, file.attributes[name], len(token))
         elif name != "token" and name in file.keys:
             coordinates[name] = file.vector(name, (entry.dtype,), len(token))
+    parameters = _parameters(file)
     run = ImportedRun(
         steps=steps,
         token=checked_tokens(file, token),
         coordinates=coordinates,
-        variables=_variables(file, len(steps), len(token)),
+        variables=_variables(file, len(steps), len(token), len(parameters)),
+        parameters=parameters,
+        populations=populations,
         attributes=kept_attributes(file, file.attributes.get("attributes", "{}")),
     )
-    known = (STEP.name, *COORDINATES, *VARIABLES)
+    known = (STEP.name, *COORDINATES, *VARIABLES, *populations)
     table = tuple(
         Taken(name=key, dtype=file.dtype(key), shape=file.shape(key),
               role=key if key in known else "", why="" if key in known else "not known")
@@ -66,7 +83,26 @@ def read_native(file: SafetensorsFile) -> Understood:
     return Understood(layout="native", runs=(run,), table=table)
 
 
-def _variables(file: SafetensorsFile, rows: int, tokens: int) -> tuple[ImportedVariable, ...]:
+def _parameters(file: SafetensorsFile) -> tuple[str, ...]:
+    """Names of the parameters that variables of the model are of."""
+    held = [name for name in MODEL if name in file.keys]
+    if not held:
+        return ()
+    shape = file.shape(held[0])
+    if len(shape) != 2 or "parameter" not in file.attributes:
+        raise FormatError(
+            f"{file.path}: {held[0]} has shape {shape}, and the file does not name the parameters "
+            "that it is of"
+        )
+    names = checked_texts(file, "parameter", file.attributes["parameter"], shape[1])
+    if len(set(names)) != len(names):
+        raise FormatError(f"{file.path}: parameter must hold distinct names")
+    return tuple(names)
+
+
+def _variables(
+    file: SafetensorsFile, rows: int, tokens: int, parameters: int
+) -> tuple[ImportedVariable, ...]:
     """Variables of the file, their shapes and types checked."""
     hidden = next((file.shape(key)[-1] for key in TRAJECTORIES if key in file.keys
                    and len(file.shape(key)) == 3), None)  # fmt: skip
@@ -76,7 +112,7 @@ def _variables(file: SafetensorsFile, rows: int, tokens: int) -> tuple[ImportedV
             "no run"
         )
     found = []
-    lengths = {"step": rows, "token": tokens, "hidden": hidden}
+    lengths = {"step": rows, "token": tokens, "hidden": hidden, "parameter": parameters}
     for name, entry in VARIABLES.items():
         if name not in file.keys:
             continue

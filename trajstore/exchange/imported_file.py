@@ -183,6 +183,10 @@ class ImportedRun:
         For the root of the run.
     notes : tuple of str
         What was corrected, left out or is not known.
+    parameters : tuple of str
+        Names, where there are variables of the model's parameters.
+    populations : dict of str to ndarray of bool, (token,)
+        By the names of their coordinates.
     """
 
     steps: Array
@@ -192,6 +196,8 @@ class ImportedRun:
     attributes: dict[str, Any]
     label: str = ""
     notes: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+    populations: dict[str, Array] = field(default_factory=dict)
 
     @property
     def hidden(self) -> int:
@@ -236,23 +242,23 @@ def checked_tokens(file: ArrayFile, token: Array) -> Array:
     return token
 
 
-def checked_texts(file: ArrayFile, name: str, text: str, tokens: int) -> list[str]:
-    """Texts of the tokens, of a JSON text.
+def checked_texts(file: ArrayFile, name: str, text: str, length: int) -> list[str]:
+    """Texts of a coordinate, of a JSON text.
 
     Raises
     ------
     FormatError
-        If they are not as many texts as there are tokens.
+        If they are not so many texts.
     """
     texts = _parsed(file, text)
     sound = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
-    if sound and len(texts) == tokens:
+    if sound and len(texts) == length:
         try:
             "".join(texts).encode()
             return list(texts)
         except UnicodeEncodeError:
             sound = False
-    raise FormatError(f"{file.path}: {name} must hold {tokens} texts")
+    raise FormatError(f"{file.path}: {name} must hold {length} texts")
 
 
 def kept_attributes(file: ArrayFile, text: str) -> dict[str, Any]:

@@ -18,8 +18,9 @@ HDF5_TEXTS = {
     "attributes": "trajstore_json",
     "variables": "variables_json",
     "token_text": "token_text_json",
+    "parameter": "parameter_json",
 }
-"""Names of texts in HDF5 files: attributes of the run and of its variables, and its tokens."""
+"""Names of texts in HDF5 files: attributes of the run and its variables, tokens, parameters."""
 
 KEPT_ATTRIBUTES = ("config", "optimizer", "provenance", "imported", "created")
 """Attributes of the root that say where the values come from, and stay true of a copy."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-from trajstore.schema import OF_EXAMPLES, STEP, VARIABLES
+from trajstore.schema import MODEL, OF_EXAMPLES, STEP, VARIABLES
 
 __all__ = [
     "AMBIGUOUS",
@@ -86,6 +86,7 @@ ROLES: dict[str, Role] = {
                 dims=entry.dims,
             )
             for name, entry in VARIABLES.items()
+            if name not in MODEL  # nobody else has them
             if name not in OF_EXAMPLES  # no file but our own says whose they are
         ),
         Role(

@@ -12,7 +12,7 @@ from trajstore.byte_sizes import DEFAULT_MEMORY
 from trajstore.errors import FormatError, InvalidArgument, RunExists
 from trajstore.exchange.export_zarr import write_zarr
 from trajstore.exchange.selection import select
-from trajstore.schema import COORDINATES, FORMAT, STEP, VARIABLES
+from trajstore.schema import FORMAT, STEP, VARIABLES, coordinate
 from trajstore.store.atomic import link_or_copy
 from trajstore.store.create import staged_run
 from trajstore.store.object_keys import CHECKPOINT, checkpoint_folder
@@ -198,5 +198,5 @@ def _take(checkpoints: list[tuple[Path, Path]]) -> None:
 def _notes(run: TiledRun, names: set[str]) -> Iterator[str]:
     if run.attributes.get("status") == "recording":
         yield "the run is or was being recorded: the new one has the rows that were committed"
-    for name in sorted(names - {STEP.name, *VARIABLES, *COORDINATES}):
+    for name in sorted(name for name in names - {STEP.name, *VARIABLES} if not coordinate(name)):
         yield f"{name} is an array that is not part of the run, and was left out"

@@ -13,7 +13,7 @@ from zarr.buffer.cpu import Buffer
 from zarr.storage import MemoryStore
 
 from trajstore.errors import FormatError
-from trajstore.schema import COORDINATES, STEP, VARIABLES, Coordinate, Variable
+from trajstore.schema import STEP, VARIABLES, Coordinate, Variable, coordinate
 from trajstore.store.array_reader import block_form
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.strict_json import Document, same
@@ -80,7 +80,7 @@ def is_canonical(document: Document) -> bool:
 
 def entry_of(name: str) -> Variable | Coordinate | None:
     """What the schema says of an array; None if it does not know it."""
-    return STEP if name == STEP.name else VARIABLES.get(name) or COORDINATES.get(name)
+    return STEP if name == STEP.name else VARIABLES.get(name) or coordinate(name)
 
 
 def is_series(name: str) -> bool:

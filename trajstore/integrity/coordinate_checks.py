@@ -1,4 +1,4 @@
-"""Checks of the coordinates along `token`: readable, distinct, and of one mind."""
+"""Checks of the coordinates: readable, distinct, and of one mind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trajstore.integrity.array_json_checks import open_document
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.decode_with_zarr import note_on_fallback, open_with_zarr
 from trajstore.integrity.problem import Problem
-from trajstore.schema import COORDINATES
+from trajstore.schema import along_token
 from trajstore.store.object_keys import chunk_key
 from trajstore.strict_json import Document
 
@@ -44,7 +44,7 @@ class CheckedCoordinates:
 def check_coordinates(metadata: CheckedMetadata) -> CheckedCoordinates:
     """Read every coordinate of a run against its checksum, and compare them."""
     found = CheckedCoordinates()
-    for name in COORDINATES:
+    for name in (*along_token(metadata.arrays), "parameter"):
         if name not in metadata.arrays:
             continue
         if _is_as_recorded(metadata.arrays[name]):
@@ -115,11 +115,12 @@ def _read_through_zarr(metadata: CheckedMetadata, name: str, found: CheckedCoord
 
 
 def _compare(metadata: CheckedMetadata, found: CheckedCoordinates) -> None:
-    token = found.values.get("token")
-    if token is not None and len(np.unique(token)) != token.size:
-        message = f"{token.size - len(np.unique(token))} of {token.size} ids occur twice"
-        path = metadata.path / chunk_key("token", 0, 1)
-        found.problems.append(Problem(array="token", path=path, message=message))
+    for name, what in (("token", "ids"), ("parameter", "names")):
+        values = found.values.get(name)
+        if values is not None and len(np.unique(values)) != values.size:
+            message = f"{values.size - len(np.unique(values))} of {values.size} {what} occur twice"
+            path = metadata.path / chunk_key(name, 0, 1)
+            found.problems.append(Problem(array=name, path=path, message=message))
     dead, count = found.values.get("is_dead"), found.values.get("token_count")
     if dead is None or count is None or dead.shape != count.shape:
         return

@@ -16,7 +16,7 @@ from trajstore.integrity.array_json_checks import (
 )
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.root_attribute_checks import fixed_attributes, parsed_copy
-from trajstore.schema import COORDINATES, STEP, VARIABLES, Coordinate
+from trajstore.schema import STEP, VARIABLES, Coordinate, coordinate
 from trajstore.store.array_reader import stored_array
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.zarr_json import COPY
@@ -37,7 +37,7 @@ def choose_documents(found: CheckedMetadata) -> None:
     for name in dict.fromkeys([*copies, *found.own]):
         own, copy = found.own.get(name), copies.get(name)
         if copy is None and consolidated is not None:
-            if name not in COORDINATES and not is_series(name):
+            if coordinate(name) is None and not is_series(name):
                 found.notes.append(f"{name} is an array that is not part of the run")
                 continue
             if own is not None:
@@ -107,7 +107,7 @@ def _rank(
     odd += not same(document["fill_value"], fill)
     odd += not is_canonical(document)
     named = attributes.get("coordinates", "")
-    odd += not (isinstance(named, str) and COORDINATES.keys() >= set(named.split()))
+    odd += not (isinstance(named, str) and all(map(coordinate, named.split())))
     if name == STEP.name and COPY in attributes:
         odd += not same(parsed_copy(attributes[COPY]), fixed_attributes(found.attributes))
     unreadable = 0

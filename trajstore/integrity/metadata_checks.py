@@ -19,7 +19,7 @@ from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.duplicate_metadata import agreed_lengths, choose_documents
 from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import check_attributes, settle_announced
-from trajstore.schema import COORDINATES, STEP, TRAJECTORIES, VARIABLES
+from trajstore.schema import MODEL, STEP, TRAJECTORIES, VARIABLES, coordinate
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.strict_json import Document, document_bytes, parse
 
@@ -101,10 +101,14 @@ def _no_run(path: Path, text: str) -> str:
 
 def _array_folders(path: Path) -> list[str]:
     """Folders that hold an array, or have the name of one."""
-    known = {STEP.name, *VARIABLES, *COORDINATES}
+    known = {STEP.name, *VARIABLES}
     with os.scandir(path) as entries:
         names = [entry.name for entry in entries if entry.is_dir()]
-    return sorted(name for name in names if name in known or os.path.exists(path / name / DOCUMENT))
+    return sorted(
+        name
+        for name in names
+        if name in known or coordinate(name) or os.path.exists(path / name / DOCUMENT)
+    )
 
 
 def _read(found: CheckedMetadata, array: str | None) -> Document | None:
@@ -241,7 +245,11 @@ def _check_lengths(found: CheckedMetadata) -> None:
     for name in (STEP.name, "token"):
         if name not in found.arrays and name not in found.own:
             found.report(name, "it is missing, and every run has it", remedy="none")
-    if not any(name in found.arrays or name in found.own for name in TRAJECTORIES):
+    there = found.arrays.keys() | found.own.keys()
+    if not there.isdisjoint(MODEL) and "parameter" not in there:
+        message = "it is missing, and it names what the variables of the model are of"
+        found.report("parameter", message, remedy="none")
+    if there.isdisjoint(TRAJECTORIES):
         found.report(
             "W",
             "it is missing, and every run holds W, or its changes as delta, or its cells",

@@ -141,7 +141,7 @@ def _make(
 def _in_order(coordinates: Mapping[str, npt.ArrayLike]) -> dict[str, npt.ArrayLike]:
     """Coordinates in the order of the schema, checked against each other."""
     ordered = {name: coordinates[name] for name in COORDINATES if name in coordinates}
-    checked = token_coordinates(**ordered)
+    checked = token_coordinates(ordered.pop("token"), populations=None, **ordered)
     if "is_dead" in checked and "token_count" in checked:
         dead, counts = np.asarray(checked["is_dead"], bool), np.asarray(checked["token_count"])
         wrong = np.flatnonzero(dead != (counts == 0))

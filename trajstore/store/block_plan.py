@@ -167,6 +167,7 @@ def plan(
     hidden: int,
     examples: int | None = None,
     positions: int | None = None,
+    parameters: int = 1,
     memory: int = DEFAULT_MEMORY,
     block_rows: int | None = None,
     encoding: str = "delta",
@@ -179,8 +180,8 @@ def plan(
     ----------
     variables : mapping of str to str
         Native type of each variable.
-    tokens, hidden : int
-        Lengths of the two dimensions.
+    tokens, hidden, parameters : int
+        Lengths of the dimensions.
     examples, positions : int, optional
         Lengths of ``example`` and ``position``, where a variable has them.
     memory : int, default 1 GiB
@@ -203,7 +204,7 @@ def plan(
     """
     kinds = {STEP.name: (STEP, STEP_TYPE)}
     kinds |= {name: (variable(name), native_type(dtype)) for name, dtype in variables.items()}
-    lengths = {"token": tokens, "hidden": hidden}
+    lengths = {"token": tokens, "hidden": hidden, "parameter": parameters}
     for dim, given in (("example", examples), ("position", positions)):
         needing = [name for name, (entry, _) in kinds.items() if dim in entry.dims]
         if needing and given is None:

@@ -21,7 +21,7 @@ from trajstore.codec.block_codec import BLOCK
 from trajstore.codec.block_form import Runs
 from trajstore.codec.block_label import new_identity
 from trajstore.errors import InvalidArgument
-from trajstore.schema import COORDINATES, STEP, room_for_examples
+from trajstore.schema import STEP, coordinate, room_for_examples
 from trajstore.store.array_reader import StoredArray
 from trajstore.store.atomic import link_or_copy
 from trajstore.store.block_plan import ArrayLayout, Layout, plan
@@ -168,13 +168,14 @@ class _Branch:
     ) -> _Branch:
         root = json.loads((stored.path / DOCUMENT).read_bytes())
         documents = root["consolidated_metadata"]["metadata"]
-        coordinates = [name for name in COORDINATES if name in documents]
-        tokens, hidden = documents["token"]["shape"][0], _hidden(stored)
+        coordinates = [name for name in documents if coordinate(name)]
+        lengths = {name: documents[name]["shape"][0] for name in coordinates}
         layout = plan(
             types,
-            tokens=tokens,
-            hidden=hidden,
+            tokens=lengths["token"],
+            hidden=_hidden(stored),
             **_room(stored),
+            parameters=lengths.get("parameter", 1),
             memory=parse_bytes(memory),
             block_rows=stored.layout.block_rows,
             encoding=str(root["attributes"]["encoding"]),
@@ -185,8 +186,10 @@ class _Branch:
             if name != STEP.name and array.native != stored.layout.arrays[name].native
         }
         # Their values are not used: the chunks of the coordinates are those of the other.
-        placeholders = {name: np.zeros(tokens, "U1" if name == "token_text" else "i4")
-                        for name in coordinates}  # fmt: skip
+        placeholders = {
+            name: np.zeros(length, "U1" if name in ("token_text", "parameter") else "i4")
+            for name, length in lengths.items()
+        }
         runs = _runs_of_branch(stored)
         changed = replace(layout, arrays=anew, runs=runs)
         encoding = str(root["attributes"]["encoding"])
@@ -213,7 +216,7 @@ class _Branch:
         assert isinstance(source, Path)  # a branch is made of a local run
         blocks = self.stored.rows // self.stored.layout.block_rows
         for name in self.metadata.names():
-            if name in COORDINATES:
+            if coordinate(name):
                 for file in (source / name).glob("c*"):
                     link_or_copy(file, self.path / name / file.name, fsync=self.fsync)
         for name in self.kept:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from copy import copy
 from typing import Any
 
-from trajstore.schema import COORDINATES, STEP, VARIABLES
+from trajstore.schema import STEP, VARIABLES, coordinate
 from trajstore.store.object_keys import chunk_key
 from trajstore.store.remote_path import Location
 
@@ -134,14 +134,14 @@ def coordinate_digests(path: Location, names: Iterable[str]) -> dict[str, bytes]
     found = {}
     for name in names:
         key = chunk_key(name, 0, 1)
-        if name in COORDINATES:
+        if coordinate(name):
             with suppress(FileNotFoundError):
                 found[key] = hashlib.sha256((path / key).read_bytes()).digest()
     return found
 
 
 def _is_of_run(name: str) -> bool:
-    return name == STEP.name or name in VARIABLES or name in COORDINATES
+    return name == STEP.name or name in VARIABLES or coordinate(name) is not None
 
 
 def _lasting(name: str, document: Mapping[str, Any]) -> dict[str, Any]:

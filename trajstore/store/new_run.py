@@ -6,7 +6,7 @@ zarr-python itself writes the documents and the coordinates, into memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,32 +18,47 @@ from zarr.storage import MemoryStore
 from trajstore.codec.block_codec import BlockCodec
 from trajstore.codec.block_form import Runs
 from trajstore.errors import InvalidArgument
-from trajstore.schema import COORDINATES, FORMAT, STEP, TRAJECTORIES, Coordinate
+from trajstore.schema import (
+    COORDINATES,
+    FORMAT,
+    MODEL,
+    POPULATION,
+    STEP,
+    TRAJECTORIES,
+    Coordinate,
+    along_token,
+    coordinate,
+)
 from trajstore.store.block_plan import ArrayLayout, Layout
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.zarr_json import RunMetadata, utc_now
 from trajstore.version import __version__
 
-__all__ = ["check_variables", "new_arrays", "new_run", "token_coordinates"]
+__all__ = ["check_variables", "new_arrays", "new_run", "parameter_coordinate", "token_coordinates"]
 
 _CHUNK_KEYS: Any = {"name": "default", "separator": "."}
 
 
 def token_coordinates(
-    token: npt.ArrayLike, **others: npt.ArrayLike | None
+    token: npt.ArrayLike,
+    populations: Mapping[str, npt.ArrayLike] | None = None,
+    **others: npt.ArrayLike | None,
 ) -> dict[str, npt.ArrayLike]:
     """Coordinates along ``token`` of a run that is to be made, without those that are None.
 
     Parameters
     ----------
     token : array_like of int, (token,)
+    populations : mapping of str to array_like of bool, (token,), optional
+        By the names of their coordinates, ``is_NAME``.
     **others : array_like, (token,), or None
         By name of the schema.
 
     Raises
     ------
     InvalidArgument
-        If the ids are no distinct integers, or there are not as many values of another.
+        If the ids are no distinct integers, there are not as many values of another, or one is no
+        population.
     """
     ids = np.asarray(token)
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(np.unique(ids)) != ids.size:
@@ -52,7 +67,14 @@ def token_coordinates(
             "in one dimension"
         )
     coordinates: dict[str, npt.ArrayLike] = {"token": ids}
-    for name, values in others.items():
+    for name, mask in (populations or {}).items():
+        if name in COORDINATES or coordinate(name) is None or np.asarray(mask).dtype != bool:
+            raise InvalidArgument(
+                f"populations: got {name!r} of {np.asarray(mask).dtype}, expected truth values "
+                f"under a name of their own that begins with {POPULATION}"
+            )
+    given: dict[str, npt.ArrayLike | None] = {**others, **(populations or {})}
+    for name, values in given.items():
         if values is None:
             continue
         if np.shape(values) != ids.shape:
@@ -61,6 +83,33 @@ def token_coordinates(
             )
         coordinates[name] = values
     return coordinates
+
+
+def parameter_coordinate(
+    names: Sequence[str] | None, variables: Collection[str]
+) -> dict[str, npt.ArrayLike]:
+    """Coordinate of a model's parameters, where a run that is to be made has variables of them.
+
+    Parameters
+    ----------
+    names : sequence of str or None
+    variables : collection of str
+        Of the run.
+
+    Raises
+    ------
+    InvalidArgument
+        If they are missing, or one is there twice.
+    """
+    held = [name for name in MODEL if name in variables]
+    if not held:
+        return {}
+    if not names or len(set(names)) != len(names):
+        raise InvalidArgument(
+            f"parameter: got {len(names or ())} names of parameters, expected distinct ones, at "
+            f"least one, as the run is to hold {', '.join(held)}"
+        )
+    return {"parameter": list(names)}
 
 
 def check_variables(names: Collection[str]) -> None:
@@ -92,7 +141,7 @@ def new_run(
     ----------
     layout : Layout
     coordinates : mapping of str to array_like
-        As `token_coordinates` returns them.
+        As `token_coordinates` and `parameter_coordinate` return them.
     encoding : {'delta', 'portable'}
     config : mapping or None
         Configuration of the run, JSON values only.
@@ -129,7 +178,7 @@ def new_arrays(
     ----------
     layout : Layout
     coordinates : mapping of str to array_like
-        Values along ``token``, by name of the schema.
+        Their values, by name of the schema.
     encoding : {'delta', 'portable'}
 
     Returns
@@ -142,10 +191,12 @@ def new_arrays(
     objects: dict[str, Any] = {}
     root = zarr.create_group(MemoryStore(objects))
     for name, array in layout.arrays.items():
-        auxiliary = [name for name in coordinates if name != "token"]
+        auxiliary = [name for name in along_token(coordinates) if name != "token"]
         _create(root, name, array, auxiliary, encoding=encoding, runs=layout.runs)
     for name, values in coordinates.items():
-        _create_coordinate(root, COORDINATES[name], values)
+        entry = coordinate(name)
+        assert entry is not None
+        _create_coordinate(root, entry, values)
     documents: dict[str, dict[str, Any]] = {}
     chunks: dict[str, bytes] = {}
     for key, buffer in objects.items():

@@ -15,7 +15,7 @@ import zarr
 from trajstore.codec.block_codec import BlockCodec, local_folder
 from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError
-from trajstore.schema import COORDINATES, STEP, VARIABLES, Coordinate
+from trajstore.schema import STEP, VARIABLES, Coordinate, coordinate
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE
 
 __all__ = ["DECODED", "check_array", "means_time"]
@@ -56,7 +56,7 @@ def check_array(name: str, array: zarr.Array[Any], runs: Runs | None) -> None:
         If it has another type or other dimensions than the schema says, an attribute that changes
         its values, a codec of another array or run; or if the values of a coordinate are missing.
     """
-    entry = STEP if name == STEP.name else VARIABLES.get(name) or COORDINATES.get(name)
+    entry = STEP if name == STEP.name else VARIABLES.get(name) or coordinate(name)
     if entry is None:
         return
     attributes = array.attrs.asdict()
@@ -88,9 +88,9 @@ def _stored_type(name: str, attributes: dict[str, Any]) -> np.dtype[Any] | None:
     """Type that an array has in Zarr; None where nothing but a text can be it."""
     if name == STEP.name:
         return STEP_TYPE.stored
-    if name in COORDINATES:
-        declared = COORDINATES[name].dtype
-        return None if declared == "string" else np.dtype(declared)
+    entry = coordinate(name)
+    if entry is not None:
+        return None if entry.dtype == "string" else np.dtype(entry.dtype)
     native = NATIVE_TYPES.get(str(attributes.get("native_dtype")))
     if native is None:
         raise _refused(name, f"its native_dtype is {attributes.get('native_dtype')!r}")

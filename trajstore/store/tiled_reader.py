@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.schema import COORDINATES, STEP, VARIABLES, room_for_examples
+from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token, room_for_examples
 from trajstore.store.array_reader import StoredArray, stored_array
 from trajstore.store.open_group import open_group, run_identity
 from trajstore.store.remote_path import RunPath, location
@@ -110,12 +110,20 @@ class TiledRun:
     coordinates : dict of str to ndarray, (token,)
         Always ``token``.
     series : dict of str to TiledVariable
+    parameters : ndarray of str, (parameter,), optional
+        Names, where there are variables of the model's parameters.
     """
 
     attributes: dict[str, Any]
     steps: Array
     coordinates: dict[str, Array]
     series: dict[str, TiledVariable]
+    parameters: Array | None = None
+
+    @property
+    def populations(self) -> dict[str, Array]:
+        """Those of the coordinates that are of none of the schema's names."""
+        return {name: mask for name, mask in self.coordinates.items() if name not in COORDINATES}
 
     @property
     def room_for_examples(self) -> dict[str, Any]:
@@ -169,8 +177,9 @@ def _of_path(path: RunPath) -> TiledRun:
     return TiledRun(
         attributes=dict(group.attrs),
         steps=np.asarray(arrays[STEP.name][...]),
-        coordinates={name: np.asarray(arrays[name][...]) for name in COORDINATES if name in arrays},
+        coordinates={name: np.asarray(arrays[name][...]) for name in along_token(arrays)},
         series=series,
+        parameters=np.asarray(arrays["parameter"][...]) if "parameter" in arrays else None,
     )
 
 
@@ -200,8 +209,13 @@ def _of_dataset(ds: xr.Dataset) -> TiledRun:
     return TiledRun(
         attributes=dict(ds.attrs),
         steps=ds[STEP.name].values,
-        coordinates={name: ds[name].values for name in COORDINATES if name in ds.variables},
+        coordinates={
+            name: ds[name].values
+            for name in along_token(map(str, ds.coords))
+            if ds[name].dims == ("token",) and (name in COORDINATES or ds[name].dtype == bool)
+        },
         series=series,
+        parameters=ds["parameter"].values if "parameter" in ds.coords else None,
     )
 
 

@@ -40,7 +40,12 @@ from trajstore.store.commit_timer import COMMIT_EVERY, CommitTimer, check_commit
 from trajstore.store.create import check_target, create_folder, remove_folder
 from trajstore.store.fingerprint import Fingerprint
 from trajstore.store.lock import RunLock
-from trajstore.store.new_run import check_variables, new_run, token_coordinates
+from trajstore.store.new_run import (
+    check_variables,
+    new_run,
+    parameter_coordinate,
+    token_coordinates,
+)
 from trajstore.store.remote_lock import RemoteLock
 from trajstore.store.remote_path import Location, RunPath
 from trajstore.store.resumed_run import ResumedRun, check_run, remove_past_end, resumed_run
@@ -142,6 +147,8 @@ class RunWriter:
         is_dead: npt.ArrayLike | None = None,
         token_count: npt.ArrayLike | None = None,
         token_text: npt.ArrayLike | None = None,
+        parameter: Sequence[str] | None = None,
+        populations: Mapping[str, npt.ArrayLike] | None = None,
         config: Mapping[str, Any] | None = None,
         attributes: Mapping[str, Any] | None = None,
         memory: int | str = DEFAULT_MEMORY,
@@ -172,6 +179,10 @@ class RunWriter:
             Lengths of ``example`` and ``position``, where a variable has them.
         is_dead, token_count, token_text : array_like, (token,), optional
             Coordinates.
+        parameter : sequence of str, optional
+            Names of the model's parameters, where there are variables of each of them.
+        populations : mapping of str to array_like of bool, (token,), optional
+            Further groups of tokens, by the names of their coordinates, ``is_NAME``.
         config : mapping, optional
             Configuration of the run, JSON values only.
         attributes : mapping, optional
@@ -209,15 +220,17 @@ class RunWriter:
         check_commit_every(commit_every)
         path = check_target(path, overwrite=overwrite)
         coordinates = token_coordinates(
-            token, is_dead=is_dead, token_count=token_count, token_text=token_text
+            token, populations, is_dead=is_dead, token_count=token_count, token_text=token_text
         )
         check_variables(variables)
+        coordinates |= parameter_coordinate(parameter, variables)
         layout = plan(
             variables,
             tokens=np.size(coordinates["token"]),
             hidden=hidden,
             examples=examples,
             positions=positions,
+            parameters=np.size(coordinates.get("parameter", "")),
             memory=parse_bytes(memory),
             block_rows=block_rows,
             encoding=encoding,

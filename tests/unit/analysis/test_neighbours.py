@@ -109,6 +109,30 @@ def test_adjacency(ds: xr.Dataset, k: int) -> None:
                 ]
 
 
+# Whole turns of the lowest bits, and what is only just near or not.
+NUMBERS = st.integers(-4, 4).flatmap(
+    lambda small: st.sampled_from([0, 256, -512, 1 << 16, 1 << 32, -(1 << 32)]).map(
+        lambda turns: small + turns
+    )
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    arrays(np.int64, st.tuples(st.integers(1, 12), st.integers(1, 10)), elements=NUMBERS),
+    st.sampled_from([1, 2, 31, 40, 255, 9000, 70_000]),
+    st.sampled_from([1, 7, 1 << 19]),
+)
+def test_pairs_whatever_their_lowest_bits(cells: np.ndarray, k: int, compared: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighbours, "_COMPARED", compared)
+        patch.setattr(neighbours, "_FEW", 2)
+        found = [tuple(sorted(pair)) for part in neighbours._pairs(cells, k) for pair in part]
+    apart = np.abs(cells[:, None] - cells[None]).max(2)
+    expected = np.argwhere(np.triu(apart <= k, 1)).tolist()
+    assert sorted(found) == [tuple(pair) for pair in expected]
+
+
 def distances_by_hand(W: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
         apart = np.linalg.norm(W[:, None] - W[None], axis=-1)
@@ -145,6 +169,7 @@ def test_in_parts_it_is_the_same(make_run, walk, monkeypatch: pytest.MonkeyPatch
     graph, nearest = analysis.adjacency(ds).compute(), analysis.nearest_distance(ds).compute()
     assert int(graph.edges.max()) > 100
     monkeypatch.setattr(neighbours, "_PAIRS", 10)
+    monkeypatch.setattr(neighbours, "_COMPARED", 70)
     monkeypatch.setattr(neighbours, "_DISTANCES", 70)
     xr.testing.assert_identical(analysis.adjacency(ds).compute(), graph)
     xr.testing.assert_identical(analysis.nearest_distance(ds).compute(), nearest)

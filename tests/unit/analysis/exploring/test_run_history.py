@@ -50,8 +50,9 @@ def test_what_is_held_is_what_the_analysis_finds(ds: xr.Dataset) -> None:
     history = prepare(ds)
     check_against_analysis(history, ds)
     assert np.array_equal(history.cause, analysis.freeze_cause(ds))
-    plane = analysis.principal_plane(ds).compute()
-    np.testing.assert_allclose(history.position, plane["position"], atol=1e-6)
+    found = analysis.pca(ds, components=2).compute()
+    np.testing.assert_allclose(history.position, found["scores"], atol=1e-6)
+    np.testing.assert_allclose(history.plane["share"].sum(), 1)
     assert (history.every, history.rows, history.unknown) == (1, 21, {})
     assert history.nbytes > history.position.nbytes == 21 * 128 * 8
     order = np.argsort(history.last_motion.values, kind="stable")
@@ -66,7 +67,7 @@ def test_new_rows_come_to_those_that_are_held(ds: xr.Dataset, rows: int) -> None
     assert np.array_equal(history.cause, analysis.freeze_cause(ds))
     assert history.plane is first.plane
     W = ds["W"].values.astype(np.float64)
-    wanted = (W - first.plane["origin"].values) @ first.plane["axes"].values.T
+    wanted = (W - first.plane["basis_mean"].values) @ first.plane["basis"].values.T
     np.testing.assert_allclose(history.position, wanted, atol=1e-6)
     assert grown(history, ds) is history
 

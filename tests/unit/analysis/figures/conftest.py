@@ -44,4 +44,9 @@ def run(make_run, walk) -> xr.Dataset:
         is_dead=np.arange(tokens) % 3 == 0,
         chunks=(6, 4, 6),
     )
-    return ds.assign_attrs(optimizer=ADAM)
+    lost = rng.random((rows, 3)).astype(np.float32)
+    lost[0] = np.nan
+    return ds.assign_attrs(optimizer=ADAM).assign(
+        param_update_lost=(("step", "parameter"), lost),
+        parameter=["wte.weight", "ln_f.weight", "ln_f.bias"],
+    )

@@ -16,6 +16,7 @@ NEEDS = {
     "causes": "grad",
     "moments": "exp_avg",
     "logits": "logits",
+    "parameters": "param_update_lost",
 }
 
 

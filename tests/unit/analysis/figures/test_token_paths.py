@@ -1,4 +1,4 @@
-"""Paths are the positions of `principal_plane`."""
+"""Paths are the first two scores of `pca`."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from analysis.figures import FIGURES
 def test_lines_and_their_ends(plane, run):
     rng = np.random.default_rng(1)
     run = run.assign(hidden_mean=(("step", "hidden"), rng.normal(size=(23, 6))))
-    found = analysis.principal_plane(run, plane).compute()
+    first = None if plane == "principal" else plane
+    found = analysis.pca(run, components=2, first=first).compute()
     ax = FIGURES["trajectory"](run, Canvas().subplots(), plane=plane)
     for paths, members in zip(
         ax.collections, (~run.is_dead.values, run.is_dead.values), strict=True
     ):
         shown = np.stack([path.vertices for path in paths.get_paths()], 1)
-        np.testing.assert_allclose(shown, found.position.values[:, members])
+        np.testing.assert_allclose(shown, found.scores.values[:, members])
     start, end = ax.lines[:2]
-    live = found.position.values[:, ~run.is_dead.values]
+    live = found.scores.values[:, ~run.is_dead.values]
     np.testing.assert_allclose(start.get_xydata(), live[0])
     np.testing.assert_allclose(end.get_xydata(), live[-1])
-    assert f"{found.share.values[0]:.1%} of the variance" in ax.get_xlabel()
+    assert (
+        f"{(found.spectrum[0] / found.spectrum.sum()).item():.1%} of the variance"
+        in ax.get_xlabel()
+    )
 
 
 def test_many_tokens_are_counted_all(run, monkeypatch):

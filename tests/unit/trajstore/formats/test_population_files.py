@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trajstore.cli.population_files import populations_from
 from trajstore.errors import FormatError, InvalidArgument
+from trajstore.formats.population_files import populations_from
 
 
 def test_files(tmp_path: Path) -> None:

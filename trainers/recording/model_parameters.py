@@ -1,0 +1,181 @@
+"""Every parameter of the model in four numbers a step, computed where it lies.
+
+Nothing as large as a parameter leaves the device: what comes out are vectors with one number for
+each parameter. A copy of what the optimizer may change is kept there through its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trainers.recording.parameters import unwrap
+from trainers.recording.torch_internals import (
+    copy_each,
+    differences,
+    multiply_each,
+    name_outside_compile,
+    norms,
+    sign_each,
+    signs,
+)
+from trajstore.schema import MODEL
+
+__all__ = ["ModelParameters"]
+
+_OF_UPDATES = ("param_update_norm", "param_update_lost")
+
+
+class ModelParameters:
+    """All parameters of a model, tied ones once, by the first of their names.
+
+    Whatever the optimizer is, `param_update_lost` is of the elements whose gradient, as the step
+    consumed it, is not 0: the share whose value the step left as it was. −0 and +0 are one value.
+
+    Parameters
+    ----------
+    model : Module
+        Wrapped or not.
+    optimizer : Optimizer
+    device : torch.device
+        Where the vectors are made.
+    variables : collection of str
+        What is to be recorded; what is not among it is not computed.
+
+    Attributes
+    ----------
+    names : tuple of str
+        Those of numbers, of any type of floating point.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        device: torch.device,
+        variables: Collection[str],
+    ) -> None:
+        named = {
+            name_outside_compile(name): tensor
+            for name, tensor in unwrap(model).named_parameters()
+            if tensor.is_floating_point()
+        }
+        self.names = tuple(named)
+        self._tensors: list[torch.Tensor] = list(named.values())
+        self._variables = frozenset(variables)
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        self._groups: dict[int, dict[str, Any]] = {
+            place: groups[id(p)] for place, p in enumerate(self._tensors) if id(p) in groups
+        }
+        self._before: dict[int, torch.Tensor] = {}
+        self._gradient_norms: torch.Tensor | None = None
+        self._nan = torch.tensor(float("nan"), device=device)
+
+    @classmethod
+    def of_recording(
+        cls,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        device: torch.device,
+        variables: Collection[str],
+    ) -> ModelParameters | None:
+        """Those of a model, if anything of them is to be recorded."""
+        wanted = [name for name in MODEL if name in variables]
+        return cls(model, optimizer, device, wanted) if wanted else None
+
+    @torch.no_grad()
+    def initial(self) -> dict[str, torch.Tensor]:
+        """What is known before the first step, by variable."""
+        return {"param_norm": self._vector(dict(enumerate(norms(self._tensors))))}
+
+    def after_backward(self, unscale: float) -> None:
+        """Take the gradients, before anyone can clip them; `unscale` multiplies their norms."""
+        if "param_grad_norm" not in self._variables:
+            return
+        there = self._gradients()
+        lengths = zip(there, norms(list(there.values())), strict=True)
+        self._gradient_norms = self._vector(dict(lengths)) * unscale
+
+    def before_step(self) -> None:
+        """Keep the values that the optimizer is about to change."""
+        if self._variables.isdisjoint(_OF_UPDATES):
+            return
+        if not self._before:
+            self._before = {place: torch.empty_like(self._tensors[place]) for place in self._groups}
+        copy_each(list(self._before.values()), [self._tensors[place] for place in self._before])
+
+    def after_step(self, *, skipped: bool) -> dict[str, torch.Tensor]:
+        """What the step has made, by variable.
+
+        Returns
+        -------
+        dict of str to tensor of float32, (parameter,)
+            NaN where the step had no gradient for a parameter, and where no update was meant:
+            in `param_update_lost` also for a learning rate of 0, a gradient of zeros and a step
+            that the gradient scaler skipped.
+        """
+        values: dict[str, torch.Tensor] = {}
+        if "param_norm" in self._variables:
+            values |= self.initial()
+        if self._gradient_norms is not None:
+            values["param_grad_norm"] = self._gradient_norms
+            self._gradient_norms = None
+        if not self._variables.isdisjoint(_OF_UPDATES):
+            values |= self._updates(skipped=skipped)
+        return values
+
+    def _updates(self, *, skipped: bool) -> dict[str, torch.Tensor]:
+        gradients = {p: grad for p, grad in self._gradients().items() if p in self._groups}
+        if skipped or not gradients:
+            still = dict.fromkeys(gradients, torch.zeros_like(self._nan))
+            return {
+                "param_update_norm": self._vector(still),
+                "param_update_lost": self._vector({}),
+            }
+        changes = differences(
+            [self._tensors[place] for place in gradients],
+            [self._before[place] for place in gradients],
+        )
+        lengths = dict(zip(gradients, norms(changes), strict=True))
+        asked = signs(list(gradients.values()))
+        sign_each(changes)
+        multiply_each(changes, asked)
+        # Sums of ones: whole numbers, which float32 counts exactly up to 2²⁴.
+        wanted = self._vector(dict(zip(gradients, norms(asked, 1), strict=True)))
+        moved = self._vector(dict(zip(gradients, norms(changes, 1), strict=True)))
+        return {
+            "param_update_norm": self._vector(lengths),
+            "param_update_lost": (wanted - moved) / wanted * self._one_where_trained(gradients),
+        }
+
+    def _one_where_trained(self, places: Collection[int]) -> torch.Tensor:
+        """1 where the learning rate is not 0, NaN elsewhere."""
+        rates = {place: self._groups[place]["lr"] for place in places}
+        one = torch.ones_like(self._nan)
+        if not any(isinstance(rate, torch.Tensor) for rate in rates.values()):
+            return self._vector({place: one for place, rate in rates.items() if rate != 0})
+        return self._vector(
+            {
+                place: torch.where(torch.as_tensor(rate).to(one.device) != 0, one, self._nan)
+                for place, rate in rates.items()
+            }
+        )
+
+    def _gradients(self) -> dict[int, torch.Tensor]:
+        return {
+            place: tensor.grad
+            for place, tensor in enumerate(self._tensors)
+            if tensor.grad is not None
+        }
+
+    def _vector(self, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """One number for each parameter; NaN for those that have none."""
+        nan = self._nan
+        numbers: Sequence[torch.Tensor] = [
+            values[place].to(nan.device, nan.dtype).reshape(()) if place in values else nan
+            for place in range(len(self._tensors))
+        ]
+        return torch.stack(list(numbers))
