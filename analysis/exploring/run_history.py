@@ -46,7 +46,7 @@ class RunHistory:
     every : int
         Positions are held of rows 0, `every`, 2·`every`, …
     plane : Dataset
-        ``basis`` and ``basis_mean`` of `analysis.pca`, and ``share`` of the variance along each axis.
+        ``basis`` and ``basis_mean`` of `analysis.pca`, ``share`` of the variance along each axis.
     plane_rows : int
         Rows that the plane was made of.
     position : DataArray, float32 (step, token, component)

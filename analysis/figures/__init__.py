@@ -8,7 +8,8 @@ colours, which are the same everywhere, and ``axes_marks`` what is drawn in many
 figures: ``step_curves`` (one number a step), ``token_bands`` (mean and spread over the tokens),
 ``rest`` (freezing), ``stacks`` (regimes, causes), ``densities`` (hops, speeds), ``strata`` (tokens
 × steps), ``identical`` (vectors that are shared), ``bulk_motion``, ``memory_of_motion``,
-``spectra``, ``token_paths``, ``moment_map``, and ``parameters`` of the model. A new one is a module of its own, and a line in the registry.
+``spectra``, ``token_paths``, ``moment_map``, and ``parameters`` of the model. A new one is a module
+of its own, and a line in the registry.
 
 >>> from analysis.figures import FIGURES
 >>> FIGURES["gradients"](ds).get_ylabel()
