@@ -30,8 +30,8 @@ def token_history(ds: xr.Dataset, at: int, history: RunHistory) -> xr.Dataset:
     -------
     Dataset
         ``position``, float32 (step, component), at every row; ``hop``, float32, the L1 norm in
-        lattice spacings, NaN at the first row; ``gradient``, float32, the L2 norm, where it was recorded;
-        ``cause``, int8, where it is known, −1 at the first row; all (step).
+        lattice spacings, NaN at the first row; ``gradient``, float32, the L2 norm, where it was
+        recorded; ``cause``, int8, where it is known, −1 at the first row; all (step).
     """
     names = [name for name in ("W", "grad") if name in ds]
     one = ds[names].isel(token=slice(at, at + 1), step=slice(history.rows)).load()
