@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 from collections.abc import Mapping
@@ -39,7 +40,7 @@ def open_group(path: str | os.PathLike[str]) -> zarr.Group:
     """
     text = os.fspath(path)
     if "://" not in text and not os.path.exists(text):
-        raise RunNotFound(f"there is no run at {text}")
+        raise RunNotFound(f"there is no run at {text}{_of_one_parameter(Path(text))}")
     if "://" not in text:
         _check_bounds(Path(text))
     try:
@@ -60,6 +61,13 @@ def open_group(path: str | os.PathLike[str]) -> zarr.Group:
             f"install trajstore {group.attrs.get('trajstore_version')} or newer"
         )
     return group
+
+
+def _of_one_parameter(path: Path) -> str:
+    """What to open instead, where several parameters were recorded under a name."""
+    stem = glob.escape(path.name.removesuffix(".zarr"))
+    found = sorted(str(run) for run in path.parent.glob(f"{stem}.*.zarr"))
+    return f"; of that name there are {', '.join(found[:9])}" if found else ""
 
 
 def _check_bounds(path: Path) -> None:
