@@ -7,9 +7,11 @@ in the order of the arrays, whichever thread was first.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import math
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -132,11 +134,15 @@ class _Shard:
         self._pieces: dict[int, bytes] = {}
         self._lock = threading.Lock()
         self._batches = 0
-        self.file = os.open(path, os.O_RDONLY)
+        self.file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
+        if not stat.S_ISREG(os.fstat(self.file).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
 
     def __del__(self) -> None:
         if self.file >= 0:
-            os.close(self.file)
+            # Nothing was written: what was read is right, whatever closing it comes to.
+            with contextlib.suppress(OSError):
+                os.close(self.file)
 
     @property
     def place(self) -> Place:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,10 @@ from trajstore.store.object_keys import chunk_key
 from trajstore.strict_json import Document
 
 __all__ = ["CheckedCoordinates", "check_coordinates"]
+
+
+_LARGEST = 1 << 28
+"""Bytes of the values of a coordinate: texts of millions of tokens are far below."""
 
 
 @dataclass(kw_only=True)
@@ -71,6 +76,8 @@ def _read(metadata: CheckedMetadata, name: str, found: CheckedCoordinates) -> No
     key = chunk_key(name, 0, 1)
     path = metadata.path / key
     try:
+        if path.stat().st_size > _LARGEST:
+            raise OSError(errno.EFBIG, f"it has more than {_LARGEST:,} bytes", str(path))
         data = path.read_bytes()
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)

@@ -106,6 +106,8 @@ class RunLock:
             facts = {"host": socket.gethostname(), "process": os.getpid(), "started": utc_now()}
             _say(path, descriptor, facts)
         except BaseException:
+            if not os.fstat(descriptor).st_size:  # nobody's but ours, and held
+                path.unlink(missing_ok=True)
             os.close(descriptor)
             raise
         return cls(path, descriptor)

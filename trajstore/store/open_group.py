@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,9 +40,9 @@ def open_group(path: RunPath) -> zarr.Group:
     """
     place = location(path)
     text = str(path)
-    if isinstance(place, Path) and not place.exists():
-        raise RunNotFound(f"there is no run at {text}")
     if isinstance(place, Path):
+        if not place.exists():
+            raise RunNotFound(f"there is no run at {text}{_of_one_parameter(place)}")
         _check_bounds(place)
     try:
         if isinstance(place, Path):
@@ -61,6 +62,13 @@ def open_group(path: RunPath) -> zarr.Group:
             f"install trajstore {group.attrs.get('trajstore_version')} or newer"
         )
     return group
+
+
+def _of_one_parameter(path: Path) -> str:
+    """What to open instead, where several parameters were recorded under a name."""
+    stem = glob.escape(path.name.removesuffix(".zarr"))
+    found = sorted(str(run) for run in path.parent.glob(f"{stem}.*.zarr"))
+    return f"; of that name there are {', '.join(found[:9])}" if found else ""
 
 
 def _check_bounds(path: Path) -> None:

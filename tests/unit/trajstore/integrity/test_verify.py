@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -481,3 +482,13 @@ def test_a_newer_format_is_not_judged(tmp_path: Path) -> None:
     edit(run / "zarr.json", lambda document: document["attributes"].update(newer))
     with pytest.raises(FormatError, match=r"install trajstore 9\.1"):
         verify(run)
+
+
+def test_what_is_no_file_or_far_too_large_is_a_problem(run: Path) -> None:
+    shard = run / "W" / "c.0.0.0"
+    shard.unlink()
+    os.mkfifo(shard)
+    os.truncate(run / "token" / "c.0", 1 << 40)  # sparse
+    told = " ".join(map(str, verify(run).problems))
+    assert "no regular file" in told
+    assert "more than 268,435,456 bytes" in told

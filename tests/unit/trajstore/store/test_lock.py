@@ -184,3 +184,15 @@ def test_without_file_locks_the_lock_file_protects_and_that_is_said_once(
     assert [str(one.message).split(";")[0] for one in recwarn] == [
         f"the file system of {run.parent} has no file locks (No locks available)"
     ]
+
+
+def test_a_new_lock_that_cannot_be_read_is_not_left(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("trajstore.store.lock.os.pread", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        RunLock.acquire(run)
+    assert not list(run.parent.iterdir())

@@ -128,3 +128,11 @@ def test_what_is_out_of_all_proportion_is_refused(
     with pytest.raises(FormatError, match=message):
         open_group(tmp_path / "run.zarr")
     assert not verify(tmp_path / "run.zarr").clean
+
+
+def test_the_runs_of_several_parameters_are_named(tmp_path: Path) -> None:
+    _run(tmp_path / "c.wte.weight.zarr")
+    with pytest.raises(RunNotFound, match=r"of that name there are .*c\.wte\.weight\.zarr$"):
+        open_group(tmp_path / "c.zarr")
+    with pytest.raises(RunNotFound, match=r"no run at .*other\.zarr$"):
+        open_group(tmp_path / "other.zarr")
