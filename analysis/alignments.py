@@ -12,7 +12,7 @@ import xarray as xr
 
 from analysis import input_checks
 from analysis.collective_motion import build_centroid
-from analysis.streaming_scan import Scan, over_hidden, rows_before
+from analysis.streaming_scan import Scan, over_hidden, rows_before, shared
 from analysis.token_populations import chosen_populations
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum, vector_norm
@@ -139,7 +139,7 @@ def build_alignment(
         "spx",
         cosines,
         "st",
-        groups=groups,
+        groups=shared(groups),
         levels=levels,
         concatenate=True,
         new_axes={"p": len(groups), "x": 2 + levels.size},

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis.lattice_points import Points, lattice_attributes
-from analysis.streaming_scan import Scan
+from analysis.streaming_scan import Scan, shared
 from analysis.token_populations import chosen_populations
 from trajstore.values.token_norms import vector_norm
 from trajstore.values.ulp_lattice import unsigned_view
@@ -118,7 +118,7 @@ def per_population(
         "sth",
         da.from_array(spacing, chunks=(blocks.chunks[0],)),
         "s",
-        groups=groups,
+        groups=shared(groups),
         kernel=kernel,
         record=dtype,
         are_changes=points.are_changes,

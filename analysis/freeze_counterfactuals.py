@@ -16,7 +16,7 @@ from analysis.consecutive_rows import tiles
 from analysis.lattice_points import chosen_type
 from analysis.moment_rule import MOMENTS
 from analysis.moments import Recurrence, last_row, per_row, waiting
-from analysis.streaming_scan import Scan, native_dtype, over_hidden
+from analysis.streaming_scan import Scan, native_dtype, over_hidden, shared
 from analysis.token_populations import POPULATIONS, count_by_population, members
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import result_dtype, token_norm
@@ -335,7 +335,7 @@ def _live_moments(recurrence: Recurrence, recorded: Mapping[str, da.Array]) -> d
     grad = recurrence.recorded("grad")
     norms = over_hidden(token_norm, grad, dtype=result_dtype(grad.dtype))
     typical = norms.rechunk({1: -1}).map_blocks(
-        _typical_kernel, live=live, drop_axis=1, dtype=np.int64, meta=np.empty(0, np.int64)
+        _typical_kernel, live=shared(live), drop_axis=1, dtype=np.int64, meta=np.empty(0, np.int64)
     )[:, None, None]
     starts = np.cumsum((0, *by_token[:-1]))
     first = da.from_array(starts[None, :, None], chunks=((1,), (1,) * starts.size, (1,)))

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis.lattice_points import lattice_attributes
-from analysis.streaming_scan import Scan, rows_before
+from analysis.streaming_scan import Scan, rows_before, shared
 from analysis.token_populations import chosen_populations
 from trajstore.errors import InvalidArgument
 from trajstore.values.ulp_lattice import unsigned_view
@@ -248,8 +248,8 @@ def build_clusters(
         "su",
         points.blocks,
         "sth",
-        labels=labels,
-        members=members,
+        labels=shared(labels),
+        members=shared(members),
         new_axes={"u": labels.size},
         dtype=np.int64,
         align_arrays=False,
@@ -309,7 +309,7 @@ def _of_populations(
         "sp",
         ids,
         "st",
-        groups=groups,
+        groups=shared(groups),
         record=record,
         concatenate=True,
         new_axes={"p": len(groups)},
@@ -325,7 +325,7 @@ def _of_populations(
         "st",
         later,
         "s",
-        groups=groups,
+        groups=shared(groups),
         concatenate=True,
         new_axes={"p": len(groups), "e": len(EVENTS)},
         dtype=np.int64,

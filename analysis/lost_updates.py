@@ -13,7 +13,7 @@ from analysis import input_checks
 from analysis.consecutive_rows import tiles
 from analysis.moment_rule import MOMENTS, MomentRule
 from analysis.moments import Recurrence, per_row
-from analysis.streaming_scan import Scan, over_hidden
+from analysis.streaming_scan import Scan, over_hidden, shared
 from analysis.token_populations import populations
 
 __all__ = ["build_moment_stuck", "moment_stuck"]
@@ -159,7 +159,7 @@ def build_moment_stuck(history: Scan, optimizer: Mapping[str, Any] | None = None
     names, groups = populations(ds)
     shares = counts.rechunk({1: -1}).map_blocks(
         _share_kernel,
-        groups=groups,
+        groups=shared(groups),
         hidden=ds.sizes["hidden"],
         drop_axis=1,
         new_axis=[1, 2],

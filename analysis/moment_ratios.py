@@ -16,7 +16,7 @@ from analysis.moment_rule import MOMENTS
 from analysis.moments import Recurrence, last_row, waiting
 from analysis.ratio_histogram import CLASSES, classes
 from analysis.ratio_histogram import quantiles as quantiles_of_counts
-from analysis.streaming_scan import Scan, over_hidden
+from analysis.streaming_scan import Scan, over_hidden, shared
 from analysis.token_populations import populations
 from trajstore.errors import InvalidArgument
 
@@ -200,7 +200,7 @@ def _error(
         _error_kernel,
         counts.sum(axis=1),
         squares.rechunk({1: -1}),
-        groups=groups,
+        groups=shared(groups),
         levels=levels,
         new_axis=2,
         chunks=(counts.chunks[0], (len(groups),), (1 + levels.size,)),

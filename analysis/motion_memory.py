@@ -12,7 +12,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis.running_state import fold_tokens
-from analysis.streaming_scan import Scan
+from analysis.streaming_scan import Scan, shared
 from analysis.token_populations import populations
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum
@@ -176,7 +176,7 @@ def build_autocorrelation(
     together = da.map_blocks(
         _over_populations,
         means.rechunk({1: -1}),
-        groups=groups,
+        groups=shared(groups),
         chunks=((len(every),), (len(groups),)),
         dtype=np.float64,
         meta=np.empty((0, 0)),

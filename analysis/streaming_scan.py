@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import dask
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
+from dask.tokenize import tokenize
 
 from analysis import input_checks
 from analysis.consecutive_rows import measure_pairs, measure_rows, pair_dtype
@@ -23,7 +25,7 @@ from analysis.token_populations import with_mostly_dead
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.values.token_norms import result_dtype
 
-__all__ = ["Scan", "native_dtype", "over_hidden", "rows_before"]
+__all__ = ["Scan", "native_dtype", "over_hidden", "rows_before", "shared"]
 
 Array = npt.NDArray[Any]
 
@@ -90,6 +92,14 @@ def _apply_between_rows(
 
 def _apply_to_changes(block: Array, kernel: Callable[[Array, Array], Array]) -> Array:
     return kernel(block, np.zeros_like(block))
+
+
+def shared(values: Array) -> Any:
+    """An array that many tasks need: a task of its own, and not a copy within each of them.
+
+    For a keyword of `dask.array.map_blocks` or `dask.array.blockwise`.
+    """
+    return dask.delayed(values, name=f"shared-{tokenize(values)}", traverse=False)
 
 
 def rows_before(blocks: da.Array) -> da.Array:
@@ -443,9 +453,10 @@ class Scan:
     def combine_rows(
         self,
         per_row: xr.DataArray,
-        summarise: Callable[[Array, Array], Array],
-        join: Callable[[Array], Array],
+        summarise: Callable[..., Array],
+        join: Callable[..., Array],
         facts: int,
+        **arrays: Array,
     ) -> xr.DataArray:
         """Facts about each token over all rows, from facts about each stretch of rows.
 
@@ -459,6 +470,8 @@ class Scan:
             From consecutive stretches, (stretch, fact, token), to (fact, token).
         facts : int
             Number of facts.
+        **arrays
+            Given to both by name.
 
         Returns
         -------
@@ -469,6 +482,7 @@ class Scan:
             data = da.from_array(data, chunks=data.shape)
         by_step, by_token = data.chunks
         numbers = da.from_array(np.arange(1, self.rows)[:, None], chunks=(by_step, 1))
+        given = {name: shared(values) for name, values in arrays.items()}
         stretches = data.map_blocks(
             summarise,
             numbers,
@@ -476,9 +490,10 @@ class Scan:
             chunks=((1,) * len(by_step), (facts,), by_token),
             dtype=np.int64,
             meta=np.empty((0, 0, 0), np.int64),
+            **given,
         )
         joined = stretches.rechunk({0: -1}).map_blocks(
-            join, drop_axis=0, dtype=np.int64, meta=np.empty((0, 0), np.int64)
+            join, drop_axis=0, dtype=np.int64, meta=np.empty((0, 0), np.int64), **given
         )
         coords = {name: c for name, c in per_row.coords.items() if c.dims == ("token",)}
         return xr.DataArray(joined, dims=("fact", "token"), coords=coords)
