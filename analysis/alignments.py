@@ -11,7 +11,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis import input_checks
-from analysis.block_tasks import over_hidden, rows_before
+from analysis.block_tasks import over_hidden, rows_before, shared
 from analysis.collective_motion import build_centroid
 from analysis.streaming_scan import Scan
 from analysis.token_populations import chosen_populations
@@ -140,7 +140,7 @@ def build_alignment(
         "spx",
         cosines,
         "st",
-        groups=groups,
+        groups=shared(groups),
         levels=levels,
         concatenate=True,
         new_axes={"p": len(groups), "x": 2 + levels.size},

@@ -6,11 +6,13 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import dask
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
+from dask.tokenize import tokenize
 
-__all__ = ["in_turn", "last_row", "over_hidden", "per_row", "rows_before", "waiting"]
+__all__ = ["in_turn", "last_row", "over_hidden", "per_row", "rows_before", "shared", "waiting"]
 
 Array = npt.NDArray[Any]
 
@@ -51,6 +53,14 @@ def over_hidden(
 
 def _of_only_blocks(*blocks: list[Array], kernel: Callable[..., Array], **options: Any) -> Array:
     return kernel(*(block for (block,) in blocks), **options)
+
+
+def shared(values: Array) -> Any:
+    """An array that many tasks need: a task of its own, and not a copy within each of them.
+
+    For a keyword of `dask.array.map_blocks` or `dask.array.blockwise`.
+    """
+    return dask.delayed(values, name=f"shared-{tokenize(values)}", traverse=False)
 
 
 def rows_before(blocks: da.Array, first: da.Array | None = None) -> da.Array:

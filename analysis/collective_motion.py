@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from analysis.block_tasks import in_turn, rows_before
+from analysis.block_tasks import in_turn, rows_before, shared
 from analysis.lattice_points import Points, lattice_attributes
 from analysis.streaming_scan import Scan
 from analysis.token_populations import chosen_populations
@@ -112,6 +112,8 @@ def per_population(
     spacing = np.diff(history.steps, prepend=history.steps[:1] - 1).astype(np.float64)
     by_row = da.from_array(spacing, chunks=(blocks.chunks[0],))
 
+    members = shared(groups)
+
     def measure(number: int, boundary: da.Array) -> da.Array:
         # In halves: while one thread alone was busy with a block, others would read ahead.
         block = blocks.blocks[number]
@@ -125,7 +127,7 @@ def per_population(
             "sth",
             by_row.blocks[number].rechunk((halves.chunks[0],)),
             "s",
-            groups=groups,
+            groups=members,
             kernel=kernel,
             record=dtype,
             are_changes=points.are_changes,

@@ -12,7 +12,7 @@ import xarray as xr
 
 from analysis import input_checks
 from analysis.adam_rule import AdamRule, next_weights
-from analysis.block_tasks import last_row, over_hidden, per_row, waiting
+from analysis.block_tasks import last_row, over_hidden, per_row, shared, waiting
 from analysis.consecutive_rows import tiles
 from analysis.lattice_points import chosen_type
 from analysis.moment_rule import MOMENTS
@@ -336,7 +336,7 @@ def _live_moments(recurrence: Recurrence, recorded: Mapping[str, da.Array]) -> d
     grad = recurrence.recorded("grad")
     norms = over_hidden(token_norm, grad, dtype=result_dtype(grad.dtype))
     typical = norms.rechunk({1: -1}).map_blocks(
-        _typical_kernel, live=live, drop_axis=1, dtype=np.int64, meta=np.empty(0, np.int64)
+        _typical_kernel, live=shared(live), drop_axis=1, dtype=np.int64, meta=np.empty(0, np.int64)
     )[:, None, None]
     starts = np.cumsum((0, *by_token[:-1]))
     first = da.from_array(starts[None, :, None], chunks=((1,), (1,) * starts.size, (1,)))

@@ -129,9 +129,10 @@ def build_freeze(history: Scan, min_still: int = 1, lattice: str = "native") -> 
     motion, steps = history.moved(lattice), history.steps
     summary = history.combine_rows(
         motion,
-        functools.partial(_stretch, steps=steps, min_still=min_still),
-        functools.partial(_join, steps=steps, min_still=min_still),
+        functools.partial(_stretch, min_still=min_still),
+        functools.partial(_join, min_still=min_still),
         4,
+        steps=steps,
     )
 
     def last_motion(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -153,9 +154,10 @@ def build_freeze(history: Scan, min_still: int = 1, lattice: str = "native") -> 
     names, groups = populations(history.ds)
     lazy = motion.chunks is not None
     still_fraction = xr.apply_ufunc(
-        lambda flags: _fraction(~flags, groups),
+        lambda flags, groups: _fraction(~flags, groups),
         motion.chunk({"token": -1}) if lazy else motion,
-        input_core_dims=[["token"]],
+        groups,
+        input_core_dims=[["token"], ["population", "token"]],
         output_core_dims=[["population"]],
         dask="parallelized",
         output_dtypes=[np.float64],

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from analysis.block_tasks import rows_before
+from analysis.block_tasks import rows_before, shared
 from analysis.lattice_points import lattice_attributes
 from analysis.streaming_scan import Scan
 from analysis.token_populations import chosen_populations
@@ -249,8 +249,8 @@ def build_clusters(
         "su",
         points.blocks,
         "sth",
-        labels=labels,
-        members=members,
+        labels=shared(labels),
+        members=shared(members),
         new_axes={"u": labels.size},
         dtype=np.int64,
         align_arrays=False,
@@ -310,7 +310,7 @@ def _of_populations(
         "sp",
         ids,
         "st",
-        groups=groups,
+        groups=shared(groups),
         record=record,
         concatenate=True,
         new_axes={"p": len(groups)},
@@ -326,7 +326,7 @@ def _of_populations(
         "st",
         later,
         "s",
-        groups=groups,
+        groups=shared(groups),
         concatenate=True,
         new_axes={"p": len(groups), "e": len(EVENTS)},
         dtype=np.int64,

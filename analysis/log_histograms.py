@@ -86,8 +86,9 @@ def log_histogram(
     table = xr.apply_ufunc(
         _counts,
         da.chunk({"token": -1}) if da.chunks is not None else da,
-        kwargs={"groups": groups, "edges": edges},
-        input_core_dims=[["token"]],
+        groups,  # no keyword: that would go with each task
+        kwargs={"edges": edges},
+        input_core_dims=[["token"], ["population", "token"]],
         output_core_dims=[["population", "value_class"]],
         dask="parallelized",
         output_dtypes=[np.int64],

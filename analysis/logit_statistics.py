@@ -25,7 +25,7 @@ _FACTS = {
 
 
 def _statistics(
-    logits: npt.NDArray[Any], dead: npt.NDArray[np.bool_] | None
+    logits: npt.NDArray[Any], dead: npt.NDArray[np.bool_] | None = None
 ) -> npt.NDArray[np.float64]:
     """From (…, token) to (…, statistic)."""
     with np.errstate(invalid="ignore", over="ignore"):
@@ -83,12 +83,13 @@ def build_logit_stats(history: Scan) -> xr.Dataset:
         raise InvalidArgument(
             f"logits has dimensions {', '.join(map(str, logits.dims))}, expected step, token"
         )
-    dead = np.asarray(ds["is_dead"].values, bool) if "is_dead" in ds.coords else None
+    # No keyword: that would go with each task.
+    masks = [np.asarray(ds["is_dead"].values, bool)] if "is_dead" in ds.coords else []
     table = xr.apply_ufunc(
         _statistics,
         logits.chunk({"token": -1}),
-        kwargs={"dead": dead},
-        input_core_dims=[["token"]],
+        *masks,
+        input_core_dims=[["token"], ["token"]][: 1 + len(masks)],
         output_core_dims=[["statistic"]],
         dask="parallelized",
         output_dtypes=[np.float64],
@@ -99,6 +100,6 @@ def build_logit_stats(history: Scan) -> xr.Dataset:
         {
             name: table.isel(statistic=number).assign_attrs(long_name=long_name, units=units)
             for number, (name, (long_name, units)) in enumerate(_FACTS.items())
-            if name != "dead_mass" or dead is not None
+            if name != "dead_mass" or masks
         }
     )

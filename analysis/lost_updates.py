@@ -10,7 +10,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis import input_checks
-from analysis.block_tasks import over_hidden, per_row
+from analysis.block_tasks import over_hidden, per_row, shared
 from analysis.consecutive_rows import tiles
 from analysis.moment_rule import MOMENTS, MomentRule
 from analysis.moments import Recurrence
@@ -160,7 +160,7 @@ def build_moment_stuck(history: Scan, optimizer: Mapping[str, Any] | None = None
     names, groups = populations(ds)
     shares = counts.rechunk({1: -1}).map_blocks(
         _share_kernel,
-        groups=groups,
+        groups=shared(groups),
         hidden=ds.sizes["hidden"],
         drop_axis=1,
         new_axis=[1, 2],

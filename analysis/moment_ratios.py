@@ -11,7 +11,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis import input_checks
-from analysis.block_tasks import last_row, over_hidden, waiting
+from analysis.block_tasks import last_row, over_hidden, shared, waiting
 from analysis.consecutive_rows import tiles
 from analysis.moment_rule import MOMENTS
 from analysis.moments import Recurrence
@@ -201,7 +201,7 @@ def _error(
         _error_kernel,
         counts.sum(axis=1),
         squares.rechunk({1: -1}),
-        groups=groups,
+        groups=shared(groups),
         levels=levels,
         new_axis=2,
         chunks=(counts.chunks[0], (len(groups),), (1 + levels.size,)),

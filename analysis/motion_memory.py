@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from analysis.block_tasks import shared
 from analysis.running_state import fold_tokens
 from analysis.streaming_scan import Scan
 from analysis.token_populations import populations
@@ -176,7 +177,7 @@ def build_autocorrelation(
     together = da.map_blocks(
         _over_populations,
         means.rechunk({1: -1}),
-        groups=groups,
+        groups=shared(groups),
         chunks=((len(every),), (len(groups),)),
         dtype=np.float64,
         meta=np.empty((0, 0)),

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis import input_checks
+from analysis.block_tasks import shared
 from analysis.identical_vectors import divide, token_labels
 from analysis.lattice_points import lattice_attributes
 from analysis.streaming_scan import Scan
@@ -302,8 +303,8 @@ def build_adjacency(
     found = blocks.map_blocks(
         _adjacency_kernel,
         native=points.type,
-        groups=looked_at,
-        names=token_labels(history.ds),
+        groups=shared(looked_at),
+        names=shared(token_labels(history.ds)),
         k=k,
         record=record,
         drop_axis=[1, 2],
@@ -465,7 +466,7 @@ def build_nearest_distance(
     tokens = blocks.shape[1]
     found = blocks.map_blocks(
         _nearest_kernel,
-        members=np.nonzero(group)[0],
+        members=shared(np.nonzero(group)[0]),
         drop_axis=2,
         chunks=(blocks.chunks[0], (tokens + 1,)),
         dtype=np.float64,

@@ -52,11 +52,12 @@ def fold_rows(
     """
     name = f"fold-{tokenize(blocks.name, kernel, finish, options)}"
     state = f"state-{name}"
-    tasks: dict[Any, Any] = {}
+    shared = f"options-{name}"  # once, and not with each task
+    tasks: dict[Any, Any] = {shared: options}
     last: Any = None
     for number in range(blocks.numblocks[0]):
         chunks = [(blocks.name, number, at, 0) for at in range(blocks.numblocks[1])]
-        tasks[state, number] = (_step, kernel, last, options, chunks)
+        tasks[state, number] = (_step, kernel, last, shared, chunks)
         last = (state, number)
     result = (name, *(0 for _ in shape))
     tasks[result] = (_end, finish, last)
@@ -92,13 +93,14 @@ def fold_tokens(
     """
     name = f"fold-{tokenize([source.name for source in sources], kernel, finish, options)}"
     state = f"state-{name}"
-    tasks: dict[Any, Any] = {}
+    shared = f"options-{name}"  # once, and not with each task
+    tasks: dict[Any, Any] = {shared: options}
     rows, pieces = sources[0].numblocks[:2]
     for at in range(pieces):
         last: Any = None
         for number in range(rows):
             blocks = [(s.name, number, at, *(0 for _ in s.shape[2:])) for s in sources]
-            tasks[state, number, at] = (_step, kernel, last, options, *blocks)
+            tasks[state, number, at] = (_step, kernel, last, shared, *blocks)
             last = (state, number, at)
         tasks[(name, *(0 for _ in facts), at)] = (_end, finish, last)
     graph = HighLevelGraph.from_collections(name, tasks, sources)

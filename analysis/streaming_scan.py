@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis import input_checks
-from analysis.block_tasks import over_hidden, rows_before
+from analysis.block_tasks import over_hidden, rows_before, shared
 from analysis.consecutive_rows import measure_pairs, measure_rows, pair_dtype
 from analysis.lattice_points import Points, chosen_type, place_on_lattice
 from analysis.many_runs import check_single_run, with_own_attributes
@@ -389,9 +389,10 @@ class Scan:
     def combine_rows(
         self,
         per_row: xr.DataArray,
-        summarise: Callable[[Array, Array], Array],
-        join: Callable[[Array], Array],
+        summarise: Callable[..., Array],
+        join: Callable[..., Array],
         facts: int,
+        **arrays: Array,
     ) -> xr.DataArray:
         """Facts about each token over all rows, from facts about each stretch of rows.
 
@@ -405,6 +406,8 @@ class Scan:
             From consecutive stretches, (stretch, fact, token), to (fact, token).
         facts : int
             Number of facts.
+        **arrays
+            Given to both by name.
 
         Returns
         -------
@@ -415,6 +418,7 @@ class Scan:
             data = da.from_array(data, chunks=data.shape)
         by_step, by_token = data.chunks
         numbers = da.from_array(np.arange(1, self.rows)[:, None], chunks=(by_step, 1))
+        given = {name: shared(values) for name, values in arrays.items()}
         stretches = data.map_blocks(
             summarise,
             numbers,
@@ -422,9 +426,10 @@ class Scan:
             chunks=((1,) * len(by_step), (facts,), by_token),
             dtype=np.int64,
             meta=np.empty((0, 0, 0), np.int64),
+            **given,
         )
         joined = stretches.rechunk({0: -1}).map_blocks(
-            join, drop_axis=0, dtype=np.int64, meta=np.empty((0, 0), np.int64)
+            join, drop_axis=0, dtype=np.int64, meta=np.empty((0, 0), np.int64), **given
         )
         coords = {name: c for name, c in per_row.coords.items() if c.dims == ("token",)}
         return xr.DataArray(joined, dims=("fact", "token"), coords=coords)

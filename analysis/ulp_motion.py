@@ -72,8 +72,9 @@ def ulp(W: xr.DataArray | xr.Dataset, lattice: str = "native") -> xr.DataArray:
         return build_ulp(Scan(W), lattice)
     native = native_dtype(W)
     chosen = chosen_type(lattice, native)
+    name = str(W.name or "W")  # in a task W itself would go along
     result: xr.DataArray = xr.apply_ufunc(
-        lambda values: _spacing_on_lattice(values, str(W.name or "W"), native, chosen),
+        lambda values: _spacing_on_lattice(values, name, native, chosen),
         W,
         dask="parallelized",
         output_dtypes=[W.dtype if chosen == native else NATIVE_TYPES[chosen].stored],

@@ -12,6 +12,7 @@ import xarray as xr
 
 from analysis import input_checks
 from analysis.adam_rule import AdamRule
+from analysis.block_tasks import shared
 from analysis.log_histograms import log_edges
 from analysis.streaming_scan import Scan, native_dtype
 from analysis.token_populations import populations
@@ -115,7 +116,7 @@ def build_moment_plane(
         "th",
         second,
         "th",
-        groups=groups,
+        groups=shared(groups),
         new_axes={"x": 1, "p": len(names), "r": classes, "s": classes},
         concatenate=True,
         dtype=np.int64,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -15,13 +13,13 @@ from typing import Any
 import dask
 import numpy as np
 import xarray as xr
-from dask.callbacks import Callback
 
+from analysis.task_progress import Report, compute_all
 from trajstore.errors import InvalidArgument, MissingExtra, RunExists
 from trajstore.store.create import staged_folder
 from trajstore.version import __version__
 
-__all__ = ["ENDINGS", "describe", "progress_of_tasks", "write_result"]
+__all__ = ["ENDINGS", "describe", "write_result"]
 
 ENDINGS = (".zarr", ".nc", ".csv")
 
@@ -34,24 +32,6 @@ _CSV_VALUES = 1 << 19
 _CENSUS = 1000
 """Most values of a table that is shown as a whole."""
 
-Report = Callable[[int, int], None]
-"""Told of tasks done and tasks in all."""
-
-
-@contextlib.contextmanager
-def progress_of_tasks(report: Report | None) -> Iterator[None]:
-    """Report the tasks of dask's local schedulers while they run."""
-    if report is None:
-        yield
-        return
-
-    def tell(key: Any, result: Any, graph: Any, state: Any, worker: Any) -> None:
-        done = len(state["finished"])
-        report(done, done + len(state["ready"]) + len(state["waiting"]) + len(state["running"]))
-
-    with Callback(posttask=tell):
-        yield
-
 
 def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, dict[str, Any]]:
     """Sizes and extremes of each variable of a result, computed block by block.
@@ -61,7 +41,7 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
     result : Dataset
         Lazy, of numbers.
     report : callable, optional
-        Told of tasks done and in all; local schedulers only.
+        Told of tasks done and in all.
 
     Returns
     -------
@@ -81,8 +61,7 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
             ("nan", array.isnull().sum()),
         )
     } | {(name, "values"): result[name] for name in result.data_vars if _is_census(result[name])}
-    with progress_of_tasks(report):
-        values = dict(zip(lazy, dask.compute(*lazy.values()), strict=True))
+    values = dict(zip(lazy, compute_all([*lazy.values()], report), strict=True))
     return {
         str(name): {
             "sizes": {str(dim): size for dim, size in array.sizes.items()},
@@ -129,7 +108,7 @@ def write_result(
     overwrite : bool
         Replace what is there.
     report : callable, optional
-        Told of tasks done and in all; local schedulers only.
+        Told of tasks done and in all.
 
     Returns
     -------
@@ -169,8 +148,7 @@ def write_result(
     with staged_folder(target) as scratch:
         for number, (part, ds) in enumerate(parts.items()):
             new = scratch / f"{number}{target.suffix}"
-            with progress_of_tasks(report):
-                dask.compute(write(ds, new))
+            compute_all([write(ds, new)], report)
             if part.is_dir():
                 shutil.rmtree(part)
             new.replace(part)

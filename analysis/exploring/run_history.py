@@ -18,9 +18,9 @@ from analysis.freezing import build_freeze
 from analysis.norms import build_displacement, build_grad_norms
 from analysis.rest_layers import pool_layers
 from analysis.streaming_scan import Scan
+from analysis.task_progress import progress_of_tasks
 from analysis.token_populations import by_population, populations
 from analysis.ulp_motion import build_regimes
-from analysis.write_results import progress_of_tasks
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 

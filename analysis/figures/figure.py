@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import dask
 import xarray as xr
 
 from analysis.figures.across_runs import Group, mean_and_spread, run_groups
 from analysis.figures.style import STYLES, Style, style
 from analysis.many_runs import each_run
 from analysis.streaming_scan import Scan
+from analysis.task_progress import Report, compute_all
 from analysis.token_populations import populations
 from trajstore.errors import InvalidArgument, MissingExtra
 
@@ -357,8 +357,8 @@ def prepared(ds: xr.Dataset, figures: Sequence[Figure], options: Options) -> Sca
     return Scan(ds, measures)
 
 
-def together(lazy: Sequence[xr.Dataset]) -> list[xr.Dataset]:
-    """Compute several Datasets in one pass."""
+def together(lazy: Sequence[xr.Dataset], report: Report | None = None) -> list[xr.Dataset]:
+    """Compute several Datasets in one pass, and report tasks done and in all."""
     # As arrays: of several Datasets, dask 2026.8 loses tasks when it joins their graphs.
     arrays = [
         (number, name, variable.data)
@@ -366,7 +366,7 @@ def together(lazy: Sequence[xr.Dataset]) -> list[xr.Dataset]:
         for name, variable in ds.variables.items()
         if variable.chunks is not None
     ]
-    values = dask.compute(*(data for _, _, data in arrays))
+    values = compute_all([data for _, _, data in arrays], report)
     found = list(lazy)
     for (number, name, _), value in zip(arrays, values, strict=True):
         computed = found[number][name].copy(data=value)

@@ -24,7 +24,6 @@ from analysis.figures.figure import (
     run_name,
     together,
 )
-from analysis.write_results import progress_of_tasks
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
 from trajstore.store.create import staged_file
 
@@ -115,8 +114,7 @@ def collect(
     data: dict[str, tuple[xr.Dataset, ...]] = {}
     for reading in dict.fromkeys(figure.reading for figure in there):
         names = [figure.name for figure in there if figure.reading == reading]
-        with progress_of_tasks(report):
-            computed = iter(together([each for name in names for each in lazy[name]]))
+        computed = iter(together([each for name in names for each in lazy[name]], report))
         data |= {name: tuple(next(computed) for _ in runs) for name in names}
     return Collected(
         data={figure.name: data[figure.name] for figure in there},

@@ -224,7 +224,7 @@ class RecordingProgress(_Bar):
 
 
 class AnalysisProgress(_Bar):
-    """Progress of a computation: a bar on a terminal; on a dask cluster, its own.
+    """Progress of a computation: a bar on a terminal.
 
     Parameters
     ----------
@@ -246,9 +246,6 @@ class AnalysisProgress(_Bar):
             BarColumn(bar_width=20),
             TimeRemainingColumn(),
         )
-
-    def __enter__(self) -> Self:
-        return self if self._client is not None else super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)

@@ -1,0 +1,70 @@
+"""Computing, and telling how far it is: on dask's local schedulers, and on clusters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import dask
+from dask.base import get_scheduler
+from dask.callbacks import Callback
+
+__all__ = ["Report", "compute_all", "progress_of_tasks"]
+
+Report = Callable[[int, int], None]
+"""Told of tasks done and tasks in all."""
+
+
+@contextlib.contextmanager
+def progress_of_tasks(report: Report | None) -> Iterator[None]:
+    """Report the tasks of dask's local schedulers while they run."""
+    if report is None:
+        yield
+        return
+
+    def tell(key: Any, result: Any, graph: Any, state: Any, worker: Any) -> None:
+        done = len(state["finished"])
+        report(done, done + len(state["ready"]) + len(state["waiting"]) + len(state["running"]))
+
+    with Callback(posttask=tell):
+        yield
+
+
+def compute_all(lazy: Sequence[Any], report: Report | None = None) -> tuple[Any, ...]:
+    """Compute dask collections together, in one pass, wherever dask computes at present.
+
+    Parameters
+    ----------
+    lazy : sequence
+        Of dask collections; what is none is given back as it is.
+    report : callable, optional
+        Told of tasks done and in all.
+    """
+    client = _client()
+    if client is None or report is None:
+        with progress_of_tasks(report):
+            return tuple(dask.compute(*lazy))
+    from distributed.diagnostics.progressbar import ProgressBar
+
+    tell: Report = report
+
+    class Bar(ProgressBar):  # type: ignore[misc]
+        def _draw_bar(self, remaining: int, all: int, **_: Any) -> None:
+            tell(all - remaining, all)
+
+    futures = client.compute(list(lazy))
+    pending = [one for one in futures if hasattr(one, "key")]
+    try:
+        if pending:
+            client.sync(Bar(pending, client.scheduler.address).listen)
+        return tuple(client.gather(futures))
+    except BaseException:
+        client.cancel(pending)
+        raise
+
+
+def _client() -> Any | None:
+    """Client of the cluster on which dask computes at present; None where it does so here."""
+    owner = getattr(get_scheduler(), "__self__", None)
+    return owner if hasattr(owner, "scheduler_info") else None
