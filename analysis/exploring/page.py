@@ -150,9 +150,10 @@ class Page:
         import holoviews as hv
 
         points: Any = hv.DynamicMap(lambda number: self._points(), streams=[self._moved])
-        shown = plots.shaded(points, self._kinds) if self._kinds.size > plots.MANY else points
-        path = hv.DynamicMap(lambda number: plots.path_plot(self._one), streams=[self._chosen])
         xlim, ylim = plots.limits(self._seen.history)
+        many = self._kinds.size > plots.MANY
+        shown = plots.shaded(points, self._kinds, xlim, ylim) if many else points
+        path = hv.DynamicMap(lambda number: plots.path_plot(self._one), streams=[self._chosen])
         return (shown * path).opts(
             responsive=True, height=430, xlim=xlim, ylim=ylim, show_legend=False,
             active_tools=[], toolbar="above", hooks=[_without_logo, self._listen],

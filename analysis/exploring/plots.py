@@ -10,6 +10,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis.consecutive_rows import REGIMES
+from analysis.exploring.run_history import RunHistory
 from analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, population_colour
 from analysis.freeze_causes import CAUSES
 
@@ -27,12 +28,15 @@ __all__ = [
 MANY = 3000
 """Tokens from which on they are counted in cells by Datashader, not drawn one by one."""
 
+Limits = tuple[float, float]
+
 _AXES = ("axis 1", "axis 2")
 _INK = "#222222"
+_CELLS = (700, 500)
 _WIDTH = 1000  # cells of the picture of layers along the steps
 
 
-def limits(history: Any) -> tuple[tuple[float, float], tuple[float, float]]:
+def limits(history: RunHistory) -> tuple[Limits, Limits]:
     """Both axes of the plane: wide enough for all tokens at all steps."""
     found = []
     for axis in range(2):
@@ -66,8 +70,8 @@ def _colours(of_kind: npt.NDArray[np.str_]) -> dict[str, str]:
     return {str(name): population_colour(str(name)) for name in np.unique(of_kind)}
 
 
-def shaded(points: Any, of_kind: npt.NDArray[np.str_]) -> Any:
-    """Many tokens, counted in the cells of the screen: the stronger the colour, the more."""
+def shaded(points: Any, of_kind: npt.NDArray[np.str_], xlim: Limits, ylim: Limits) -> Any:
+    """Many tokens, counted in the cells of the whole plane: the stronger the colour, the more."""
     import datashader
     from holoviews.operation.datashader import datashade, dynspread
 
@@ -77,6 +81,11 @@ def shaded(points: Any, of_kind: npt.NDArray[np.str_]) -> Any:
         color_key=_colours(of_kind),
         cnorm="log",
         min_alpha=90,
+        x_range=xlim,
+        y_range=ylim,
+        width=_CELLS[0],
+        height=_CELLS[1],
+        streams=[],  # those of the screen lag behind the tokens, which then are cut off
     )
     return dynspread(cells, threshold=0.8, max_px=2)
 
