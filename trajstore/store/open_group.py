@@ -91,7 +91,7 @@ def _check_bounds(path: Path) -> None:
     except (OSError, KeyError, TypeError):
         return  # which zarr puts into words
     for name, array in arrays.items():
-        if name in ("", ".", "..") or "/" in name or "\0" in name:
+        if "\0" in name or {"", ".", ".."} & set(name.split("/")):
             raise FormatError(f"{path} is not a run: {name!r} is no name of an array in it")
         _check_sizes(path, name, array)
 
