@@ -1,7 +1,7 @@
 """Figures of README, the tutorial and the gallery, from the runs that their commands record.
 
 trajstore record --preset gatsby --steps 300 -o gatsby.zarr
-trajstore record --preset gatsby --steps 3000 -o long.zarr
+trajstore record --preset gatsby --steps 3000 --record all,model -o long.zarr
 python tools/documentation_figures.py FOLDER docs/figures
 
 FOLDER is where the two runs are. Each figure is drawn by the command that stands before it on its
