@@ -29,6 +29,12 @@ def each_run(ds: xr.Dataset) -> list[xr.Dataset]:
     ------
     InvalidArgument
         If it has no dimension run.
+
+    Examples
+    --------
+    >>> import trajstore
+    >>> [one.sizes["step"] for one in each_run(trajstore.open_runs(["gatsby.zarr"]))]
+    [21]
     """
     if RUN not in ds.dims:
         raise InvalidArgument(

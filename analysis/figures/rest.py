@@ -32,7 +32,7 @@ _LINES = {"last_jump": ":", "last_local": "--", "last_hop": "-"}
 _BEHIND = {
     "last_jump": "jumped for the last time",
     "last_local": "made the last local move",
-    "last_hop": "made the last hop at all",
+    "last_hop": "made the last small hop (single or neighbour)",
 }
 
 
@@ -84,7 +84,7 @@ def _draw_last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
             alpha=0.6,
             label=look.label(
                 f"{named(population)} ({steps.size:,}): {steps.size - moved.size:,} never moved, "
-                f"{ends:,} moved at the last row"
+                f"{ends:,} still moved at the last step"
             ),
         )
     ax.set_xlabel("optimizer step of the last motion")
@@ -109,10 +109,10 @@ def _draw_lifecycle(ax: Axes, data: xr.Dataset, look: Look) -> None:
                 ls=line,
                 label=f"{named(population)}: {_BEHIND[name]}",
             )
-    along_steps(ax, "share of the tokens behind it")
+    along_steps(ax, "share of the tokens past it")
     ax.set_xlim(first, max(int(data["last_step"]), first + 1))
     ax.set_ylim(-0.02, 1.02)
-    note(ax, "a token without such a motion is behind it from the beginning")
+    note(ax, "a token without such a motion is past it from the beginning")
     with_legend(ax, loc="upper left")
 
 

@@ -151,7 +151,7 @@ loss = Figure(
 
 logits = Figure(
     name="logits",
-    title="What the model predicts",
+    title="What the model predicts, of the logits that are recorded",
     collect=_logits,
     draw=_draw_logits,
     scales=False,

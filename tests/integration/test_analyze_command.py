@@ -226,7 +226,7 @@ def test_only_results_are_overwritten(
     shutil.copytree(run, own)
     trajstore_cli("analyze", run, "freeze", "-o", result)
     trajstore_cli("analyze", run, "freeze", "-o", result, "--overwrite")
-    (tmp_path / "home.csv").mkdir()
+    (tmp_path / "home.token.csv").mkdir()
     for target in (own, tmp_path / "home.csv"):
         done = trajstore_cli("analyze", own, "freeze", "-o", target, "--overwrite", rc=2)
         assert "no analysis has written" in " ".join(done.stderr.split())

@@ -107,7 +107,7 @@ def _rank(
     odd += not same(document["fill_value"], fill)
     odd += not is_canonical(document)
     named = attributes.get("coordinates", "")
-    odd += not (isinstance(named, str) and all(map(coordinate, named.split())))
+    odd += not (isinstance(named, str) and _are_there(named.split(), found))
     if name == STEP.name and COPY in attributes:
         odd += not same(parsed_copy(attributes[COPY]), fixed_attributes(found.attributes))
     unreadable = 0
@@ -120,6 +120,11 @@ def _rank(
             except Exception:  # whatever sizes that nobody wrote lead to
                 unreadable = 1
     return unreadable, odd
+
+
+def _are_there(names: Iterable[str], found: CheckedMetadata) -> bool:
+    """Whether these are coordinates of the run."""
+    return all(coordinate(name) is not None and name in found.own for name in names)
 
 
 def agreed_lengths(documents: Iterable[Document]) -> dict[str, int]:

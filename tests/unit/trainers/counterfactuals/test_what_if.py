@@ -388,7 +388,9 @@ def test_the_output_is_not_the_run_nor_something_else(tmp_path: Path) -> None:
         what_if(run, run)
     alias = tmp_path / "alias.zarr"
     alias.symlink_to(run, target_is_directory=True)
-    for name in (run, tmp_path / "file.zarr" / ".." / "run.zarr", alias):
+    with pytest.raises(RunExists, match="is a link"):
+        what_if(run, alias, overwrite=True)
+    for name in (run, tmp_path / "file.zarr" / ".." / "run.zarr"):
         (tmp_path / "file.zarr").mkdir(exist_ok=True)
         with pytest.raises(InvalidArgument, match="that the gradients are read from"):
             what_if(run, name, overwrite=True)

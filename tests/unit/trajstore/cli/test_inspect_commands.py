@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from watched_runs import HOSTILE, TOKENS, begin, extend
 
-import analysis
+from analysis.registry import ACROSS_RUNS, ALONE, QUANTITIES
 from trajstore.cli import tables
 from trajstore.cli.main import main
 
@@ -108,7 +108,7 @@ def test_a_summary_leaves_out_a_population_without_tokens(tmp_path: Path) -> Non
 
 def test_analyze_lists_what_it_can_be_asked_for() -> None:
     lines = call("analyze", "--list").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == list(analysis.QUANTITIES)
+    assert [line.split()[0] for line in lines] == [*QUANTITIES, *ALONE, *ACROSS_RUNS]
     assert any("Options: since." in line for line in lines)
 
 

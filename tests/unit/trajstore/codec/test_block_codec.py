@@ -310,7 +310,10 @@ def test_of_a_file_only_the_chunks_that_hold_a_part_are_read(
     assert len(read) == 4
 
 
-def test_of_another_store_only_ranges_are_requested(stored: Stored) -> None:
+def test_of_another_store_only_ranges_are_requested(
+    stored: Stored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trajstore.codec.block_codec._SMALL", 0)
     path, values = stored
     array = opened(path, "ranges")
     form = array.metadata.codecs[0].form(array.chunks)
@@ -335,6 +338,7 @@ def test_ranges_far_apart_are_requested_each(
     stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trajstore.codec.block_codec._GAP", 0)
+    monkeypatch.setattr("trajstore.codec.block_codec._SMALL", 0)
     path, values = stored
     array = opened(path, "ranges")
     asked = array.store.asked  # type: ignore[attr-defined]
@@ -342,6 +346,16 @@ def test_ranges_far_apart_are_requested_each(
     tokens = [0, array.chunks[1] - 1]  # first and last chunk of an object
     same(array.oindex[1, tokens], values[1, tokens])
     assert len([byte_range for _, byte_range in asked]) == 3
+
+
+def test_a_small_object_is_read_by_one_request(stored: Stored) -> None:
+    path, values = stored
+    array = opened(path, "ranges")
+    asked = array.store.asked  # type: ignore[attr-defined]
+    asked.clear()
+    same(array[4:8], values[4:8])
+    keys = [key for key, _ in asked]
+    assert sorted(keys) == sorted(set(keys))
 
 
 def test_of_an_empty_selection_nothing_is_read(stored: Stored) -> None:
@@ -452,6 +466,7 @@ def test_an_object_that_goes_away_while_it_is_read(
     small: Stored, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its ranges come after its tail; an open file stays."""
+    monkeypatch.setattr("trajstore.codec.block_codec._SMALL", 0)
     path, values = small
     array = opened(path, kind)
     real = BlockForm.read_tail
