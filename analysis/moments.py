@@ -273,7 +273,8 @@ def _exact_kernel(
 
 
 def _begin(gradient: Array, part: slice, first: Sequence[Array]) -> Begun:
-    return gradient[:, part], np.concatenate([row[:, part] for row in first], dtype=np.float64)
+    with np.errstate(invalid="ignore"):  # of a signalling NaN
+        return gradient[:, part], np.concatenate([row[:, part] for row in first], dtype=np.float64)
 
 
 def _go_on(gradient: Array, part: slice, begun: Begun, taken: Array, rule: MomentRule) -> Begun:

@@ -1,10 +1,11 @@
 """Figures of README, the tutorial and the gallery, from the runs that their commands record.
 
 trajstore record --preset gatsby --steps 300 -o gatsby.zarr
-trajstore record --preset gatsby --steps 3000 --record all,model -o long.zarr
+trajstore record --preset gatsby --steps 3000 -o long.zarr
+trajstore record --preset gatsby --steps 300 --record all,model -o model.zarr
 python tools/documentation_figures.py FOLDER docs/figures
 
-FOLDER is where the two runs are. Each figure is drawn by the command that stands before it on its
+FOLDER is where the runs are. Each figure is drawn by the command that stands before it on its
 page, and written with a palette of colours, which makes it three times smaller.
 """
 

@@ -25,6 +25,7 @@ import pytest
 from click.testing import CliRunner
 
 from trajstore.cli.main import main
+from trajstore.cli.options import runs_and_names
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -40,8 +41,8 @@ READ = {"record", "what-if", "plan", "presets", "fetch", "watch", "report"}
 """Commands that train, need the network or another process, or take long; others test them."""
 
 
-LONG = "long.zarr"
-"""The run of 3,000 steps that the gallery shows. Tests of the figures draw each kind."""
+LONG = ("long.zarr", "model.zarr")
+"""The runs that the gallery shows. Tests of the figures draw each kind."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,11 @@ def test_the_gallery_has_every_figure() -> None:
     from analysis.figures import FIGURES
 
     page = (ROOT / "docs" / "figures.md").read_text()
-    missing = [name for name in FIGURES if f"trajstore plot {LONG} {name}\n```\n\n![" not in page]
+    missing = [
+        name
+        for name in FIGURES
+        if not any(f"trajstore plot {run} {name}\n```\n\n![" in page for run in LONG)
+    ]
     assert missing == []
 
 
@@ -184,7 +189,7 @@ def test_a_page_runs(
                 exec(compile(padding + block.code, str(page), "exec"), names)
             continue
         for words in block.commands():
-            if words[0] not in READ and not {"all", LONG} & {*words}:
+            if words[0] not in READ and not {"all", *LONG} & {*words}:
                 done = CliRunner().invoke(main, words)
                 assert done.exit_code == 0, f"{block.where}: {shlex.join(words)}: {done.output}"
 
@@ -234,6 +239,8 @@ def check_command(words: list[str], where: str) -> None:
     for name, known in known_names(words[0]).items():
         value = given.get(name)
         several = value if isinstance(value, (tuple, list)) else [value]
+        if name == "words":
+            _, several = runs_and_names(several, known)
         for one in several:
             assert one in known or not isinstance(one, str), f"{line}: {one}"
 
@@ -242,13 +249,14 @@ def known_names(command: str) -> dict[str, set[str]]:
     """What the arguments of a command can be, beyond what click knows."""
     from analysis import QUANTITIES
     from analysis.figures import FIGURES
+    from analysis.registry import ACROSS_RUNS, ALONE
     from trajstore.exchange.layouts import EXPORT_LAYOUTS
 
     presets = re.findall(r"^def (\w+)\(\) -> RunConfig", _presets(), re.MULTILINE)
     named = {name.replace("_", "-") for name in presets}
     return {
-        "plot": {"kinds": {*FIGURES, "all"}},
-        "analyze": {"quantities": {*QUANTITIES}},
+        "plot": {"words": {*FIGURES, "all"}},
+        "analyze": {"words": {*QUANTITIES, *ALONE, *ACROSS_RUNS}},
         "record": {"preset_name": named},
         "plan": {"preset_name": named},
         "export": {"layout": {*EXPORT_LAYOUTS, "native"}},
