@@ -167,8 +167,7 @@ class RunWriter:
         Parameters
         ----------
         path : path-like or str
-            A local folder, by custom ``NAME.zarr``, or an address
-            (`trajstore.store.remote_path.location`).
+            A local folder, by custom ``NAME.zarr``, or an address such as ``s3://bucket/NAME.zarr``.
         token : array_like of int, (token,)
             Vocabulary ids of the recorded tokens.
         hidden : int
