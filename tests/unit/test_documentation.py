@@ -37,7 +37,7 @@ BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>(?:not )?run): .+? -->\n)?```(?P<language>python|sh)\n(?P<code>.*?)^```$",
     re.DOTALL | re.MULTILINE,
 )
-READ = {"record", "what-if", "plan", "presets", "fetch", "watch", "report"}
+READ = {"record", "sweep", "what-if", "plan", "presets", "fetch", "watch", "explore", "report"}
 """Commands that train, need the network or another process, or take long; others test them."""
 
 

@@ -35,7 +35,7 @@ def test_last_motion(run):
         assert outline.max() == counts.max()
         never, end = (last[members] < 0).sum(), (last[members] == 22).sum()
         (text,) = (t.get_text() for t in ax.get_legend().get_texts() if label in t.get_text())
-        assert f"({members.sum()}): {never} never moved, {end} moved at the last row" in text
+        assert f"({members.sum()}): {never} never moved, {end} still moved at the last step" in text
 
 
 def test_lifecycle(run):
