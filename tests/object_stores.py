@@ -95,7 +95,7 @@ def faulty(address: str, fault: Fault) -> Iterator[tuple[str, list[str]]]:
             if wrong == "lose":  # carried out, and nobody hears of it
                 self.close_connection = True
                 return
-            if wrong == "slow":
+            if wrong == "slow":  # the fault itself: slower than the store, faster than a timeout
                 time.sleep(0.2)
             self.answer(answer.status, dict(answer.getheaders()), data)
 

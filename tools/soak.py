@@ -59,7 +59,7 @@ def main() -> int:
         name = chance.choice(list(trials.WRITING))
         row = table[name]
         child = trials.forked(trials.WRITING[name], folder, lambda: None)
-        time.sleep(chance.uniform(0, LONGEST))
+        time.sleep(chance.uniform(0, LONGEST))  # any moment of its life may be its last
         killed = os.waitpid(child, os.WNOHANG)[0] == 0
         if killed:
             os.kill(child, signal.SIGKILL)

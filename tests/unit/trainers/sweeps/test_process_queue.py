@@ -54,7 +54,7 @@ def stop(number, frame):
     sys.exit(128 + number)
 signal.signal(signal.SIGTERM, stop)
 open(sys.argv[1], "w").close()
-while True: time.sleep(60)
+while True: time.sleep(60)  # works until it is stopped
 """
 
 

@@ -44,7 +44,7 @@ def test_two_folders_change_places_at_once(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "name").write_text(folder.name)
     if not exchange(one, other):
-        pytest.skip("this system cannot")
+        pytest.skip("this file system knows no exchange of two names (renameat2)")
     assert (one / "name").read_text() == "other"
     assert (other / "name").read_text() == "one"
     with pytest.raises(FileNotFoundError):
