@@ -51,6 +51,11 @@ def _layers(values: Array, last: Array, rows: Array, columns: Array, regime: boo
     return (_most_common if regime else _mean)(sorted_, rows, columns)
 
 
+def _shares(last: Array, members: Array, columns: Array) -> Array:
+    """Of the tokens of each layer, the share of those that are members."""
+    return _mean(members[None, np.argsort(last[0], kind="stable")], np.zeros(1, np.intp), columns)
+
+
 def stratigraphy(
     ds: xr.Dataset,
     of: Literal["regime", "hop"] = "regime",
@@ -81,7 +86,8 @@ def stratigraphy(
         ``stratum`` (step, layer), int8 with CF flags or float64, from the tokens that rest first
         to those that move longest; each group has the coordinate of its first step, and the number
         ``steps``. Along layer: ``tokens``, how many there are, and ``settled``, the last motion of
-        the last of them to rest, int64; −1 if none of them ever moved.
+        the last of them to rest, int64; −1 if none of them ever moved; and, where it is known which
+        tokens are dead, ``dead_share``, that of its tokens which are, float64.
 
     Raises
     ------
@@ -158,8 +164,21 @@ def pool_layers(
         dtype=np.int64,
         meta=np.empty(0, np.int64),
     )
+    facts = {}
+    if "is_dead" in values.coords:
+        share = da.map_blocks(
+            _shares,
+            _whole(last)[None, :].rechunk(-1),
+            chunks=((1,), (columns.size,)),
+            dtype=np.float64,
+            meta=np.empty((0, 0)),
+            members=values["is_dead"].values,
+            columns=columns,
+        )[0]
+        facts["dead_share"] = ("layer", share, {"long_name": "share of dead tokens", "units": "1"})
     return xr.Dataset(
-        {
+        facts
+        | {
             "stratum": (("step", "layer"), data, values.attrs),
             "settled": (
                 "layer",

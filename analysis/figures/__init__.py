@@ -13,7 +13,7 @@ of its own, and a line in the registry.
 
 >>> from analysis.figures import FIGURES
 >>> FIGURES["gradients"](ds).get_ylabel()
-'L2 norm of the gradient / nat'
+'L2 norm of the gradient / nat per unit of W'
 """
 
 from analysis.figures.figure import Figure, Look, Options

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +14,10 @@ from analysis.figures.figure import Look
 from analysis.figures.style import population_colour
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+    from matplotlib.text import Text
+    from matplotlib.transforms import Transform
 
 __all__ = [
     "along_steps",
@@ -26,15 +31,21 @@ __all__ = [
     "with_units",
 ]
 
+_NOTE = "_note"  # a label that no legend shows
+_LINE_LENGTH = 105  # characters, in the narrowest panel of a sheet
+_LINE_HEIGHT = 10  # points
+_GAP = 38
+"""Points from the axes to what is told below them; ticks and the label of the axis are there."""
+
 
 def with_units(text: str, units: object) -> str:
     """Label of an axis; without what has no dimension.
 
     >>> with_units("speed", "1 per step"), with_units("share", "1")
-    ('speed / per step', 'share')
+    ('speed / W per step', 'share')
     """
-    unit = str(units or "").removeprefix("1 ").strip()
-    return text if unit in ("", "1") else f"{text} / {unit}"
+    unit = re.sub("^1 per", "W per", str(units or "1"))
+    return text if unit == "1" else f"{text} / {unit}"
 
 
 def along_steps(ax: Axes, label: str, units: object = "1") -> None:
@@ -51,23 +62,52 @@ def log_scale(ax: Axes, axis: str, *values: Any) -> None:
     if any(np.isfinite(value).any() for value in shown):
         getattr(ax, f"set_{axis}scale")("log")
     elif any(np.isfinite(np.asarray(value)).any() for value in values):
-        note(ax, "all values are 0")
+        _instead(ax, "all values are 0")
     else:
-        note(ax, "all values are NaN")
+        _instead(ax, "all values are NaN")
 
 
-def note(ax: Axes, text: str, *, place: tuple[float, float] = (0.02, 0.02)) -> None:
-    """Say on the figure what its lines do not."""
+def _instead(ax: Axes, text: str) -> None:
+    ax.text(0.5, 0.5, text, transform=ax.transAxes, ha="center")
+
+
+def note(ax: Axes, text: str) -> None:
+    """Say, once, what the lines do not: below the axes if there is a layout that makes room."""
+    held = _noted(ax)
+    lines = textwrap.wrap(text, _LINE_LENGTH)
+    if held is not None:
+        if text not in held.get_text().replace("\n", " "):
+            held.set_text("\n".join([held.get_text(), *lines]))
+        return
+    below = _makes_room(ax)
+    x, y = (0, 0) if below else (0.02, 0.02)
     ax.text(
-        *place,
-        text,
-        transform=ax.transAxes,
+        x,
+        y,
+        "\n".join(lines),
+        transform=_below(ax, _GAP) if below else ax.transAxes,
+        label=_NOTE,
         fontsize="x-small",
-        va="bottom" if place[1] < 0.5 else "top",
-        ha="left" if place[0] < 0.5 else "right",
+        va="top" if below else "bottom",
+        linespacing=1.2,
         bbox={"facecolor": ax.get_facecolor(), "edgecolor": "none", "alpha": 0.75, "pad": 2},
         zorder=10,
     )
+
+
+def _noted(ax: Axes) -> Text | None:
+    return next((text for text in ax.texts if text.get_label() == _NOTE), None)
+
+
+def _makes_room(ax: Axes) -> bool:
+    return ax.figure.get_layout_engine() is not None
+
+
+def _below(ax: Axes, points: float) -> Transform:
+    """Place so many points below the left end of the axes."""
+    from matplotlib.transforms import ScaledTranslation
+
+    return ax.transAxes + ScaledTranslation(0, -points / 72, ax.figure.dpi_scale_trans)
 
 
 def population_band(ax: Axes, data: xr.Dataset, population: str, look: Look) -> None:
@@ -83,7 +123,7 @@ def population_band(ax: Axes, data: xr.Dataset, population: str, look: Look) -> 
         low, high = _around(part, "mean", look, population)
     steps = part["step"].values
     tokens = int(part["tokens"])
-    ax.fill_between(steps, low, high, color=colour, alpha=0.12 if look.second else 0.25, lw=0)
+    ax.fill_between(steps, low, high, color=colour, alpha=look.band, lw=0)
     ax.plot(
         steps,
         part["mean"].values,
@@ -103,7 +143,7 @@ def population_curves(ax: Axes, data: xr.Dataset, look: Look, labels: Mapping[st
             if look.spread is not None:
                 low, high = _around(part, name, look, population)
                 colour = population_colour(population)
-                ax.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
+                ax.fill_between(steps, low, high, color=colour, alpha=look.band, lw=0)
             ax.plot(
                 steps,
                 part[name].values,
@@ -121,10 +161,12 @@ def _around(part: xr.Dataset, name: str, look: Look, population: str) -> tuple[A
     return mean - spread, mean + spread
 
 
-def spread_note(ax: Axes, look: Look, over: str = "runs") -> None:
-    """Say once what lines and bands of several runs are; nothing of a single one."""
-    if look.spread is not None and not look.second:
+def spread_note(ax: Axes, look: Look, *, over: str = "runs", alone: str = "") -> None:
+    """Say what lines and bands of several runs are; of a single one, what is said of it alone."""
+    if look.spread is not None:
         note(ax, f"line: mean over {over}; band: ± one standard deviation between runs")
+    elif alone:
+        note(ax, alone)
 
 
 def named(population: str) -> str:
@@ -134,7 +176,36 @@ def named(population: str) -> str:
     )
 
 
-def with_legend(ax: Axes, **options: Any) -> None:
-    """Legend, where there is something to tell apart."""
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend(**{"loc": "upper right", **options})
+def with_legend(ax: Axes, *others: Axes, handles: Sequence[Artist] | None = None) -> None:
+    """Legend, after all notes, where there is something to tell apart.
+
+    Below the axes, where it hides nothing, if there is a layout that makes room.
+
+    Parameters
+    ----------
+    ax : Axes
+    *others : Axes
+        Whose lines are told there, too.
+    handles : sequence of Artist, optional
+        In place of all that have a label.
+    """
+    shown = list(handles or ())
+    for each in () if shown else (ax, *others):
+        shown += each.get_legend_handles_labels()[0]
+    if not shown:
+        return
+    if not _makes_room(ax):
+        ax.legend(handles=shown, loc="best")
+        return
+    held = _noted(ax)
+    lines = len(held.get_text().splitlines()) if held else 0
+    longest = max(len(str(handle.get_label())) for handle in shown)
+    ax.legend(
+        handles=shown,
+        loc="upper left",
+        bbox_to_anchor=(0, 0),
+        bbox_transform=_below(ax, _GAP + _LINE_HEIGHT * lines),
+        borderaxespad=0,
+        frameon=False,
+        ncols=max(1, _LINE_LENGTH // (longest + 8)),
+    )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import xarray as xr
 
 from analysis.collective_motion import build_bulk_thermal
 from analysis.figures.axes_marks import named, note, with_legend, with_units
 from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import population_colour
+from analysis.figures.style import population_colour, shades
 from analysis.streaming_scan import Scan
 
 if TYPE_CHECKING:
@@ -28,31 +29,27 @@ def _collect(history: Scan, options: Options) -> xr.Dataset:
 
 def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
     steps = data["step"].values
-    off = []
     any_shown = False
     for population in data["population"].values.tolist():
         part = data.sel(population=population)
         bulk, thermal = part["bulk_speed"].values, part["thermal_speed"].values
         shown = (bulk > 0) & (thermal > 0)
         any_shown |= bool(shown.any())
-        off.append(f"{named(population)}: {int((~shown).sum()):,} of {shown.size:,}")
-        colour = population_colour(population)
-        points = ax.scatter(
+        colour, marker = population_colour(population), _MARKERS.get(population, "v")
+        ax.scatter(
             thermal[shown],
             bulk[shown],
             c=steps[shown],
             vmin=steps[0],
             vmax=steps[-1],
-            cmap=look.style.density,
-            marker=_MARKERS.get(population, "v"),
+            cmap=shades(colour, look.style.ground),
+            marker=marker,
             s=14,
-            lw=0.5,
-            edgecolors=colour,
-            label=f"{named(population)}",
+            lw=0,
             rasterized=True,
         )
-    bar = ax.figure.colorbar(points, ax=ax)
-    bar.set_label("optimizer step")
+        label = f"{named(population)}: {_split(bulk, thermal)}"
+        ax.plot([], [], color=colour, marker=marker, ls="", label=label)
     if any_shown:
         ax.set_xscale("log")
         ax.set_yscale("log")
@@ -64,9 +61,26 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
     units = data["bulk_speed"].attrs["units"]
     ax.set_xlabel(with_units("thermal speed (rms about the mean velocity)", units))
     ax.set_ylabel(with_units("bulk speed (mean velocity)", units))
-    if np.any([not each.split(": ")[1].startswith("0 ") for each in off]):
-        note(ax, f"steps at which a speed is 0, not shown: {'; '.join(off)}")
-    with_legend(ax, loc="upper left")
+    note(
+        ax,
+        f"a point is a step: faint the first, {steps[0]}, strong the last, {steps[-1]}; at rest "
+        "both speeds are 0; if all move exactly alike, the thermal one",
+    )
+    with_legend(ax)
+
+
+def _split(bulk: npt.NDArray[Any], thermal: npt.NDArray[Any]) -> str:
+    """Of all steps, how many a point shows, and why the others have none."""
+    shown = (bulk > 0) & (thermal > 0)
+    counts = {
+        "shown": shown,
+        "at rest": (bulk == 0) & (thermal == 0),
+        "all moving exactly alike": (bulk > 0) & (thermal == 0),
+        "about a resting centre": (bulk == 0) & (thermal > 0),
+        "NaN": np.isnan(bulk) | np.isnan(thermal),
+    }
+    told = [f"{count:,} {name}" for name, at in counts.items() if (count := int(at.sum()))]
+    return f"of {bulk.size:,} steps {', '.join(told)}"
 
 
 bulk_thermal = Figure(

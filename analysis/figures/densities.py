@@ -50,7 +50,7 @@ def _draw_hops(ax: Axes, data: xr.Dataset, look: Look) -> None:
         )
         lost = int(part["outside"] + part["nan"])
         if lost:
-            note(ax, f"{named(population)}: {lost:,} beyond the axis or NaN", place=(0.02, 0.95))
+            note(ax, look.label(f"{named(population)}: {lost:,} beyond the axis or NaN"))
     counted = data["count"].values.sum(0)
     ax.set_xlabel(f"length of a hop (L1 norm) / {data.attrs['units']}")
     ax.set_ylabel("tokens × steps")

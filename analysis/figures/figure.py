@@ -113,6 +113,11 @@ class Look:
     spread: xr.Dataset | None = None
 
     @property
+    def band(self) -> float:
+        """How opaque the bands of this run are."""
+        return self.style.band / 2 if self.second else self.style.band
+
+    @property
     def line(self) -> str:
         """Style of the lines of this run."""
         return "--" if self.second else "-"

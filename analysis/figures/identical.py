@@ -35,9 +35,10 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
     told = {"vectors": "different vectors", "largest": "tokens that share the commonest"}
     population_curves(ax, data, look, told)
     ax.set_yscale("log")
-    along_steps(ax, "number")
+    ax.yaxis.set_major_formatter("{x:,.0f}")
+    along_steps(ax, "number of vectors, or of tokens")
     spread_note(ax, look)
-    with_legend(ax, loc="best")
+    with_legend(ax)
 
 
 clusters = Figure(

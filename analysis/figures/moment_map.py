@@ -21,7 +21,8 @@ __all__ = ["moments"]
 
 def _collect(history: Scan, options: Options) -> xr.Dataset:
     (shown,) = options.populations(history, ("all",))
-    return build_moment_plane(history).sel(population=shown)
+    plane = build_moment_plane(history).sel(population=shown)
+    return plane.assign(lr=history.ds["lr"].isel(step=-1))
 
 
 def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
@@ -48,16 +49,18 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
         ax.fill_between(root, low, high, color=colour, alpha=0.3, lw=0)
         ax.plot(root, middle, color=colour, label="below, updates are rounded away")
     _limits(ax, edges, by_root, by_size, middle)
-    ax.set_xlabel("√v, root of the second moment / nat")
-    ax.set_ylabel("|m|, first moment / nat")
+    unit = "nat per unit of W"
+    ax.set_xlabel(f"√v, root of the second moment / {unit}")
+    ax.set_ylabel(f"|m|, first moment / {unit}")
     beyond = int(data["elsewhere"])
     note(
         ax,
-        f"step {int(data['step'])}, {named(str(data['population'].item()))}; line: for the median "
-        f"spacing of W, band: 5 % to 95 %\nmoments of 0, or beyond all classes: {beyond:,} of "
+        f"step {int(data['step'])}, learning rate {float(data['lr']):.3g}, "
+        f"{named(str(data['population'].item()))}; line: for the median spacing of W, band: 5 % "
+        f"to 95 %; moments of 0, or beyond all classes: {beyond:,} of "
         f"{beyond + int(counts.sum()):,} elements",
     )
-    with_legend(ax, loc="upper left")
+    with_legend(ax)
 
 
 def _limits(ax: Axes, edges: Any, by_root: Any, by_size: Any, line: Any) -> None:

@@ -59,8 +59,9 @@ def _draw_freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
     population_curves(ax, data, look, told)
     along_steps(ax, "share of the tokens")
     ax.set_ylim(-0.02, 1.02)
-    spread_note(ax, look)
-    with_legend(ax, loc="upper left")
+    lines = "whole: share of the tokens whose last motion is past; dotted: that stood still then"
+    spread_note(ax, look, alone=lines)
+    with_legend(ax)
 
 
 def _last_motion(history: Scan, options: Options) -> xr.Dataset:
@@ -90,7 +91,7 @@ def _draw_last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.set_xlabel("optimizer step of the last motion")
     ax.set_ylabel(f"tokens in {(last - first) / (edges.size - 1):.3g} steps")
     ax.grid(True, axis="y")
-    with_legend(ax, loc="upper left")
+    with_legend(ax)
 
 
 def _lifecycle(history: Scan, options: Options) -> xr.Dataset:
@@ -113,7 +114,7 @@ def _draw_lifecycle(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.set_xlim(first, max(int(data["last_step"]), first + 1))
     ax.set_ylim(-0.02, 1.02)
     note(ax, "a token without such a motion is past it from the beginning")
-    with_legend(ax, loc="upper left")
+    with_legend(ax)
 
 
 freeze = Figure(

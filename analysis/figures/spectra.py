@@ -55,7 +55,7 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.set_ylabel(with_units("variance along it", data["spectrum"].attrs["units"]))
     ax.grid(True, axis="y")
     log_scale(ax, "y", values)
-    with_legend(ax, loc="best")
+    with_legend(ax)
 
 
 spectrum = Figure(

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import xarray as xr
 
-from analysis.figures.axes_marks import along_steps, named
+from analysis.figures.axes_marks import along_steps, named, with_legend
 from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS
+from analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, REGIME_MEANINGS
 from analysis.freeze_causes import CAUSES, build_freeze_cause
 from analysis.streaming_scan import Scan
 from analysis.token_populations import count_by_population
@@ -27,7 +27,9 @@ def _census(counts: xr.DataArray, history: Scan, options: Options) -> xr.Dataset
     return counts.sel(population=population).to_dataset(name="census")
 
 
-def _draw(ax: Axes, data: xr.Dataset, colours: Mapping[str, str]) -> None:
+def _draw(
+    ax: Axes, data: xr.Dataset, colours: Mapping[str, str], meanings: Mapping[str, str]
+) -> None:
     census = data["census"]
     (dim,) = (name for name in census.dims if name != "step")
     kinds = [str(kind) for kind in census[dim].values]
@@ -37,7 +39,7 @@ def _draw(ax: Axes, data: xr.Dataset, colours: Mapping[str, str]) -> None:
         census["step"].values,
         counts[shown],
         colors=[colours[kinds[at]] for at in shown],
-        labels=[kinds[at].replace("_", " ") for at in shown],
+        labels=[_told(kinds[at], meanings) for at in shown],
         lw=0,
         step="pre",
         rasterized=True,
@@ -47,8 +49,10 @@ def _draw(ax: Axes, data: xr.Dataset, colours: Mapping[str, str]) -> None:
     ax.set_ylim(0, max(1, tokens))
     ax.margins(x=0)
     ax.grid(False)
-    handles, labels = ax.get_legend_handles_labels()
-    ax.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def _told(kind: str, meanings: Mapping[str, str]) -> str:
+    return ": ".join(filter(None, [kind.replace("_", " "), meanings.get(kind, "")]))
 
 
 def _regimes(history: Scan, options: Options) -> xr.Dataset:
@@ -56,17 +60,26 @@ def _regimes(history: Scan, options: Options) -> xr.Dataset:
 
 
 def _draw_regimes(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    _draw(ax, data, REGIME_COLOURS)
+    _draw(ax, data, REGIME_COLOURS, REGIME_MEANINGS)
+    with_legend(ax)
 
 
 def _causes(history: Scan, options: Options) -> xr.Dataset:
     found = build_freeze_cause(history, lattice=options.lattice)
     counts = count_by_population(found, len(CAUSES), "cause")
-    return _census(counts.assign_coords(cause=list(CAUSES)), history, options)
+    census = _census(counts.assign_coords(cause=list(CAUSES)), history, options)
+    return census.assign(lr=history.ds["lr"].isel(step=slice(1, None)))
 
 
 def _draw_causes(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    _draw(ax, data, CAUSE_COLOURS)
+    _draw(ax, data, CAUSE_COLOURS, {})
+    right = ax.twinx()
+    steps, rates = data["step"].values, data["lr"].values
+    right.plot(steps, rates, "--", color=look.style.ink, lw=1, label="learning rate")
+    right.set_ylabel("learning rate")
+    right.set_ylim(bottom=0)
+    right.margins(x=0)
+    with_legend(ax, right)
 
 
 regimes = Figure(

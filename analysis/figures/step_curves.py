@@ -39,7 +39,9 @@ def _draw_loss(ax: Axes, data: xr.Dataset, look: Look) -> None:
     colour = look.style.second if look.second else look.style.ink
     if look.spread is not None:
         spread = look.spread["loss"].values
-        ax.fill_between(steps, values - spread, values + spread, color=colour, alpha=0.25, lw=0)
+        ax.fill_between(
+            steps, values - spread, values + spread, color=colour, alpha=look.band, lw=0
+        )
         spread_note(ax, look)
     ax.plot(steps, values, look.line, color=colour, lw=0.9, label=look.label("loss"))
     along_steps(ax, "training loss", data["loss"].attrs.get("units"))
@@ -78,21 +80,17 @@ def _draw_logits(ax: Axes, data: xr.Dataset, look: Look) -> None:
     )
     ax.plot(steps, data["entropy"].values, color=look.style.ink, label="entropy of the softmax")
     along_steps(ax, "logits, entropy", data["entropy"].attrs["units"])
-    handles, labels = ax.get_legend_handles_labels()
+    others = []
     if "dead_mass" in data:
-        right = ax.twinx()
-        colour = POPULATION_COLOURS["dead"]
-        right.plot(
-            steps, data["dead_mass"].values, color=colour, label="probability of all dead tokens"
-        )
-        right.set_ylabel("probability of all dead tokens", color=colour)
-        right.set_ylim(0, 1.02)
+        others.append(ax.twinx())
+        colour, label = POPULATION_COLOURS["dead"], "probability of all dead tokens"
+        (right,) = others
+        right.plot(steps, data["dead_mass"].values, color=colour, label=label)
+        right.set_ylabel(label, color=colour)
+        right.set_ylim(0, 1)
+        right.margins(x=0.01)
         right.tick_params(axis="y", colors=colour)
-        more = right.get_legend_handles_labels()
-        handles, labels = handles + more[0], labels + more[1]
-        right.legend(handles, labels, loc="upper right")
-    else:
-        ax.legend(loc="upper right")
+    with_legend(ax, *others)
 
 
 def _centroid(history: Scan, options: Options) -> xr.Dataset:
@@ -104,7 +102,8 @@ def _draw_centroid(ax: Axes, data: xr.Dataset, look: Look) -> None:
     told = {"centroid_norm": "norm of their centre", "mean_radius": "mean distance from it"}
     population_curves(ax, data, look, told)
     along_steps(ax, "length", data["centroid_norm"].attrs["units"])
-    spread_note(ax, look)
+    lines = "whole: how far their centre is from 0; dotted: how far they are from it, on average"
+    spread_note(ax, look, alone=lines)
     with_legend(ax)
 
 
@@ -118,24 +117,24 @@ def _seams(history: Scan, options: Options) -> xr.Dataset:
 def _draw_seams(ax: Axes, data: xr.Dataset, look: Look) -> None:
     steps, scores = data["step"].values, data["seam_score"].values
     at = np.flatnonzero(data["seam"].values)
-    ax.plot(steps, scores, color=look.style.ink, lw=0.8, label="score")
+    ax.plot(steps, scores, color=look.style.ink, lw=0.8, label="score of a step")
     for sign in (1, -1):
-        ax.axhline(sign * _THRESHOLD, color=look.style.second, ls="--", lw=0.9)
+        label = f"±{_THRESHOLD:g}: a seam lies beyond" if sign > 0 else None
+        ax.axhline(sign * _THRESHOLD, color=look.style.second, ls="--", lw=0.9, label=label)
     ax.plot(
         steps[at],
         scores[at],
         "o",
         color=POPULATION_COLOURS["dead"],
         ms=4,
-        label=f"seams ({at.size})",
+        label=f"seams ({at.size})" if at.size else None,
     )
     top = max(_THRESHOLD, float(np.nanmax(abs(scores), initial=0))) * 1.15
     ax.set_ylim(-top, top)
     along_steps(ax, "robust z-score of the change of log mean speed")
     shown = ", ".join(map(str, steps[at][:12])) + (", …" if at.size > 12 else "")
     note(ax, f"seams at step {shown}" if at.size else f"no seam: no score beyond ±{_THRESHOLD:g}")
-    if at.size:
-        with_legend(ax)
+    with_legend(ax)
 
 
 loss = Figure(
@@ -171,7 +170,7 @@ centroid = Figure(
 
 seams = Figure(
     name="seams",
-    title="Steps at which the history does not continue itself",
+    title="Seams: steps at which the run does not go on as it was",
     collect=_seams,
     draw=_draw_seams,
     measures=("step_norm",),

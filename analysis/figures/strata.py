@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import xarray as xr
 
 from analysis.consecutive_rows import REGIMES
-from analysis.figures.axes_marks import note
+from analysis.figures.axes_marks import named, note, with_legend
 from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import REGIME_COLOURS
+from analysis.figures.style import REGIME_COLOURS, REGIME_MEANINGS, population_colour
 from analysis.rest_layers import build_stratigraphy
 from analysis.streaming_scan import Scan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
 
 __all__ = ["stratigraphy"]
 
@@ -39,8 +41,10 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
         colours = ListedColormap(list(REGIME_COLOURS.values()))
         norm = BoundaryNorm(np.arange(len(REGIMES) + 1) - 0.5, len(REGIMES))
         ax.pcolormesh(edges, depths, stratum.values, cmap=colours, norm=norm, rasterized=True)
-        patches = [Patch(color=REGIME_COLOURS[name], label=name) for name in REGIMES]
-        ax.legend(handles=patches[::-1], loc="center left", bbox_to_anchor=(1, 0.5))
+        patches = [
+            Patch(color=REGIME_COLOURS[name], label=f"{name}: {REGIME_MEANINGS[name]}")
+            for name in REGIMES
+        ]
         pooled = "the most common regime"
     else:
         values = np.ma.masked_where(~(stratum.values > 0), stratum.values)
@@ -52,15 +56,32 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
             ax.figure.colorbar(mesh, ax=ax).set_label(
                 f"mean hop (L1) / {data['stratum'].attrs['units']}"
             )
-        pooled = "the mean hop"
+        patches = []
+        pooled = "blank: did not move; the mean hop"
     ax.set_xlabel("optimizer step")
     ax.set_ylabel("tokens, sorted by their last motion")
     tokens, rows = int(sizes.max()), int(data["steps"].max())
-    if tokens > 1 or rows > 1:
-        told = f"{pooled} of up to {tokens:,} tokens × {rows:,} steps to a cell"
-    else:
-        told = "one token and one step to a cell"
-    note(ax, told)
+    note(ax, f"{pooled} of {_up_to(tokens, 'token')} × {_up_to(rows, 'step')} to a cell")
+    if "dead_share" in data:
+        patches += _draw_populations(ax, data["dead_share"].values, depths)
+    with_legend(ax, handles=patches)
+
+
+def _up_to(number: int, noun: str) -> str:
+    return f"up to {number:,} {noun}s" if number > 1 else f"1 {noun}"
+
+
+def _draw_populations(ax: Axes, dead: npt.NDArray[Any], depths: npt.NDArray[Any]) -> list[Patch]:
+    """Strip beside the layers that says which tokens are dead: of many, what share."""
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.patches import Patch
+
+    colours = {name: population_colour(name) for name in ("live", "dead")}
+    strip = ax.inset_axes((1.005, 0, 0.02, 1), sharey=ax)
+    strip.set_axis_off()
+    shares = LinearSegmentedColormap.from_list("shares", list(colours.values()))
+    strip.pcolormesh([0, 1], depths, dead[:, None], cmap=shares, vmin=0, vmax=1, rasterized=True)
+    return [Patch(color=colour, label=f"strip: {named(name)}") for name, colour in colours.items()]
 
 
 stratigraphy = Figure(

@@ -9,17 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trajstore.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from matplotlib.colors import Colormap
 
 __all__ = [
     "CAUSE_COLOURS",
     "POPULATION_COLOURS",
     "REGIME_COLOURS",
+    "REGIME_MEANINGS",
     "STYLES",
     "Style",
     "population_colour",
+    "shades",
     "style",
 ]
 
@@ -37,6 +42,15 @@ REGIME_COLOURS = {
     "local": "#7AD151",
     "jump": "#FDE725",
 }
+
+REGIME_MEANINGS = {
+    "frozen": "no element left its cell",
+    "single": "one element moved, by one cell",
+    "neighbour": "several elements, each by one cell at most",
+    "local": "some further, in all up to √D cells (L2)",
+    "jump": "more than √D cells (L2), D elements",
+}
+"""Of each regime, in cells of the lattice, as of `analysis.regimes`."""
 
 CAUSE_COLOURS = {
     "moved": "#BBBBBB",
@@ -59,6 +73,8 @@ class Style:
         Colours; the second one of lines that belong to no population.
     density : str
         Colour map of matplotlib for counts and lengths.
+    band : float
+        How opaque a band between two quantiles is.
     """
 
     ground: str
@@ -66,6 +82,7 @@ class Style:
     second: str
     grid: str
     density: str
+    band: float
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -95,10 +112,20 @@ class Style:
 
 STYLES = {
     "light": Style(
-        ground="white", ink="#222222", second="#009E73", grid="#D0D0D0", density="viridis"
+        ground="white",
+        ink="#222222",
+        second="#009E73",
+        grid="#D0D0D0",
+        density="viridis",
+        band=0.25,
     ),
     "dark": Style(
-        ground="black", ink="#E8E8E8", second="#2CC295", grid="#444444", density="inferno"
+        ground="black",
+        ink="#E8E8E8",
+        second="#2CC295",
+        grid="#444444",
+        density="inferno",
+        band=0.5,
     ),
 }
 
@@ -106,6 +133,15 @@ STYLES = {
 def population_colour(name: str) -> str:
     """Colour of a population; those that users name have one, as only one of them is shown."""
     return POPULATION_COLOURS.get(name, "#009E73")
+
+
+def shades(colour: str, ground: str) -> Colormap:
+    """Map from little of a colour on this ground to all of it."""
+    from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
+
+    pairs = zip(to_rgb(ground), to_rgb(colour), strict=True)
+    red, green, blue = (0.75 * under + 0.25 * over for under, over in pairs)
+    return LinearSegmentedColormap.from_list("shades", [to_hex((red, green, blue)), colour])
 
 
 def style(name: str) -> Style:

@@ -9,6 +9,7 @@ import xarray as xr
 from analysis.figures.axes_marks import (
     along_steps,
     log_scale,
+    named,
     note,
     population_band,
     spread_note,
@@ -47,14 +48,33 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
     label = str(data["mean"].attrs["long_name"]).removeprefix("mean of ")
     along_steps(ax, label, data["mean"].attrs.get("units"))
     log_scale(ax, "y", data["mean"].values)
-    spread_note(ax, look, "tokens and runs")
-    if look.spread is None:
-        note(ax, "line: mean over tokens; band: 5 % to 95 % of them")
+    told = "line: mean over tokens; band: 5 % to 95 % of them"
+    spread_note(ax, look, over="tokens and runs", alone=told)
+    if look.spread is None and (zeros := _zeros(data, look)):
+        note(ax, f"0, which a logarithmic axis does not show: {zeros}")
     with_legend(ax)
 
 
+def _zeros(data: xr.Dataset, look: Look) -> str:
+    """At how many steps the lower end of a band is 0, and the mean is."""
+    told = []
+    for population in data["population"].values.tolist():
+        part = data.sel(population=population)
+        low, mean = ((part[name] == 0).values for name in ("quantiles", "mean"))
+        counts = {"5 % quantile": low.any(-1).sum(), "mean": mean.sum()}
+        of = f"of {part.sizes['step']:,} steps"
+        told += [
+            look.label(f"{name} of {named(population)} at {count:,} {of}")
+            for name, count in counts.items()
+            if count
+        ]
+    return "; ".join(told)
+
+
 def _gradients(history: Scan, options: Options) -> xr.Dataset:
-    return _bands(build_grad_norms(history), history, options).isel(step=slice(1, None))
+    norms = build_grad_norms(history)
+    norms = norms.assign_attrs(units=f"{norms.attrs['units']} per unit of W")
+    return _bands(norms, history, options).isel(step=slice(1, None))
 
 
 def _displacement(history: Scan, options: Options) -> xr.Dataset:

@@ -11,7 +11,7 @@ import xarray as xr
 from analysis.cloud_shape import build_pca
 from analysis.figures.axes_marks import named, note, with_legend, with_units
 from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import population_colour
+from analysis.figures.style import population_colour, shades
 from analysis.streaming_scan import Scan
 from analysis.token_populations import chosen_populations
 
@@ -65,6 +65,7 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
         ax.plot([], [], "o", mfc="none", label=f"step {first}", **style)
         ax.plot([], [], "o", label=f"step {last}", **style)
     ax.autoscale()  # hist2d has set the limits of its own points
+    ax.set_aspect("equal", adjustable="datalim")
     share = data["share"].values
     label = {"principal": "principal component", "hidden_mean": "direction"}[data.attrs["plane"]]
     texts = []
@@ -99,15 +100,12 @@ def _draw_lines(ax: Axes, paths: npt.NDArray[Any], colour: str) -> None:
 
 
 def _draw_counts(ax: Axes, paths: npt.NDArray[Any], colour: str, look: Look) -> None:
-    from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_hex, to_rgb
+    from matplotlib.colors import LogNorm
 
     x, y = (axis[np.isfinite(axis)] for axis in paths)
     if not x.size:
         return
-    ground, ink = to_rgb(look.style.ground), to_rgb(colour)
-    red, green, blue = (0.75 * ground[at] + 0.25 * ink[at] for at in range(3))
-    faint = to_hex((red, green, blue))
-    hue = LinearSegmentedColormap.from_list("hue", [faint, colour])
+    hue = shades(colour, look.style.ground)
     ax.hist2d(x, y, bins=_CELLS, cmap=hue, norm=LogNorm(), cmin=1, rasterized=True)
 
 

@@ -19,7 +19,7 @@ def model(values, last, rows, columns, pool):
 
 @pytest.mark.parametrize("chunks", [None, (6, 4, 3)])
 def test_groups(chunks, make_run, walk):
-    ds = make_run(walk(23, 11, 6), chunks=chunks)
+    ds = make_run(walk(23, 11, 6), is_dead=np.arange(11) % 3 == 0, chunks=chunks)
     last = analysis.freeze(ds).last_motion.values
     rows, columns = [5, 11, 16], [3, 7]
     regime = analysis.regimes(ds).regime.values
@@ -35,6 +35,9 @@ def test_groups(chunks, make_run, walk):
     assert found.steps.values.tolist() == [5, 6, 5, 6]
     assert found.tokens.values.tolist() == [3, 4, 4]
     np.testing.assert_array_equal(found.settled, np.sort(last)[[2, 6, 10]])
+    dead = model(ds.is_dead.values[None], last, [], columns, np.mean)
+    np.testing.assert_array_equal(found.dead_share, dead[0])
+    assert "dead_share" not in analysis.stratigraphy(ds.drop_vars("is_dead"))
     hop = analysis.lattice_displacement(ds, ord=1).values
     found = analysis.stratigraphy(ds, "hop", most_steps=4, most_layers=3)
     np.testing.assert_allclose(found.stratum, model(hop, last, rows, columns, np.mean), rtol=1e-6)

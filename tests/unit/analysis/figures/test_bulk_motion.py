@@ -21,8 +21,14 @@ def test_speeds(run):
 
 
 def test_steps_that_a_logarithmic_axis_cannot_show_are_told(run):
-    still = run.assign(W=run.W.where(run.step < 12, run.W.isel(step=11)))
-    ax = FIGURES["bulk-thermal"](still, Canvas().subplots())
-    off = int((analysis.bulk_thermal(still, "live").bulk_speed == 0).sum())
-    assert off >= 11
-    assert f"live tokens: {off} of 22" in ax.texts[0].get_text()
+    later = run.W.isel(step=11) + np.float32(2) * (run.step > 15)  # all at once, at step 16
+    steps = run.assign(W=run.W.where(run.step < 12, later).drop_attrs())
+    found = analysis.bulk_thermal(steps, "live").compute()
+    rest = int(((found.bulk_speed == 0) & (found.thermal_speed == 0)).sum())
+    alike = int(((found.bulk_speed > 0) & (found.thermal_speed == 0)).sum())
+    assert rest >= 10
+    assert alike == 1
+    ax = FIGURES["bulk-thermal"](steps, Canvas().subplots())
+    told = [text.get_text() for text in ax.get_legend().get_texts()]
+    expected = f"{22 - rest - alike} shown, {rest} at rest, 1 all moving exactly alike"
+    assert f"live tokens: of 22 steps {expected}" in told

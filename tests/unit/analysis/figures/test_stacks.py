@@ -7,7 +7,7 @@ from matplotlib.figure import Figure as Canvas
 
 import analysis
 from analysis.figures import FIGURES
-from analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS
+from analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, REGIME_MEANINGS
 
 
 def heights(ax, steps):
@@ -25,7 +25,9 @@ def test_regimes(run):
     there = [name for name in analysis.REGIMES if census.sel(regime_name=name).any()]
     ax = FIGURES["regimes"](run, Canvas().subplots())
     labels = [layer.get_label() for layer in ax.collections]
-    assert labels == there
+    assert [label.partition(":")[0] for label in labels] == there
+    assert labels[-1] == "jump: more than √D cells (L2), D elements"
+    assert REGIME_MEANINGS.keys() == REGIME_COLOURS.keys()
     assert set(REGIME_COLOURS) == set(analysis.REGIMES)
     expected = census.sel(regime_name=there).values.T.cumsum(0)
     assert (expected[-1] == 11).all()
@@ -44,3 +46,6 @@ def test_causes_of_a_population(run):
     assert set(CAUSE_COLOURS) == set(analysis.CAUSES)
     assert ax.get_ylim() == (0, cause.shape[1])
     assert "live tokens, 7 in all" in ax.get_ylabel()
+    (right,) = (other for other in ax.figure.axes if other is not ax)
+    np.testing.assert_array_equal(right.lines[0].get_ydata(), run.lr[1:])
+    np.testing.assert_array_equal(right.lines[0].get_xdata(), run.step[1:])

@@ -31,6 +31,9 @@ def test_logits(run):
     heights = ax.collections[0].get_paths()[0].vertices[:, 1]
     assert np.isin(expected.logit_max, heights).all()
     assert np.isin(expected.logit_min, heights).all()
+    assert right.get_ylim() == (0, 1)
+    told = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert told[-1] == "probability of all dead tokens"
 
 
 def test_logits_of_some_tokens_are_refused(run):

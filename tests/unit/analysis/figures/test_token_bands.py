@@ -40,6 +40,38 @@ def test_a_single_population_and_a_run_that_knows_of_none(run):
     np.testing.assert_allclose(line.get_ydata(), mean)
 
 
+def test_what_a_logarithmic_axis_does_not_show_is_told(run):
+    still = run.assign(W=run.W.where(run.step < 12, run.W.isel(step=11)))
+    found = analysis.by_population(analysis.speed(still), (0.05,)).sel(population="dead").compute()
+    low, mean = (int((found[name] == 0).sum()) for name in ("quantiles", "mean"))
+    assert low >= mean >= 11
+    for canvas in (Canvas(), Canvas(layout="constrained")):
+        ax = FIGURES["speed"](still, canvas.subplots())
+        (said,) = (text.get_text().replace("\n", " ") for text in ax.texts)
+        assert f"5 % quantile of dead tokens at {low} of 22 steps" in said
+        assert f"mean of dead tokens at {mean} of 22 steps" in said
+
+
+def test_what_is_told_lies_below_the_axes_where_there_is_room(run):
+    for layout, below in (("constrained", True), (None, False)):
+        canvas = Canvas(layout=layout)
+        ax = FIGURES["speed"](run, canvas.subplots(), other=run)
+        canvas.draw_without_rendering()
+        legend = ax.get_legend().get_window_extent()
+        assert (legend.y1 < ax.bbox.y0) == below
+        assert ax.texts[0].get_text().count("line: mean over tokens") == 1
+        if below:
+            assert legend.y1 <= ax.texts[0].get_window_extent().y0 + 2
+            assert legend.y0 >= 0
+
+
+def test_bands_are_seen_on_black(run):
+    def alpha(style):
+        return FIGURES["speed"](run, Canvas().subplots(), style=style).collections[0].get_alpha()
+
+    assert alpha("dark") > alpha("light")
+
+
 def test_a_second_run_has_broken_lines(run):
     ax = FIGURES["speed"](run, Canvas().subplots(), other=run.isel(step=slice(0, 9)))
     assert [line.get_linestyle() for line in ax.lines] == ["-", "-", "--", "--"]
