@@ -8,11 +8,21 @@ import stat
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Document", "differences", "document_bytes", "parse", "same"]
+__all__ = [
+    "LARGEST_DOCUMENT",
+    "Document",
+    "differences",
+    "document_bytes",
+    "parse",
+    "same",
+    "too_large",
+]
 
 Document = dict[str, Any]
 
-_LARGEST = 16 << 20
+LARGEST_DOCUMENT = 16 << 20
+"""Bytes."""
+
 _DEEPEST = 100
 
 
@@ -45,9 +55,14 @@ def document_bytes(path: str | os.PathLike[str]) -> bytes:
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
         raise ValueError("it is no regular file")  # a pipe would be waited for
-    if found.st_size > _LARGEST:
-        raise ValueError(f"it has {found.st_size:,} bytes; a document has at most {_LARGEST:,}")
+    if found.st_size > LARGEST_DOCUMENT:
+        raise ValueError(too_large(found.st_size))
     return Path(path).read_bytes()
+
+
+def too_large(size: int) -> str:
+    """What is said of a document of so many bytes."""
+    return f"it has {size:,} bytes; a document has at most {LARGEST_DOCUMENT:,}"
 
 
 def _check_depth(value: Any) -> None:

@@ -25,6 +25,7 @@ from trajstore.errors import InvalidArgument, MissingExtra, RunExists, VariableN
 from trajstore.integrity.verify import verify
 from trajstore.store.create import staged_file
 from trajstore.store.open_run import open_run
+from trajstore.store.remote_path import Location, RunPath, location
 from trajstore.store.run_info import information
 from trajstore.version import __version__
 
@@ -35,7 +36,7 @@ _TOKENS = 12
 
 
 def write_report(
-    run: str | os.PathLike[str],
+    run: RunPath,
     path: str | os.PathLike[str],
     *,
     check: bool = False,
@@ -46,8 +47,8 @@ def write_report(
 
     Parameters
     ----------
-    run : path-like
-        A local run, also one that is being recorded.
+    run : path-like, str or RemotePath
+        Also one that is being recorded.
     path : path-like
         Of the page; ends in ``.html``.
     check : bool
@@ -69,7 +70,7 @@ def write_report(
     template = _template()
     target = Path(path)
     check_target(target, overwrite=overwrite)
-    html = template.render(**_facts(Path(run), check, report))
+    html = template.render(**_facts(location(run), check, report))
     with staged_file(target, overwrite=overwrite) as new:
         new.write_text(html, "utf-8")
     return target
@@ -110,7 +111,7 @@ def _template() -> Any:
     return environment.from_string(files("analysis.report").joinpath("page.html").read_text())
 
 
-def _facts(run: Path, check: bool, report: Callable[[int, int], None] | None) -> dict[str, Any]:
+def _facts(run: Location, check: bool, report: Callable[[int, int], None] | None) -> dict[str, Any]:
     info = information(run)
     ds = open_run(run)
     drawn, left_out = _drawn(ds, report)
@@ -249,7 +250,7 @@ def _table(title: str, columns: list[str], rows: list[list[Any]]) -> dict[str, A
     return {"title": title, "columns": columns, "rows": rows, "text": None}
 
 
-def _verified(run: Path, check: bool) -> dict[str, Any]:
+def _verified(run: Location, check: bool) -> dict[str, Any]:
     if not check:
         told = "Nothing was verified for this page; trajstore report --verify does it."
         return {"verified": told, "problems": []}
@@ -263,7 +264,7 @@ def _verified(run: Path, check: bool) -> dict[str, Any]:
     return {"verified": told, "problems": [problem.message for problem in found.problems]}
 
 
-def _reproduction(run: Path, info: Mapping[str, Any]) -> dict[str, str]:
+def _reproduction(run: Location, info: Mapping[str, Any]) -> dict[str, str]:
     config, provenance = info.get("config") or {}, info.get("provenance") or {}
     if not config:
         return {"commands": "", "settings": "", "made_of": ""}

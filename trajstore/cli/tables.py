@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -365,6 +364,8 @@ def print_summary(summary: xr.Dataset) -> None:
 
 def print_verification(found: Verification) -> None:
     """Print what `trajstore.integrity.verify.verify` found: what is broken, and where."""
+    from trajstore.store.remote_path import key_within
+
     if found.problems:
         printed = table("Problems", "array", "block", "bytes", "file", "what is wrong")
         for column in printed.columns[3:]:
@@ -375,7 +376,7 @@ def print_verification(found: Verification) -> None:
                 problem.array or "",
                 "" if problem.block is None else str(problem.block),
                 span,
-                Text(os.path.relpath(problem.path, found.path.parent)),
+                Text(key_within(problem.path, found.path.parent)),
                 Text(problem.message),
             )
         print_table(printed)

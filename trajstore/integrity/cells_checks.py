@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
-from trajstore.errors import FormatError
+from trajstore.errors import FormatError, ObjectStoreError
 from trajstore.integrity.problem import Problem
 from trajstore.store.object_keys import DOCUMENT
+from trajstore.store.remote_path import Location
 from trajstore.store.tiled_reader import TiledRun, open_tiled
 from trajstore.values.native_types import NATIVE_TYPES, is_nan
 from trajstore.values.rounding import convert
@@ -16,18 +15,20 @@ from trajstore.values.rounding import convert
 __all__ = ["check_cells"]
 
 
-def check_cells(path: Path) -> list[Problem]:
+def check_cells(path: Location) -> list[Problem]:
     """Hold ``cells`` against W rounded to bfloat16, to nearest even, a tile at a time.
 
     Parameters
     ----------
-    path : Path
+    path : Path or RemotePath
         Of a run of which every chunk can be read.
     """
     where = path / "cells" / DOCUMENT
     try:
         run = open_tiled(path)
         found = _wrong_cells(run) if {"W", "cells"} <= set(run.series) else None
+    except ObjectStoreError:
+        raise
     except (FormatError, OSError) as error:
         message = f"they cannot be held against W: {error}"
         return [Problem(array="cells", path=where, message=message)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from trajstore.codec.block_form import Runs
@@ -13,6 +12,7 @@ from trajstore.integrity.problem import Problem
 from trajstore.store.array_reader import StoredArray, stored_array
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.open_group import run_identity
+from trajstore.store.remote_path import Location
 from trajstore.strict_json import Document
 
 __all__ = ["CheckedMetadata"]
@@ -24,7 +24,10 @@ class CheckedMetadata:
 
     Attributes
     ----------
-    path : Path
+    path : Path or RemotePath
+    objects : dict of str to int or None
+        Bytes of each object by its key, as an object store lists them; None of a folder, and of a
+        web server, which lists nothing.
     root : dict or None
         Document of the root as it is on disk; None if it cannot be read.
     own : dict
@@ -46,7 +49,8 @@ class CheckedMetadata:
         Whether the system did not let a document be read, which may be sound.
     """
 
-    path: Path
+    path: Location
+    objects: dict[str, int] | None = None
     root: Document | None = None
     own: dict[str, Document | None] = field(default_factory=dict)
     attributes: Document = field(default_factory=dict)
@@ -81,7 +85,7 @@ class CheckedMetadata:
         self,
         array: str | None,
         message: str,
-        path: Path | None = None,
+        path: Location | None = None,
         remedy: Literal["rewrite", "none"] = "rewrite",
     ) -> None:
         """Add a problem of a document: by default that of the array, or of the root."""

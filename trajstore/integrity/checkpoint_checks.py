@@ -10,51 +10,73 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
 
-from trajstore.errors import FormatError
+from trajstore.errors import FormatError, ObjectStoreError
 from trajstore.formats.safetensors import Entry, SafetensorsFile
 from trajstore.integrity.problem import Problem
 from trajstore.store.object_keys import CHECKPOINT, checkpoint_folder
+from trajstore.store.remote_path import Location, RemotePath, local_file
 
 __all__ = ["check_checkpoints"]
 
 
-def check_checkpoints(run: Path) -> Iterator[Problem]:
+def check_checkpoints(run: Location) -> Iterator[Problem]:
     """Check every checkpoint of a run.
 
     Parameters
     ----------
-    run : Path
+    run : Path or RemotePath
+        One in an object store is copied to a temporary file, one at a time; on a web server nobody
+        knows which there are.
 
     Yields
     ------
     Problem
         Whose array is None; its path says which checkpoint it is in.
     """
-    folder = checkpoint_folder(run)
+    folder: Location = checkpoint_folder(run)
+    if isinstance(folder, RemotePath):
+        names = [path.name for path in folder.iterdir()] if folder.listed else []
+        yield from _check_all(folder, names)
+        return
     if not folder.is_dir():
         return
     try:
-        names = sorted(filter(CHECKPOINT.fullmatch, os.listdir(folder)))
+        names = os.listdir(folder)
     except OSError as error:
         yield _unread(folder, error)
         return
-    for path in (folder / name for name in names):
+    yield from _check_all(folder, names)
+
+
+def _check_all(folder: Location, names: list[str]) -> Iterator[Problem]:
+    for path in (folder / name for name in sorted(filter(CHECKPOINT.fullmatch, names))):
         try:
-            with SafetensorsFile(path) as file:
-                yield from _check(file)
-        except FormatError as error:
-            yield _broken(path, str(error))
+            with local_file(path) as local:
+                yield from _check_file(path, local)
+        except ObjectStoreError:
+            raise
         except FileNotFoundError:
             # A recording removes the older ones at any time.
             if path.exists():
                 yield _unread(path, "it is no file")
         except OSError as error:
             yield _unread(path, error)
+
+
+def _check_file(path: Location, local: Path) -> Iterator[Problem]:
+    """Check a checkpoint, if need be a copy of it."""
+    try:
+        with SafetensorsFile(local) as file:
+            for problem in _check(file):
+                yield replace(problem, path=path)
+    except FormatError as error:
+        yield _broken(path, str(error).replace(str(local), str(path)))
 
 
 def _check(file: SafetensorsFile) -> Iterator[Problem]:
@@ -74,13 +96,13 @@ def _check(file: SafetensorsFile) -> Iterator[Problem]:
             yield _broken(file.path, f"the tensor {name} does not fit its checksum", entry)
 
 
-def _unread(path: Path, reason: OSError | str) -> Problem:
+def _unread(path: Location, reason: OSError | str) -> Problem:
     told = reason if isinstance(reason, str) else reason.strerror or reason
     message = f"the checkpoint cannot be read: {told}"
     return Problem(array=None, path=path, message=message, remedy="none")
 
 
-def _broken(path: Path, fault: str, entry: Entry | None = None) -> Problem:
+def _broken(path: Location, fault: str, entry: Entry | None = None) -> Problem:
     span: dict[str, Any] = {}
     if entry is not None:
         span = {"first_byte": entry.begin, "stop_byte": entry.end}

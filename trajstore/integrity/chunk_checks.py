@@ -7,16 +7,12 @@ in the order of the arrays, whichever thread was first.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import math
-import os
-import stat
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -26,14 +22,16 @@ import zarr
 from trajstore.codec.block_form import Tail
 from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel, LabelError, digest_of
 from trajstore.codec.delta import unfold
-from trajstore.errors import FormatError, InvalidArgument
+from trajstore.errors import FormatError, InvalidArgument, ObjectStoreError
 from trajstore.integrity.array_json_checks import block_rows, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.decode_with_zarr import note_on_fallback, open_with_zarr
 from trajstore.integrity.problem import Problem
 from trajstore.schema import STEP, VARIABLES
 from trajstore.store.array_reader import StoredArray
+from trajstore.store.object_file import held, size_of
 from trajstore.store.object_keys import chunk_key
+from trajstore.store.remote_path import REMOTE_REQUESTS, Location, ObjectReplaced, RemotePath
 from trajstore.threads import Progress, in_parallel
 from trajstore.values.native_types import NATIVE_TYPES, NativeType, narrow
 from trajstore.values.rounding import is_bfloat16
@@ -46,6 +44,7 @@ Place = tuple[str, int, int]
 """Array, block and part of a shard."""
 
 _BATCH = 4 << 20
+_ATTEMPTS = 4
 _ABSENT = (1 << 64) - 1
 _NOT_NATIVE = "holds values that are not {}, as native_dtype says"
 
@@ -111,7 +110,7 @@ class _Chunk:
 
 
 class _Shard:
-    """An open shard; closed when the last job that reads it is done."""
+    """An open shard; a file is closed when the last job that reads it is done."""
 
     def __init__(
         self,
@@ -119,12 +118,11 @@ class _Shard:
         native: NativeType,
         block: int,
         part: int,
-        path: Path,
+        path: Location,
         *,
         finished: bool,
     ) -> None:
         self.finished = finished  # no more rows are expected
-        self.file = -1
         self.stored = stored
         self.native = native
         self.block = block
@@ -134,15 +132,7 @@ class _Shard:
         self._pieces: dict[int, bytes] = {}
         self._lock = threading.Lock()
         self._batches = 0
-        self.file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
-        if not stat.S_ISREG(os.fstat(self.file).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
-
-    def __del__(self) -> None:
-        if self.file >= 0:
-            # Nothing was written: what was read is right, whatever closing it comes to.
-            with contextlib.suppress(OSError):
-                os.close(self.file)
+        self.file = held(path)
 
     @property
     def place(self) -> Place:
@@ -198,10 +188,12 @@ def check_chunks(
     """
     total = _size_of_shards(metadata)
     found = CheckedChunks()
+    if isinstance(metadata.path, RemotePath):
+        threads = threads or REMOTE_REQUESTS
     for part in in_parallel(_jobs(metadata), threads):
         found.add(part)
         if on_progress is not None:
-            on_progress(found.bytes, total)
+            on_progress(found.bytes, max(found.bytes, total))
     found.problems += _check_steps(metadata, found.steps)
     if 0 not in found.steps or found.steps[0][0] != 0:
         # A run that begins later holds no initial state in its first row.
@@ -211,16 +203,27 @@ def check_chunks(
 
 def _size_of_shards(metadata: CheckedMetadata) -> int:
     """Bytes of the shards of the committed rows, those that are there."""
-    size = 0
-    for name, document in metadata.arrays.items():
-        stored = metadata.stored(name) if is_series(name) else None
-        if stored is None:
-            continue
-        for block in range(-(-metadata.rows // block_rows(document))):
-            for part in range(stored.parts):
-                with contextlib.suppress(OSError):  # which is a problem of its own
-                    size += (metadata.path / stored.key(block, part)).stat().st_size
-    return size
+    sizes = metadata.objects
+    keys = [
+        stored.key(block, part)
+        for name, document in metadata.arrays.items()
+        if is_series(name) and (stored := metadata.stored(name)) is not None
+        for block in range(-(-metadata.rows // block_rows(document)))
+        for part in range(stored.parts)
+    ]
+    if sizes is not None:
+        return sum(sizes.get(key, 0) for key in keys)
+    paths = (metadata.path / key for key in keys)
+    if isinstance(metadata.path, RemotePath):
+        return sum(in_parallel((partial(_size, path) for path in paths), REMOTE_REQUESTS))
+    return sum(map(_size, paths))
+
+
+def _size(path: Location) -> int:
+    """Bytes of an object; 0 of one that is missing, which is a problem of its own."""
+    with contextlib.suppress(OSError):
+        return size_of(path)
+    return 0
 
 
 def _jobs(metadata: CheckedMetadata) -> Iterator[Job]:
@@ -234,7 +237,25 @@ def _jobs(metadata: CheckedMetadata) -> Iterator[Job]:
         finished = metadata.attributes.get("status") == "complete"
         for block in range(-(-metadata.rows // stored.shard[0])):
             for part in range(stored.parts):
-                yield from _jobs_of_shard(stored, native, block, part, finished)
+                jobs = partial(_jobs_of_shard, stored, native, block, part, finished)
+                if isinstance(metadata.path, RemotePath):
+                    yield partial(_check_remote, jobs)
+                else:
+                    yield from jobs()
+
+
+def _check_remote(jobs: Callable[[], Iterator[Job]]) -> CheckedChunks:
+    """Check a shard of an object store in one job, from the start if it is replaced meanwhile."""
+    for attempt in range(_ATTEMPTS):
+        found = CheckedChunks()
+        try:
+            for job in jobs():
+                found.add(job())
+            break
+        except ObjectReplaced:
+            if attempt == _ATTEMPTS - 1:
+                raise
+    return found
 
 
 def _jobs_of_shard(
@@ -243,9 +264,10 @@ def _jobs_of_shard(
     """Checks of a shard; the first one also brings back what was found when it was opened."""
     found = CheckedChunks()
     path = stored.path / stored.key(block, part)
-    assert isinstance(path, Path)  # as `check_metadata` has insisted on
     try:
         shard = _Shard(stored, native, block, part, path, finished=finished)
+    except ObjectStoreError:
+        raise  # an outage is no damage
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         found.problems.append(
@@ -273,14 +295,14 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
     stored, problems = shard.stored, found.problems
     form = stored.form
     chunks: list[_Chunk] = []
-    size = os.fstat(shard.file).st_size
+    size = shard.file.size
     end = max(size - form.tail_length, 0)
     if size < form.index_length:
         torn = f"the shard has {size} bytes, too few for its index of {form.index_length}"
         problems.append(shard.problem(torn, 0, size))
         return chunks
     try:
-        data = os.pread(shard.file, form.tail_length, end)
+        data = shard.file.read(end, form.tail_length)
         tail = form.read_tail(data, (shard.block, shard.part))
     except LabelError as error:
         # Without a label nothing says that its chunks are wrong; without the codec nothing reads.
@@ -294,6 +316,8 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
     except ValueError as error:
         problems.append(shard.problem(str(error), end, size))
         return chunks
+    except ObjectStoreError:
+        raise
     except OSError as error:
         problems.append(shard.problem(f"the index cannot be read: {error}", end, size, "none"))
         return chunks
@@ -359,6 +383,8 @@ def _check_batch(shard: _Shard, chunks: list[_Chunk], found: CheckedChunks) -> C
         try:
             data = _read_chunk(shard, chunk)
             values = shard.stored.form.decoder.unpack(data)
+        except ObjectStoreError:
+            raise
         except OSError as error:
             message = f"cannot be read: {error}"
             found.problems.append(shard.problem(message, chunk.offset, chunk.stop, "none"))
@@ -372,14 +398,14 @@ def _check_batch(shard: _Shard, chunks: list[_Chunk], found: CheckedChunks) -> C
     if digest is not None and shard.label is not None:
         found.digests[shard.place] = digest
         if digest != shard.label.digest:
-            end = os.fstat(shard.file).st_size
+            end = shard.file.size
             message = "its chunks are not those that its label was written for"
             found.problems.append(shard.problem(message, 0, end))
     return found
 
 
 def _read_chunk(shard: _Shard, chunk: _Chunk) -> bytes:
-    data = os.pread(shard.file, chunk.length, chunk.offset)
+    data = shard.file.read(chunk.offset, chunk.length)
     if len(data) != chunk.length:
         raise ValueError("the file ends before it")
     return data
@@ -462,7 +488,7 @@ def _jobs_through_zarr(metadata: CheckedMetadata, name: str) -> Iterator[Job]:
         yield partial(_check_block, metadata.path / name, array, block, span)
 
 
-def _check_block(path: Path, array: zarr.Array[Any], block: int, span: slice) -> CheckedChunks:
+def _check_block(path: Location, array: zarr.Array[Any], block: int, span: slice) -> CheckedChunks:
     found = CheckedChunks(chunks=1)
     name = path.name
     native = NATIVE_TYPES.get(str(array.attrs.get("native_dtype")))
@@ -470,6 +496,8 @@ def _check_block(path: Path, array: zarr.Array[Any], block: int, span: slice) ->
         values = np.asarray(array[span])
         if len(values) != span.stop - span.start:
             raise ValueError(f"{len(values)} rows of {span.stop - span.start} are there")
+    except ObjectStoreError:
+        raise
     except Exception as error:  # whatever its codecs raise
         message = f"cannot be read ({error})"
         found.problems.append(Problem(array=name, block=block, path=path, message=message))

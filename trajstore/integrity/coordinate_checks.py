@@ -10,12 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.codec.crc32c_check import is_intact
-from trajstore.errors import FormatError
+from trajstore.errors import FormatError, ObjectStoreError
 from trajstore.integrity.array_json_checks import open_document
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.decode_with_zarr import note_on_fallback, open_with_zarr
 from trajstore.integrity.problem import Problem
 from trajstore.schema import along_token
+from trajstore.store.object_file import size_of
 from trajstore.store.object_keys import chunk_key
 from trajstore.strict_json import Document
 
@@ -76,9 +77,11 @@ def _read(metadata: CheckedMetadata, name: str, found: CheckedCoordinates) -> No
     key = chunk_key(name, 0, 1)
     path = metadata.path / key
     try:
-        if path.stat().st_size > _LARGEST:
+        if size_of(path) > _LARGEST:
             raise OSError(errno.EFBIG, f"it has more than {_LARGEST:,} bytes", str(path))
         data = path.read_bytes()
+    except ObjectStoreError:
+        raise
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         message = "its values are missing" if missing else f"cannot be read: {error.strerror}"
@@ -116,6 +119,8 @@ def _read_through_zarr(metadata: CheckedMetadata, name: str, found: CheckedCoord
         return
     try:
         found.values[name] = np.asarray(array[...])
+    except ObjectStoreError:
+        raise
     except Exception as error:  # whatever its codecs raise
         message = f"its values cannot be read ({error})"
         found.problems.append(Problem(array=name, path=path, message=message))

@@ -6,8 +6,9 @@ from typing import Any
 
 import zarr
 
-from trajstore.errors import FormatError
+from trajstore.errors import FormatError, ObjectStoreError
 from trajstore.integrity.checked_metadata import CheckedMetadata
+from trajstore.store.remote_path import RemotePath
 
 __all__ = ["note_on_fallback", "open_with_zarr"]
 
@@ -20,8 +21,14 @@ def open_with_zarr(metadata: CheckedMetadata, name: str) -> zarr.Array[Any]:
     FormatError
         If it cannot be opened.
     """
+    place = metadata.path / name
     try:
-        return zarr.open_array(metadata.path / name, mode="r", zarr_format=3)
+        if isinstance(place, RemotePath):
+            store = place.zarr_store()
+            return zarr.open_array(store, path=place.key, mode="r", zarr_format=3)
+        return zarr.open_array(place, mode="r", zarr_format=3)
+    except ObjectStoreError:
+        raise
     except Exception as error:  # whatever zarr raises for a document that nobody wrote
         raise FormatError(f"cannot be read ({error})") from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trajstore.errors import FormatError
+from trajstore.errors import FormatError, ObjectStoreError
 from trajstore.integrity.array_json_checks import is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.chunk_checks import CheckedChunks
@@ -33,6 +33,8 @@ def check_fingerprint(metadata: CheckedMetadata, chunks: CheckedChunks) -> list[
     try:
         fixed = fixed_attributes(metadata.attributes)
         found = made_again(metadata, chunks, rows=metadata.rows, attributes=fixed)
+    except ObjectStoreError:
+        raise
     except (FormatError, OSError) as error:
         return [_problem(metadata, f"the fingerprint cannot be made again: {error}")]
     if found is None:

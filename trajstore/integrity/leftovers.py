@@ -13,6 +13,7 @@ from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.store.atomic import PARTIAL_SUFFIX, leftovers
 from trajstore.store.lock import lock_left
 from trajstore.store.object_keys import DOCUMENT, block_of
+from trajstore.store.remote_path import Location, RemotePath
 
 __all__ = ["Leftovers", "find_leftovers"]
 
@@ -26,22 +27,22 @@ class Leftovers:
 
     Attributes
     ----------
-    temporaries : list of Path
+    temporaries : list of Path or RemotePath
         Of writes that did not end, or have not ended yet.
-    beyond : dict of str to list of Path
+    beyond : dict of str to list of Path or RemotePath
         Shards past the committed rows, by array.
-    unknown : list of Path
+    unknown : list of Path or RemotePath
     unlisted : list of str
         A sentence on each folder that the system did not let be read.
-    lock : Path or None
-        The lock file of a writer that died.
+    lock : Path or RemotePath or None
+        The lock of a writer that died.
     """
 
-    temporaries: list[Path] = field(default_factory=list)
-    beyond: dict[str, list[Path]] = field(default_factory=dict)
-    unknown: list[Path] = field(default_factory=list)
+    temporaries: list[Location] = field(default_factory=list)
+    beyond: dict[str, list[Location]] = field(default_factory=dict)
+    unknown: list[Location] = field(default_factory=list)
     unlisted: list[str] = field(default_factory=list)
-    lock: Path | None = None
+    lock: Location | None = None
 
     def notes(self) -> list[str]:
         """A sentence on each kind that is there."""
@@ -77,11 +78,14 @@ def find_leftovers(metadata: CheckedMetadata, rows: int | None = None) -> Leftov
     rows : int, optional
         Rows of the run; those that are committed without it.
     """
-    found = Leftovers(temporaries=leftovers(metadata.path), lock=lock_left(metadata.path))
+    if isinstance(metadata.path, RemotePath) and metadata.objects is None:
+        told = "a web server does not say what it holds, so nobody has looked for leftovers"
+        return Leftovers(unlisted=[f"{told}, or checkpoints"])
+    found = Leftovers(temporaries=[*leftovers(metadata.path)], lock=lock_left(metadata.path))
     rows = metadata.rows if rows is None else rows
-    for entry in _entries(metadata.path, found):
-        if not _is_known(entry) and entry.name not in metadata.own:
-            found.unknown.append(Path(entry.path))
+    for path in _entries(metadata, "", found):
+        if not _is_known(path) and path.name not in metadata.own:
+            found.unknown.append(path)
     for name in metadata.own:
         _find_in_array(metadata, name, rows, found)
     return found
@@ -95,22 +99,29 @@ def _find_in_array(metadata: CheckedMetadata, name: str, rows: int, found: Lefto
     if stored is None:
         return  # how its files are called is its own affair
     beyond = []
-    for entry in _entries(metadata.path / name, found):
-        if _is_known(entry):
+    for path in _entries(metadata, name, found):
+        if _is_known(path):
             continue
-        place = block_of(entry.name, len(document["shape"]))
+        place = block_of(path.name, len(document["shape"]))
         if place is None or place[1] >= stored.parts:
-            found.unknown.append(Path(entry.path))
+            found.unknown.append(path)
         elif place[0] * block_rows(document) >= rows:
-            beyond.append((place, Path(entry.path)))
+            beyond.append((place, path))
     if beyond:
-        found.beyond[name] = [path for _, path in sorted(beyond)]
+        found.beyond[name] = [path for _, path in sorted(beyond, key=lambda item: item[0])]
 
 
-def _entries(folder: Path, found: Leftovers) -> list[os.DirEntry[str]]:
+def _entries(metadata: CheckedMetadata, name: str, found: Leftovers) -> list[Location]:
+    """What lies in the folder of an array, or in that of the run, in the order of the names."""
+    if metadata.objects is not None:
+        prefix = f"{name}/" if name else ""
+        inside = [key[len(prefix) :] for key in metadata.objects if key.startswith(prefix)]
+        folder: Location = metadata.path / name
+        return [folder / each for each in sorted({key.partition("/")[0] for key in inside})]
+    assert isinstance(metadata.path, Path)  # as others are listed, or not looked at
+    folder = metadata.path / name
     try:
-        with os.scandir(folder) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
+        return [folder / each for each in sorted(os.listdir(folder))]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -118,16 +129,18 @@ def _entries(folder: Path, found: Leftovers) -> list[os.DirEntry[str]]:
         return []
 
 
-def _size(path: Path) -> int:
+def _size(path: Location) -> int:
     """Bytes of a file, or of all files of a folder; 0 of what has gone meanwhile."""
     total = 0
+    if isinstance(path, RemotePath):
+        return int((path.stat() or {"size": 0})["size"])
     for file in [path, *path.rglob("*")]:
         with contextlib.suppress(OSError):
             total += file.lstat().st_size if not file.is_dir() else 0
     return total
 
 
-def _is_known(entry: os.DirEntry[str]) -> bool:
+def _is_known(path: Location) -> bool:
     """Whether it is a document, or temporary."""
-    temporary = entry.name.startswith(".") and entry.name.endswith(PARTIAL_SUFFIX)
-    return entry.name == DOCUMENT or temporary
+    temporary = path.name.startswith(".") and path.name.endswith(PARTIAL_SUFFIX)
+    return path.name == DOCUMENT or temporary

@@ -13,28 +13,30 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from trajstore.errors import FormatError, InvalidArgument, RunNotFound
+from trajstore.errors import FormatError, ObjectStoreError, RunNotFound
 from trajstore.integrity.array_json_checks import is_length, is_series, with_rows
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.duplicate_metadata import agreed_lengths, choose_documents
 from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import check_attributes, settle_announced
 from trajstore.schema import MODEL, STEP, TRAJECTORIES, VARIABLES, coordinate
+from trajstore.store.object_file import document_in
 from trajstore.store.object_keys import DOCUMENT
-from trajstore.strict_json import Document, document_bytes, parse
+from trajstore.store.remote_path import Location, RemotePath, RunPath, location
+from trajstore.store.run_info import object_sizes
+from trajstore.strict_json import Document, parse
 
 __all__ = ["check_metadata", "is_outdated", "read_document"]
 
 _ROOT_KEYS = {"zarr_format", "node_type", "attributes", "consolidated_metadata"}
 
 
-def check_metadata(path: str | os.PathLike[str]) -> CheckedMetadata:
+def check_metadata(path: RunPath) -> CheckedMetadata:
     """Read the documents of a run, and hold them against each other.
 
     Parameters
     ----------
-    path : path-like
-        A local run.
+    path : path-like, str or RemotePath
 
     Raises
     ------
@@ -42,20 +44,18 @@ def check_metadata(path: str | os.PathLike[str]) -> CheckedMetadata:
         If there is nothing at `path`.
     FormatError
         If it is not a run, or one of a newer format.
-    InvalidArgument
-        If it is an address.
+    InvalidArgument, MissingExtra, ObjectStoreError
+        If it is an address that cannot be read.
     """
-    text = os.fspath(path)
-    if "://" in text:
-        raise InvalidArgument(f"cannot check {text}: copy the run to a local folder first")
-    found = CheckedMetadata(path=Path(text).absolute())
-    if not found.path.exists():
-        raise RunNotFound(f"there is no run at {text}")
-    if not found.path.is_dir():
-        raise FormatError(f"{text} is a file; a run is a folder")
-    folders = _array_folders(found.path)
-    if not folders and not os.path.lexists(found.path / DOCUMENT):
-        raise FormatError(f"{text} is not a run: it has no {DOCUMENT}, and no array in it has one")
+    text, place = str(path), location(path).absolute()
+    found = CheckedMetadata(path=place)
+    if isinstance(place, Path):
+        folders = _array_folders(place, text)
+    elif place.listed:
+        found.objects = object_sizes(place)
+        folders = _listed_arrays(found.objects, place)
+    else:
+        folders = _named_arrays(place)
     found.root = _read(found, None)
     for name in folders:
         found.own[name] = _read(found, name)
@@ -68,7 +68,7 @@ def check_metadata(path: str | os.PathLike[str]) -> CheckedMetadata:
     _check_lengths(found)
     check_attributes(found)
     if not _is_of_trajstore(found):
-        raise FormatError(_no_run(found.path, text))
+        raise FormatError(_no_run(found, text))
     return found
 
 
@@ -89,26 +89,74 @@ def _is_of_trajstore(found: CheckedMetadata) -> bool:
     )
 
 
-def _no_run(path: Path, text: str) -> str:
-    what = "is a Zarr group, but no run" if (path / DOCUMENT).exists() else "is not a run"
-    inside = sorted(
-        entry.name for entry in path.iterdir() if (entry / STEP.name / DOCUMENT).exists()
-    )
+def _no_run(found: CheckedMetadata, text: str) -> str:
+    what = "is a Zarr group, but no run" if (found.path / DOCUMENT).exists() else "is not a run"
+    inside = sorted(_runs_in(found))
     if inside:
         return f"{text} {what}, and has runs in it: name one of {', '.join(inside[:9])}"
     return f"{text} {what}: it has no trajstore_format, and no array of a run"
 
 
-def _array_folders(path: Path) -> list[str]:
-    """Folders that hold an array, or have the name of one."""
-    known = {STEP.name, *VARIABLES}
+def _runs_in(found: CheckedMetadata) -> list[str]:
+    """What lies in a folder and has steps."""
+    key = f"{STEP.name}/{DOCUMENT}"
+    if found.objects is not None:
+        return [name.split("/")[0] for name in found.objects if name.endswith(f"/{key}")]
+    if not isinstance(found.path, Path):
+        return []
+    return [entry.name for entry in found.path.iterdir() if (entry / key).exists()]
+
+
+def _array_folders(path: Path, text: str) -> list[str]:
+    """Folders that hold an array, or have the name of one.
+
+    Raises
+    ------
+    RunNotFound, FormatError
+        If there is nothing, or none of them and no document.
+    """
+    if not path.exists():
+        raise RunNotFound(f"there is no run at {text}")
+    if not path.is_dir():
+        raise FormatError(f"{text} is a file; a run is a folder")
     with os.scandir(path) as entries:
         names = [entry.name for entry in entries if entry.is_dir()]
-    return sorted(
-        name
-        for name in names
-        if name in known or coordinate(name) or os.path.exists(path / name / DOCUMENT)
-    )
+    found = [name for name in names if _is_array(name) or os.path.exists(path / name / DOCUMENT)]
+    if not found and not os.path.lexists(path / DOCUMENT):
+        raise FormatError(_without_documents(text))
+    return sorted(found)
+
+
+def _listed_arrays(objects: dict[str, int], place: RemotePath) -> list[str]:
+    """The same of what an object store lists."""
+    if not objects:
+        raise RunNotFound(f"there is no run at {place}")
+    names = {key.partition("/")[0] for key in objects if "/" in key}
+    found = [name for name in names if _is_array(name) or f"{name}/{DOCUMENT}" in objects]
+    if not found and DOCUMENT not in objects:
+        raise FormatError(_without_documents(str(place)))
+    return sorted(found)
+
+
+def _named_arrays(place: RemotePath) -> list[str]:
+    """Arrays that the root announces, where nothing can be listed."""
+    root = read_document(place / DOCUMENT, None)
+    if isinstance(root, Problem):
+        raise RunNotFound(f"there is no run at {place}, or its root is broken: {root.message}")
+    block = root.get("consolidated_metadata")
+    entries = block.get("metadata") if isinstance(block, dict) else None
+    if not isinstance(entries, dict):
+        raise FormatError(f"{place} is not a run: its root announces no arrays")
+    return sorted(name for name in entries if name and "/" not in name)
+
+
+def _is_array(name: str) -> bool:
+    """Whether arrays of runs are called so."""
+    return name in {STEP.name, *VARIABLES} or coordinate(name) is not None
+
+
+def _without_documents(text: str) -> str:
+    return f"{text} is not a run: it has no {DOCUMENT}, and no array in it has one"
 
 
 def _read(found: CheckedMetadata, array: str | None) -> Document | None:
@@ -120,19 +168,19 @@ def _read(found: CheckedMetadata, array: str | None) -> Document | None:
     return document
 
 
-def read_document(path: Path, array: str | None) -> Document | Problem:
+def read_document(path: Location, array: str | None) -> Document | Problem:
     """Read a JSON object, strictly; what is wrong where it is none.
 
     Parameters
     ----------
-    path : Path
+    path : Path or RemotePath
     array : str or None
         Whose document it is; None for the root.
     """
     first: int | None = None
     size = 0
     try:
-        data = document_bytes(path)
+        data = document_in(path)
         size = len(data)
         value = parse(data.decode())
         if isinstance(value, dict):
@@ -140,6 +188,8 @@ def read_document(path: Path, array: str | None) -> Document | Problem:
         message = "it is no JSON object"
     except FileNotFoundError:
         message = "it is missing"
+    except ObjectStoreError:
+        raise
     except OSError as error:
         # What the system refuses today it may give tomorrow: nothing is written in its place.
         message = f"{DOCUMENT} cannot be read: {error.strerror or error}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
+
+from trajstore.store.remote_path import Location
 
 __all__ = ["Problem"]
 
@@ -21,7 +22,7 @@ class Problem:
         Of the array, where it lies in one.
     first_byte, stop_byte : int or None
         What is broken in the file, from the first byte up to, not including, the last.
-    path : Path
+    path : Path or RemotePath
         The file.
     message : str
         One sentence.
@@ -31,7 +32,7 @@ class Problem:
     """
 
     array: str | None
-    path: Path
+    path: Location
     message: str
     remedy: Literal["rewrite", "cut", "remove", "none"] = "none"
     block: int | None = None

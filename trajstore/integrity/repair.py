@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trajstore.errors import InvalidArgument
+from trajstore.errors import InvalidArgument, RunLocked
 from trajstore.integrity.metadata_checks import check_metadata
 from trajstore.integrity.repair_plan import RepairPlan, plan_repair
 from trajstore.integrity.verify import check_run
 from trajstore.store.atomic import put, sweep
-from trajstore.store.lock import RunLock
+from trajstore.store.lock import RunLock, is_written_to
+from trajstore.store.remote_lock import RemoteLock, taken_over
+from trajstore.store.remote_path import Location, RemotePath, RunPath, location
 from trajstore.threads import Progress
 
 __all__ = ["Repair", "repair"]
@@ -30,7 +33,7 @@ class Repair:
 
     Attributes
     ----------
-    path : Path
+    path : Path or RemotePath
     actions : tuple of str
         One sentence each; empty if there is nothing to do.
     unrepaired : tuple of str
@@ -41,7 +44,7 @@ class Repair:
         Whether the actions have been carried out.
     """
 
-    path: Path
+    path: Location
     actions: tuple[str, ...]
     unrepaired: tuple[str, ...]
     rows_before: int
@@ -58,7 +61,7 @@ class Repair:
 
 
 def repair(
-    path: str | os.PathLike[str],
+    path: RunPath,
     *,
     yes: bool = False,
     threads: int | None = None,
@@ -72,8 +75,7 @@ def repair(
 
     Parameters
     ----------
-    path : path-like
-        A local run.
+    path : path-like, str or RemotePath
     yes : bool
         Do it. Twice does no harm, also after a first time that was interrupted.
     threads : int, optional
@@ -88,7 +90,7 @@ def repair(
     RunLocked
         If another process writes to it.
     InvalidArgument
-        If `path` is an address.
+        If `path` is on a web server, which takes nothing.
     OSError
         If something could not be written; another repair goes on from there.
 
@@ -104,17 +106,19 @@ def repair(
     >>> repair("gatsby.zarr").actions  # nothing is left to do
     ()
     """
-    text = os.fspath(path)
-    if "://" in text:
-        raise InvalidArgument(f"cannot repair {text}: copy the run to a local folder first")
-    run = Path(text).absolute()
-    check_metadata(text)  # before a lock is made beside what is no run
-    # A copy on a medium that cannot be written to has no writer, and no place for a lock.
-    locked = yes or os.access(run.parent, os.W_OK)
-    with RunLock.acquire(run) if locked else contextlib.nullcontext():
+    run = location(path).absolute()
+    if isinstance(run, RemotePath) and not run.listed:
+        raise InvalidArgument(
+            f"cannot repair {run}: a web server takes nothing; copy the run to a folder, repair "
+            "that, and put it in the place of this one"
+        )
+    check_metadata(path)  # before a lock is made beside what is no run
+    with RunLock.acquire(run) if yes or _has_place_for_lock(run) else _unlocked(run) as lock:
         checked = check_run(run, threads=threads, on_progress=on_progress)
         plan = plan_repair(checked)
         if yes:
+            if isinstance(lock, RemoteLock) and not lock.is_held():
+                raise taken_over(run)
             _carry_out(run, plan)
     return Repair(
         path=run,
@@ -126,9 +130,25 @@ def repair(
     )
 
 
-def _carry_out(run: Path, plan: RepairPlan) -> None:
+def _has_place_for_lock(run: Location) -> bool:
+    """Whether to lock what is only looked at: not on a medium that cannot be written to.
+
+    Of an object store, where that is no matter of course, it is never asked for.
+    """
+    return isinstance(run, Path) and os.access(run.parent, os.W_OK)
+
+
+@contextlib.contextmanager
+def _unlocked(run: Location) -> Iterator[None]:
+    if isinstance(run, RemotePath) and is_written_to(run):
+        raise RunLocked(f"{run} is being written to by another process; wait for it, or end it")
+    yield
+
+
+def _carry_out(run: Location, plan: RepairPlan) -> None:
     for target, data in plan.documents.items():
-        target.parent.mkdir(exist_ok=True)
+        if isinstance(target, Path):
+            target.parent.mkdir(exist_ok=True)
         put(target, [data], fsync=True)
     for path in plan.removed:
         path.unlink(missing_ok=True)

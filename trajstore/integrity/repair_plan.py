@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trajstore.integrity.array_json_checks import block_rows, is_moment, is_series
@@ -29,6 +28,7 @@ from trajstore.integrity.verify import CheckedRun
 from trajstore.schema import FORMAT, STEP
 from trajstore.store.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.object_keys import DOCUMENT
+from trajstore.store.remote_path import Location, key_within
 from trajstore.store.zarr_json import COPY, RunMetadata, Status, utc_now
 from trajstore.strict_json import Document, same
 from trajstore.version import __version__
@@ -44,9 +44,9 @@ class RepairPlan:
     ----------
     rows : int
         That stay.
-    documents : dict of Path to bytes
+    documents : dict of Path or RemotePath to bytes
         To be written.
-    removed : tuple of Path
+    removed : tuple of Path or RemotePath
         To be removed.
     sweeps : bool
         Whether there are temporaries to be removed.
@@ -57,8 +57,8 @@ class RepairPlan:
     """
 
     rows: int
-    documents: dict[Path, bytes]
-    removed: tuple[Path, ...]
+    documents: dict[Location, bytes]
+    removed: tuple[Location, ...]
     sweeps: bool
     actions: tuple[str, ...]
     unrepaired: tuple[str, ...]
@@ -236,7 +236,7 @@ def _changed_documents(
     attributes: Document,
     status: Status,
     digests: dict[str, str],
-) -> dict[Path, Document]:
+) -> dict[Location, Document]:
     """Documents that say something else than they shall, as they shall be, the root first."""
     arrays, listed = metadata.arrays, metadata.consolidated() or {}
     documents = RunMetadata(arrays, attributes)
@@ -256,7 +256,9 @@ def _changed_documents(
     root["consolidated_metadata"]["metadata"] = {
         name: targets[name] for name in order if name in targets
     }
-    changed = {} if _same_root(root, metadata.root) else {metadata.path / DOCUMENT: root}
+    changed: dict[Location, Document] = {}
+    if not _same_root(root, metadata.root):
+        changed[metadata.path / DOCUMENT] = root
     for name in arrays:
         announces = name == STEP.name and metadata.announced
         if announces or not same(targets[name], metadata.own[name]):
@@ -281,10 +283,12 @@ def _same_root(target: dict[str, Any], root: Document | None) -> bool:
     return same(target | {"attributes": target["attributes"] | {"updated": moment}}, root)
 
 
-def _on_documents(checked: CheckedRun, rows: int, changed: dict[Path, Document]) -> Iterator[str]:
+def _on_documents(
+    checked: CheckedRun, rows: int, changed: dict[Location, Document]
+) -> Iterator[str]:
     metadata = checked.metadata
     for path in changed:
-        what = path.relative_to(metadata.path)
+        what = key_within(path, metadata.path)
         reasons = [
             problem.message
             for problem in checked.problems
@@ -302,7 +306,9 @@ def _on_documents(checked: CheckedRun, rows: int, changed: dict[Path, Document])
             yield f"{what} no longer says what a writer was about to make of the root's attributes"
 
 
-def _on_removed(checked: CheckedRun, beyond: list[Path], broken: list[Path]) -> Iterator[str]:
+def _on_removed(
+    checked: CheckedRun, beyond: list[Location], broken: list[Location]
+) -> Iterator[str]:
     past = sum(map(len, checked.leftovers.beyond.values()))
     if past:
         yield (

@@ -6,9 +6,7 @@ whatever the size of the run. What is broken is named, and the rest is checked a
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from trajstore.errors import InvalidArgument
@@ -21,6 +19,7 @@ from trajstore.integrity.fingerprint_checks import check_fingerprint
 from trajstore.integrity.leftovers import Leftovers, find_leftovers
 from trajstore.integrity.metadata_checks import check_metadata, is_outdated
 from trajstore.integrity.problem import Problem
+from trajstore.store.remote_path import Location, RunPath
 from trajstore.threads import Progress
 
 __all__ = ["CheckedRun", "Verification", "check_run", "verify"]
@@ -34,7 +33,7 @@ class Verification:
 
     Attributes
     ----------
-    path : Path
+    path : Path or RemotePath
     problems : tuple of Problem
         What is wrong; empty for a sound run.
     notes : tuple of str
@@ -47,7 +46,7 @@ class Verification:
         Read.
     """
 
-    path: Path
+    path: Location
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
     rows: int
@@ -99,7 +98,7 @@ class CheckedRun:
 
 
 def verify(
-    path: str | os.PathLike[str],
+    path: RunPath,
     *,
     threads: int | None = None,
     on_progress: Progress | None = None,
@@ -112,10 +111,10 @@ def verify(
 
     Parameters
     ----------
-    path : path-like
-        A local run.
+    path : path-like, str or RemotePath
+        On a web server nothing is listed: only what the root announces is checked.
     threads : int, optional
-        Without it as many as there are processors, at most 8.
+        Without it as many as there are processors, at most 8; of an object store, 16.
     on_progress : callable, optional
         Called with the bytes of the shards that are done, and those there are.
 
@@ -131,7 +130,9 @@ def verify(
     FormatError
         If it is not a run, or one of a newer format.
     InvalidArgument
-        If `path` is an address, or `threads` not positive.
+        If `threads` is not positive.
+    ObjectStoreError
+        If an object store does not answer: that is no damage.
 
     Examples
     --------
@@ -155,7 +156,7 @@ def verify(
 
 
 def check_run(
-    path: str | os.PathLike[str],
+    path: RunPath,
     *,
     threads: int | None = None,
     on_progress: Progress | None = None,
@@ -172,9 +173,7 @@ def check_run(
     return checked
 
 
-def _check_once(
-    path: str | os.PathLike[str], threads: int | None, on_progress: Progress | None
-) -> CheckedRun:
+def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None) -> CheckedRun:
     metadata = check_metadata(path)
     # Before what takes long: a shard that a recording commits meanwhile would be no leftover.
     leftovers = find_leftovers(metadata)

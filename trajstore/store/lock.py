@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from trajstore.errors import RunLocked
-from trajstore.store.remote_lock import RemoteLock, is_renewed
+from trajstore.store.remote_lock import RemoteLock, is_renewed, lock_object
 from trajstore.store.remote_path import Location, RemotePath, RunPath, location
 from trajstore.store.zarr_json import utc_now
 
@@ -174,9 +174,9 @@ def is_written_to(run: RunPath) -> bool | None:
         os.close(descriptor)
 
 
-def lock_left(run: Path) -> Path | None:
-    """The lock file of a writer that died, if there is one; the next writer removes it."""
-    path = _lock_file(run)
+def lock_left(run: Location) -> Location | None:
+    """The lock of a writer that died, if there is one; the next writer removes it."""
+    path = lock_object(run) if isinstance(run, RemotePath) else _lock_file(run)
     return path if path.exists() and is_written_to(run) is False else None
 
 

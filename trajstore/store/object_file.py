@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Protocol
 
 from trajstore.store.remote_path import Location, RemotePath
+from trajstore.strict_json import LARGEST_DOCUMENT, document_bytes, too_large
 
-__all__ = ["ObjectFile", "opened"]
+__all__ = ["HeldObject", "ObjectFile", "document_in", "held", "opened", "size_of"]
+
+_WINDOW = 4 << 20  # bytes that come by one request, to whoever reads one part after the other
 
 
 class ObjectFile(Protocol):
@@ -67,3 +73,109 @@ def opened(path: Location) -> Iterator[ObjectFile]:
         yield _LocalFile(descriptor)
     finally:
         os.close(descriptor)
+
+
+class HeldObject(Protocol):
+    """An object as it was when it was opened, whatever is put in its place.
+
+    Attributes
+    ----------
+    size : int
+        Bytes.
+    """
+
+    size: int
+
+    def read(self, offset: int, length: int) -> bytes:
+        """Bytes from an offset on; fewer where it ends."""
+
+
+class _HeldFile:
+    def __init__(self, path: Path) -> None:
+        self._descriptor = -1
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
+        found = os.fstat(self._descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        self.size = found.st_size
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            # Nothing was written: what was read is right, whatever closing it comes to.
+            with suppress(OSError):
+                os.close(self._descriptor)
+
+    def read(self, offset: int, length: int) -> bytes:
+        return os.pread(self._descriptor, length, offset)
+
+
+class _HeldRemote:
+    """Of one thread: it keeps the piece that was read last."""
+
+    def __init__(self, path: RemotePath) -> None:
+        self._path = path
+        self._piece, facts = path.end_and_facts(_WINDOW)
+        self.size: int = facts["size"]
+        self._tag = facts["e_tag"]
+        self._first = self.size - len(self._piece)
+
+    def read(self, offset: int, length: int) -> bytes:
+        stop = min(offset + length, self.size)
+        if not self._first <= offset <= stop <= self._first + len(self._piece):
+            if stop <= offset:
+                return b""
+            last = min(max(stop, offset + _WINDOW), self.size)
+            self._piece = self._path.read_range(offset, last, self._tag)
+            self._first = offset
+        return self._piece[offset - self._first : stop - self._first]
+
+
+def held(path: Location) -> HeldObject:
+    """Open an object, to be read in parts that belong together.
+
+    Memory holds a few MiB of one in an object store.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is none.
+    OSError
+        If it is no regular file, such as a pipe.
+    ObjectReplaced
+        When it is read, and has been replaced in its object store.
+    """
+    return _HeldRemote(path) if isinstance(path, RemotePath) else _HeldFile(path)
+
+
+def document_in(path: Location) -> bytes:
+    """Content of a document, as `trajstore.strict_json.document_bytes` reads that of a file.
+
+    Raises
+    ------
+    ValueError
+        If it is none, or too large to be one.
+    OSError
+        If it cannot be read.
+    """
+    if isinstance(path, Path):
+        return document_bytes(path)
+    object_ = held(path)
+    if object_.size > LARGEST_DOCUMENT:
+        raise ValueError(too_large(object_.size))
+    return object_.read(0, object_.size)
+
+
+def size_of(path: Location) -> int:
+    """Bytes of an object.
+
+    Raises
+    ------
+    FileNotFoundError
+        If there is none.
+    """
+    if isinstance(path, Path):
+        return path.stat().st_size
+    found = path.stat()
+    if found is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    return int(found["size"])

@@ -24,7 +24,7 @@ from trajstore.store.atomic import is_alive
 from trajstore.store.remote_path import Location, RemotePath
 from trajstore.store.zarr_json import utc_now
 
-__all__ = ["RemoteLock", "is_renewed", "taken_over"]
+__all__ = ["RemoteLock", "is_renewed", "lock_object", "taken_over"]
 
 _RENEW = 20.0  # seconds
 _DEAD = timedelta(seconds=120)  # without renewal; clocks may differ by less than that
@@ -62,7 +62,7 @@ class RemoteLock:
         ObjectStoreError
             If the store does not answer, or knows no conditional requests.
         """
-        path = run.with_name(f".{run.name}.lock")
+        path = lock_object(run)
         facts = {
             "host": socket.gethostname(),
             "process": os.getpid(),
@@ -119,6 +119,11 @@ class RemoteLock:
                 continue  # an outage; if it lasts, the commits will say so
 
 
+def lock_object(run: RemotePath) -> RemotePath:
+    """Where the lock of a run is: beside it."""
+    return run.with_name(f".{run.name}.lock")
+
+
 def taken_over(run: Location) -> RunLocked:
     """What a writer is told that finds objects of another one where it writes."""
     return RunLocked(
@@ -129,7 +134,7 @@ def taken_over(run: Location) -> RunLocked:
 
 def is_renewed(run: RemotePath) -> bool:
     """Whether a writer holds the lock of a run, as far as can be told from here."""
-    path = run.with_name(f".{run.name}.lock")
+    path = lock_object(run)
     found = path.stat()
     return found is not None and not _is_dead(found, _owner(path))
 

@@ -24,7 +24,16 @@ from zarr.storage import ObjectStore as ZarrObjectStore
 
 from trajstore.errors import InvalidArgument, MissingExtra, ObjectStoreError
 
-__all__ = ["REMOTE_REQUESTS", "Location", "RemotePath", "RunPath", "local_file", "location"]
+__all__ = [
+    "REMOTE_REQUESTS",
+    "Location",
+    "ObjectReplaced",
+    "RemotePath",
+    "RunPath",
+    "key_within",
+    "local_file",
+    "location",
+]
 
 REMOTE_REQUESTS = 16
 """Requests of a kind that are under way at a time."""
@@ -118,7 +127,11 @@ class RemotePath:
             return bytes(_obstore().get(self.store, self.key).bytes())
 
     def read_end(self, length: int) -> bytes:
-        """Last bytes of the object.
+        """Last bytes of the object; otherwise as `end_and_facts`."""
+        return self.end_and_facts(length)[0]
+
+    def end_and_facts(self, length: int) -> tuple[bytes, Mapping[str, Any]]:
+        """Last bytes of the object, and what `stat` returns of it.
 
         Raises
         ------
@@ -128,11 +141,36 @@ class RemotePath:
         with _told(self):
             try:
                 options = {"range": {"suffix": length}}
+                found = _obstore().get(self.store, self.key, options=options)
+                return bytes(found.bytes()), dict(found.meta)
+            except FileNotFoundError:
+                raise
+            except _obstore().exceptions.BaseError:
+                # Azure knows no suffix; others have none of an object without bytes.
+                facts = dict(_obstore().head(self.store, self.key))
+                if facts["size"] == 0:
+                    return b"", facts
+                start = max(facts["size"] - length, 0)
+                return self.read_range(start, facts["size"], facts["e_tag"]), facts
+
+    def read_range(self, start: int, stop: int, tag: str | None) -> bytes:
+        """Bytes of the object, if it is still the one of that ``e_tag``.
+
+        Raises
+        ------
+        ObjectReplaced
+            If it is another one by now.
+        FileNotFoundError
+            If there is none.
+        """
+        options: dict[str, Any] = {"range": (start, stop)}
+        if tag is not None and not tag.startswith("W/"):  # one of those never fits a condition
+            options["if_match"] = tag
+        with _told(self):
+            try:
                 return bytes(_obstore().get(self.store, self.key, options=options).bytes())
-            except _obstore().exceptions.NotSupportedError:  # as Azure's says
-                size = _obstore().head(self.store, self.key)["size"]
-                start = max(size - length, 0)
-                return bytes(_obstore().get_range(self.store, self.key, start=start, end=size))
+            except _obstore().exceptions.PreconditionError as error:
+                raise ObjectReplaced(f"{self} has been replaced while it was read") from error
 
     def write_bytes(self, data: bytes, *, instead_of: str | None = None, new: bool = False) -> str:
         """Put the object in place, in one step.
@@ -206,6 +244,10 @@ class RemotePath:
                 yield from batch
 
 
+class ObjectReplaced(ObjectStoreError):
+    """An object is another one than that of which a part was read; read it from the start."""
+
+
 Location = Path | RemotePath
 """Where a run lies, or one of its objects."""
 
@@ -249,6 +291,13 @@ def location(path: RunPath) -> Location:
     return RemotePath(root, key)
 
 
+def key_within(path: Location, folder: Location) -> str:
+    """Where something lies, as it is seen from a folder above it: ``W/c.0.0.0``."""
+    if isinstance(path, RemotePath) and isinstance(folder, RemotePath):
+        return path.key.removeprefix(f"{folder.key}/" if folder.key else "")
+    return os.path.relpath(str(path), str(folder))
+
+
 @contextmanager
 def local_file(path: Location) -> Iterator[Path]:
     """An object as a local file, if need be a copy, for as long as the block lasts.
@@ -263,7 +312,9 @@ def local_file(path: Location) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="trajstore-") as folder:
         file = Path(folder) / path.name
-        file.write_bytes(path.read_bytes())
+        with file.open("wb") as copy, _told(path):
+            for piece in _obstore().get(path.store, path.key):
+                copy.write(piece)
         yield file
 
 
@@ -283,7 +334,7 @@ def _told(address: object) -> Iterator[None]:
     """Have what the object store refuses be an error of ours, of one line."""
     try:
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, ObjectStoreError):
         raise
     except _obstore().exceptions.BaseError as error:
         said = " ".join(str(error).split("\n\nDebug source")[0].split())

@@ -469,8 +469,6 @@ def test_what_is_no_run_is_an_error(tmp_path: Path, run: Path) -> None:
     zarr.create_group(tmp_path / "group.zarr")
     with pytest.raises(FormatError, match="no trajstore_format"):
         verify(tmp_path / "group.zarr")
-    with pytest.raises(InvalidArgument, match="local folder"):
-        verify("s3://bucket/run.zarr")
     with pytest.raises(InvalidArgument, match="0 threads"):
         verify(run, threads=0)
 

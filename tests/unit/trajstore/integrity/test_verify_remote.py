@@ -1,0 +1,224 @@
+"""Runs in object stores and on web servers are checked and mended as those in folders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from damage import contents, cut, edit, flip, wide_run
+from object_stores import copied, s3_server, to_s3, web_server
+
+from trajstore import (
+    FormatError,
+    InvalidArgument,
+    ObjectStoreError,
+    RunLocked,
+    RunNotFound,
+    RunWriter,
+    repair,
+    verify,
+)
+from trajstore.store import object_file, remote_path
+from trajstore.store.remote_path import RemotePath, location
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wide_run(tmp_path_factory.mktemp("whole") / "run.zarr", "delta")
+
+
+@pytest.fixture
+def run(tmp_path: Path, whole: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(whole, tmp_path / "run.zarr"))
+
+
+@pytest.fixture
+def address(request: pytest.FixtureRequest) -> str:
+    return f"memory://verified/{request.node.name}/run.zarr"
+
+
+def told(found: Any, where: object) -> dict[str, Any]:
+    """All that is found, with places as they are seen from the run."""
+    facts = dict(found.facts())
+    facts["path"] = ""
+    for problem in facts.get("problems", ()):
+        problem["path"] = problem["path"].removeprefix(f"{where}/")
+        problem["message"] = problem["message"].replace(str(where), "")
+    return facts
+
+
+def held_by(place: RemotePath) -> dict[str, bytes]:
+    keys = {path.key.removeprefix(f"{place.key}/"): path for path in place.below()}
+    return {key: path.read_bytes() for key, path in sorted(keys.items())}
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "nothing": lambda run: None,
+    "a chunk": lambda run: flip(run / "W/c.1.0.0", 300),
+    "a shard is missing": lambda run: (run / "grad/c.2.0.0").unlink(),
+    "a shard is cut": lambda run: cut(run / "grad/c.0.0.0", 20),
+    "a shard is empty": lambda run: cut(run / "loss/c.0", 0),
+    "a coordinate": lambda run: flip(run / "token/c.0", 11),
+    "the root": lambda run: cut(run / "zarr.json", -9),
+    "the document of an array": lambda run: (run / "W/zarr.json").unlink(),
+    "rows": lambda run: edit(run / "zarr.json", lambda root: root["attributes"].update(step=1)),
+    "leftovers": lambda run: (
+        shutil.copy(run / "W/c.0.0.0", run / "W/c.9.0.0"),
+        (run / "notes.txt").write_text("mine"),
+        (run / "W/notes.txt").write_text("mine"),
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_it_is_found_and_mended_as_in_a_folder(
+    run: Path, address: str, damage: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_file, "_WINDOW", 500)  # so that a shard is read in many pieces
+    damage(run)
+    far = copied(run, address)
+    found = verify(run)
+    assert found.clean is (damage in (DAMAGES["nothing"], DAMAGES["leftovers"]))
+    assert told(verify(address), far) == told(found, run)
+    assert told(repair(address), far) == told(repair(run), run)
+    done = repair(run, yes=True)
+    assert told(repair(far, yes=True), far) == told(done, run)
+    assert held_by(far).keys() == contents(run).keys()
+    assert verify(far).clean is verify(run).clean
+    assert not repair(far).actions
+    assert {path.name for path in far.parent.iterdir()} == {"run.zarr"}  # no lock
+
+
+def test_what_is_no_run(address: str, run: Path) -> None:
+    for function in (verify, repair):
+        with pytest.raises(RunNotFound, match=f"there is no run at {address}"):
+            function(address)
+    place = location(address)
+    (place / "a.txt").write_bytes(b"mine")  # type: ignore[arg-type]
+    with pytest.raises(FormatError, match=r"it has no zarr\.json"):
+        verify(address)
+    copied(run, f"{address}/inner.zarr")
+    (place / "zarr.json").write_bytes(b'{"zarr_format": 3, "node_type": "group"}')  # type: ignore[arg-type]
+    with pytest.raises(FormatError, match=r"name one of inner\.zarr"):
+        verify(address)
+
+
+def test_a_checkpoint_is_checked_there(address: str, run: Path) -> None:
+    far = copied(run, address)
+    checkpoint = far.with_name("run.ckpt") / "step-00000003.safetensors"
+    checkpoint.write_bytes(b"no checkpoint")
+    (problem,) = verify(address).problems
+    assert problem.path == checkpoint
+    assert problem.message.startswith(f"the checkpoint is broken: {checkpoint} is not a sound")
+    assert repair(address, yes=True).actions
+    assert not checkpoint.exists()
+
+
+def test_a_shard_that_is_replaced_meanwhile_is_read_again(
+    address: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the last block of a recording is, with each commit."""
+    monkeypatch.setattr(object_file, "_WINDOW", 500)
+    far = copied(run, address)
+    real, replaced = RemotePath.read_range, []
+
+    def read_range(self: RemotePath, start: int, stop: int, tag: str | None) -> bytes:
+        if self.name == "c.2.0.0" and self not in replaced:
+            replaced.append(self)
+            self.write_bytes(self.read_bytes())
+        return real(self, start, stop, tag)
+
+    monkeypatch.setattr(RemotePath, "read_range", read_range)
+    assert told(verify(address), far) == told(verify(run), run)
+    assert replaced
+
+
+def test_a_run_that_is_recorded(address: str) -> None:
+    with RunWriter.create(
+        address, token=[0, 1], hidden=2, variables={"W": "float32"}, block_rows=2
+    ) as writer:
+        writer.append(step=0, W=np.eye(2, dtype="f4"))
+        assert verify(address).clean
+        for yes in (False, True):
+            with pytest.raises(RunLocked, match="is being written to"):
+                repair(address, yes=yes)
+
+
+def test_the_lock_of_a_dead_writer_is_a_note(
+    address: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = copied(run, address)
+    lock = far.with_name(".run.zarr.lock")
+    lock.write_bytes(b"{}")
+    assert verify(address).notes == ()
+    monkeypatch.setattr("trajstore.store.remote_lock._DEAD", timedelta(0))
+    assert ".run.zarr.lock (2 B) is the lock of a writer that has ended" in str(
+        verify(address).notes
+    )
+
+
+def test_a_repair_whose_lock_was_taken_writes_nothing(
+    address: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(run / "W/c.1.0.0", 300)
+    far = copied(run, address)
+    before = held_by(far)
+
+    def taken(checked: Any) -> Any:
+        far.with_name(".run.zarr.lock").write_bytes(b"{}")
+        return real(checked)
+
+    from trajstore.integrity.repair_plan import plan_repair as real
+
+    monkeypatch.setattr("trajstore.integrity.repair.plan_repair", taken)
+    with pytest.raises(RunLocked, match="took its lock over"):
+        repair(address, yes=True)
+    assert held_by(far) == before
+
+
+def test_a_run_on_a_web_server(run: Path) -> None:
+    with web_server(run.parent) as (server, seen):
+        url = f"{server}/run.zarr"
+        found = verify(url)
+        here = verify(run)
+        assert found.clean
+        assert "nobody has looked for leftovers" in found.notes[0]
+        assert (found.rows, found.shards, found.bytes) == (here.rows, here.shards, here.bytes)
+        gets = [line for line in seen if line.startswith("GET")]
+        assert len(gets) < 2 * len(contents(run)), gets
+        flip(run / "W/c.1.0.0", 300)
+        (problem,) = verify(url).problems
+        assert (problem.array, problem.block) == ("W", 1)
+        with pytest.raises(InvalidArgument, match="a web server takes nothing; copy the run"):
+            repair(url)
+        with pytest.raises(RunNotFound, match="there is no run at"):
+            verify(f"{server}/none.zarr")
+
+
+def test_an_outage_is_no_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    retries = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
+    monkeypatch.setattr(remote_path, "RETRIES", retries)
+    with s3_server() as s3, to_s3(s3, monkeypatch):
+        url = "s3://bucket/run.zarr"
+        copied(run, url)
+        assert verify(url).clean
+        real = RemotePath.end_and_facts
+
+        def out(self: RemotePath, length: int) -> Any:
+            if self.name == "c.1.0.0":
+                os.environ["AWS_ENDPOINT_URL"] = "http://127.0.0.1:9"
+                remote_path._store.cache_clear()
+            return real(self, length)
+
+        monkeypatch.setattr(RemotePath, "end_and_facts", out)
+        with pytest.raises(ObjectStoreError):
+            verify(url)
