@@ -25,6 +25,7 @@ from trajstore.strict_json import Document, document_bytes, parse
 
 __all__ = ["check_metadata", "is_outdated", "read_document"]
 
+_MOST_MISSING = 1 << 16
 _ROOT_KEYS = {"zarr_format", "node_type", "attributes", "consolidated_metadata"}
 
 
@@ -66,6 +67,7 @@ def check_metadata(path: str | os.PathLike[str]) -> CheckedMetadata:
     _check_rows(found)
     _check_age(found)
     _check_lengths(found)
+    _check_extent(found)
     check_attributes(found)
     if not _is_of_trajstore(found):
         raise FormatError(_no_run(found.path, text))
@@ -266,6 +268,35 @@ def _check_lengths(found: CheckedMetadata) -> None:
         stored = found.stored(name)
         if stored is not None and block is not None and stored.shard[0] != block:
             found.report(name, f"has blocks of {stored.shard[0]} rows, block_rows is {block}")
+
+
+def _check_extent(found: CheckedMetadata) -> None:
+    """Refuse documents that announce far more shards than there are: each would be looked for.
+
+    Raises
+    ------
+    FormatError
+        If they do.
+    """
+    announced = {}
+    for name in filter(is_series, found.arrays):
+        stored = found.stored(name)
+        if stored is not None:
+            announced[name] = -(-found.rows // stored.shard[0]) * stored.parts
+    most = _MOST_MISSING + max((_files(found.path / name) for name in announced), default=0)
+    for name, shards in announced.items():
+        if shards > most:
+            raise FormatError(
+                f"the documents of {found.path} announce {shards:,} shards of {name}, and there "
+                f"are {_files(found.path / name):,} files of it; they are not those of this run"
+            )
+
+
+def _files(folder: Path) -> int:
+    try:
+        return len(os.listdir(folder))
+    except OSError:  # which is a problem of its own
+        return 0
 
 
 def is_outdated(metadata: CheckedMetadata) -> bool:
