@@ -10,7 +10,7 @@ a file tells of the tokens of a run that is there.
 and dimensions; ``recognition`` finds out what the arrays of a file are, with ``number_reading`` and
 ``tied_matrices``; ``overrules`` is what its
 user says of them; ``import_arrays`` makes runs of them: ``run_parts`` says which arrays each has,
-and ``run_reading`` puts it together, with ``step_labels``, ``row_alignment``,
+and ``run_reading`` puts it together, with ``import_limits``, ``step_labels``, ``row_alignment``,
 ``token_tables``, ``file_numbers`` and ``learning_rates``, to what ``imported_file`` describes;
 ``import_native`` reads trajstore's own; ``understanding`` is the way from a path to that. What both
 ways share is in ``key_names`` and ``layouts``.

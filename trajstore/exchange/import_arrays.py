@@ -21,15 +21,15 @@ from trajstore.schema import STEP, TRAJECTORIES
 __all__ = ["read_arrays"]
 
 
-def read_arrays(file: ArrayFile, overrules: Overrules) -> Understood:
-    """Understand a file.
+def read_arrays(file: ArrayFile, overrules: Overrules, memory: int) -> Understood:
+    """Understand a file, whose rows are to fit into so many bytes of memory.
 
     Raises
     ------
     FormatError
         If it holds no W and no changes of it, or shapes, types, labels or masks contradict.
     InvalidArgument
-        If what the user says does not fit the file.
+        If what the user says does not fit the file, or a row of it not into the memory.
     """
     layout = _forced(file, overrules)
     mapped = dict(overrules.mapped)
@@ -44,7 +44,7 @@ def read_arrays(file: ArrayFile, overrules: Overrules) -> Understood:
     _check_bits(file, recognised, overrules)
     name = layout.name if layout else file.format if own else _layout_name(file, recognised)
     runs = tuple(
-        RunReading(file, part, overrules, layout or LAYOUTS.get(name), own=own).run()
+        RunReading(file, part, overrules, layout or LAYOUTS.get(name), own=own).run(memory)
         for part in run_parts(file, recognised)
     )
     table = (*_table(recognised, runs, overrules), *recognised.left_out)

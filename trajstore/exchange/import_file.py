@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.byte_sizes import EXCHANGE_MEMORY
+from trajstore.byte_sizes import EXCHANGE_MEMORY, parse_bytes
 from trajstore.exchange.imported_file import ImportedRun, ImportedVariable, Understood
 from trajstore.exchange.overrules import overrules
 from trajstore.exchange.recognition import Taken
@@ -26,6 +26,7 @@ from trajstore.schema import STEP, room_for_examples
 from trajstore.store.create import staged_run
 from trajstore.store.writer import RunWriter
 from trajstore.threads import Progress
+from trajstore.values.native_types import STEP_TYPE
 from trajstore.version import __version__
 
 __all__ = ["Imported", "Preview", "import_file", "preview_import"]
@@ -33,6 +34,9 @@ __all__ = ["Imported", "Preview", "import_file", "preview_import"]
 Array = npt.NDArray[Any]
 
 _BATCH = 4 << 20
+_TINY_ROW = 16 << 10
+_MANY_ROWS = 1 << 12
+_FEWEST_MEMORY = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +232,7 @@ def import_file(
         masks=masks,
         schedule=schedule,
     )
-    options: dict[str, Any] = {"memory": memory, "block_rows": block_rows}
+    options: dict[str, Any] = {"memory": memory}
     if encoding is not None:
         options["encoding"] = encoding
     with ExitStack() as stack:
@@ -240,9 +244,21 @@ def import_file(
         progress = _Parts(held.runs, on_progress)
         for run, place in zip(held.runs, places, strict=True):
             origin = _origin(file, masks, held, run)
-            _write(place, run, origin, progress.of_next(), options)
+            rows = block_rows or _block_rows(run, parse_bytes(memory))
+            _write(place, run, origin, progress.of_next(), {**options, "block_rows": rows})
     done = [_imported(target, held, run) for target, run in zip(targets, held.runs, strict=True)]
     return replace(done[0], others=tuple(done[1:]))
+
+
+def _block_rows(run: ImportedRun, memory: int) -> int | None:
+    """Rows of a block where there are very many tiny ones: what is there need not be seen early.
+
+    Blocks as a recording plans them would be thousands, each of a few files and a commit.
+    """
+    row = sum(held.row_bytes for held in run.variables) + STEP_TYPE.itemsize
+    if row >= _TINY_ROW or len(run.steps) <= _MANY_ROWS or memory < _FEWEST_MEMORY:
+        return None
+    return 1 << (_BATCH // row).bit_length() - 1
 
 
 def _target(path: Path, label: str) -> Path:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.exchange.file_numbers import STARTING_STEP, attributes_of, number_of, told_numbers
+from trajstore.exchange.import_limits import check_size
 from trajstore.exchange.imported_file import (
     ImportedRun,
     ImportedVariable,
@@ -72,15 +73,15 @@ class RunReading:
         )  # fmt: skip
         self.anchor = self._anchor()
 
-    def run(self) -> ImportedRun:
-        """The run.
+    def run(self, memory: int) -> ImportedRun:
+        """The run, none of whose values have been read beyond so many bytes at once.
 
         Raises
         ------
         FormatError
             If arrays contradict each other, or what they must be.
         InvalidArgument
-            If what the user says does not fit them.
+            If what the user says does not fit them, or a row not into the memory.
         """
         anchor, file = self.anchor, self.file
         self.single = len(anchor.shape) == 2
@@ -91,6 +92,7 @@ class RunReading:
                 "hidden), none of them 0"
             )
         self.rows, self.tokens, self.hidden = shape
+        check_size(file.path, anchor.key, shape, anchor.dtype, memory)
         self.steps = self._steps()
         tokens = self._tokens()
         self.resumed = self._is_resumed()
@@ -109,7 +111,7 @@ class RunReading:
         coordinates: dict[str, Any] = dict(tokens.coordinates)
         key = HDF5_TEXTS["token_text"]
         if self.own and key in file.keys:
-            text = file.read(key).tobytes().decode(errors="surrogateescape")
+            text = values_of(file, key).tobytes().decode(errors="surrogateescape")
             coordinates["token_text"] = checked_texts(file, "token_text", text, len(tokens.token))
         self._say_what_is_missing(variables)
         return ImportedRun(
@@ -171,15 +173,20 @@ class RunReading:
 
     def _labels(self, one: Found) -> Array:
         """Labels of the rows; those of all runs have an axis of runs."""
+        if self.rows not in one.shape:
+            raise self._misshapen(one.key, one.shape)
         values = values_of(self.file, one.key)
         if values.ndim == 2 and self.part.outer is not None and len(values) > self.part.outer:
             values = values[self.part.outer]
         if values.shape != (self.rows,):
-            raise FormatError(
-                f"{self.file.path}: {one.key} has shape {values.shape}, and {self.anchor.key} has "
-                f"{self.rows} rows, expected ({self.rows},)"
-            )
+            raise self._misshapen(one.key, values.shape)
         return checked_labels(self.file.path, one.key, values)
+
+    def _misshapen(self, key: str, shape: tuple[int, ...]) -> FormatError:
+        return FormatError(
+            f"{self.file.path}: {key} has shape {shape}, and {self.anchor.key} has {self.rows} "
+            f"rows, expected ({self.rows},)"
+        )
 
     def _step_number(self) -> int | None:
         """Step of a single state, of a number beside it."""
@@ -370,7 +377,7 @@ class RunReading:
             if self.file.dtype(key) != "uint8" or len(self.file.shape(key)) != 1:
                 raise FormatError(f"{self.file.path}: {key} is no text")
             try:
-                text = self.file.read(key).tobytes().decode()
+                text = values_of(self.file, key).tobytes().decode()
             except UnicodeDecodeError as error:
                 raise FormatError(
                     f"{self.file.path}: its attributes cannot be read ({error})"

@@ -31,7 +31,7 @@ def checked_labels(where: Any, name: str, labels: Array) -> Array:
     FormatError
         If they are negative, too large, or do not increase.
     """
-    wrong = (labels < 0) | (labels.astype(object) >= 1 << 62)
+    wrong = (labels < 0) | (labels >= 1 << 62)
     wrong[1:] |= labels[1:] <= labels[:-1]
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])

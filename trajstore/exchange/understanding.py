@@ -33,7 +33,7 @@ def opened_file(
     path : path-like
     said : Overrules
     memory : int or str
-        For large compressed chunks of HDF5.
+        For rows, and large compressed chunks of HDF5.
 
     Raises
     ------
@@ -45,23 +45,27 @@ def opened_file(
         If its format needs a library that is not installed.
     """
     with open_file(path, parse_bytes(memory)) as file:
-        yield understood(file, said)
+        yield understood(file, said, parse_bytes(memory))
 
 
-def understood(file: Any, said: Overrules | None = None) -> Understood:
+def understood(
+    file: Any, said: Overrules | None = None, memory: int = parse_bytes(EXCHANGE_MEMORY)
+) -> Understood:
     """What an open file holds, as runs are made of it.
 
     Parameters
     ----------
     file : ArrayFile
     said : Overrules, optional
+    memory : int
+        Bytes that its rows are to fit into.
 
     Raises
     ------
     FormatError
         If it is not understood, or not of the layout that the user names.
     InvalidArgument
-        If what the user says does not apply to it.
+        If what the user says does not apply to it, or a row of it does not fit into the memory.
     """
     said = said or Overrules()
     wanted = said.layout
@@ -77,7 +81,7 @@ def understood(file: Any, said: Overrules | None = None) -> Understood:
             raise FormatError(f"{file.path} is no safetensors file, as layout native is")
         _check_nothing_is_said(file, said)
         return read_native(file)
-    found = read_arrays(file, said)
+    found = read_arrays(file, said, memory)
     own = file.format == "hdf5" and found.layout == "hdf5" and _says_types(found)
     return found if own else replace(found, runs=tuple(_typed(run, said) for run in found.runs))
 

@@ -10,11 +10,24 @@ from typing import Any, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.byte_sizes import format_bytes
+from trajstore.errors import FormatError
 from trajstore.values.native_types import NATIVE_TYPES, widen
 
-__all__ = ["ArrayFile", "is_number", "plain_number", "row_range", "values_of"]
+__all__ = [
+    "ArrayFile",
+    "check_expansion",
+    "is_number",
+    "plain_number",
+    "row_range",
+    "values_of",
+]
 
 Array = npt.NDArray[Any]
+
+_ALWAYS_EXPANDED = 1 << 30
+_EXPANDED_AT_MOST = 200
+_LARGEST_TABLE = 64 << 20
 
 
 class ArrayFile(Protocol):
@@ -75,9 +88,48 @@ class ArrayFile(Protocol):
         """Close it."""
 
 
+def check_expansion(path: Path, decoded: int) -> None:
+    """Refuse a compressed file of which nearly nothing is there, and that takes minutes to decode.
+
+    Deflate makes at most 1,032 bytes of one; recorded trainings become 2 to 20 times as large.
+
+    Parameters
+    ----------
+    path : Path
+    decoded : int
+        Bytes of all its arrays.
+
+    Raises
+    ------
+    FormatError
+        If they are more than 1 GiB, and more than 200 times what the file has.
+    """
+    size = path.stat().st_size
+    if decoded > max(_ALWAYS_EXPANDED, _EXPANDED_AT_MOST * size):
+        raise FormatError(
+            f"{path} has {format_bytes(size)}, and its arrays would be {format_bytes(decoded)} "
+            f"when they are decompressed, more than {_EXPANDED_AT_MOST} times as much; if that is "
+            "meant, write it without compression (h5repack -f NONE, numpy.savez)"
+        )
+
+
 def values_of(file: ArrayFile, key: str) -> Array:
-    """All values of an array as numbers: floating-point ones in their stored form."""
-    values, dtype = file.read(key), file.dtype(key)
+    """All values of an array as numbers: floating-point ones in their stored form.
+
+    Raises
+    ------
+    FormatError
+        If they cannot be read, or take more than 64 MiB: what is read as a whole are labels and
+        tables of tokens.
+    """
+    count, dtype = math.prod(file.shape(key)), file.dtype(key)
+    itemsize = 8 if dtype not in NATIVE_TYPES else NATIVE_TYPES[dtype].itemsize
+    if count * itemsize > _LARGEST_TABLE:
+        raise FormatError(
+            f"{file.path}: {key} has shape {file.shape(key)}, and a table or a label for each row "
+            f"takes at most {format_bytes(_LARGEST_TABLE)}; leave it out with --map ignore={key}"
+        )
+    values = file.read(key)
     if dtype not in NATIVE_TYPES:
         return values
     native = NATIVE_TYPES[dtype]

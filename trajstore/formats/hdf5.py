@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from trajstore.byte_sizes import DEFAULT_MEMORY, format_bytes
 from trajstore.errors import FormatError, InvalidArgument, MissingExtra, RunNotFound
+from trajstore.formats.array_file import check_expansion
 from trajstore.formats.hdf5_chunks import LARGE_CHUNK, ChunkStream, filters, is_streamed
 from trajstore.values.native_types import NATIVE_TYPES
 
@@ -31,6 +32,7 @@ _MOST_CHUNKS = 1 << 22
 _MOST_ITEMS = 1 << 14
 _DEEPEST_GROUP = 4
 _MOST_NUMBERS = 1 << 12
+_LONGEST_TEXT = 1 << 12
 
 
 class Hdf5File:
@@ -83,6 +85,7 @@ class Hdf5File:
         self.attributes: dict[str, Any] = {}
         try:
             self._datasets = dict(self._sound(h5py))
+            check_expansion(self.path, sum(one.nbytes for one in self._datasets.values()))
         except BaseException:
             self._close()
             raise
@@ -125,22 +128,6 @@ class Hdf5File:
             fixed = attributes.get_id("native_dtype").dtype.kind == "S"
             return attributes["native_dtype"].decode() if fixed else "of any length"
         except _UNSOUND as error:
-            raise self._wrong(key, error) from None
-
-    def text(self, key: str) -> str:
-        """A dataset of bytes that are one text.
-
-        Raises
-        ------
-        FormatError
-            If it holds anything else.
-        """
-        dtype, shape = self.dtype(key), self.shape(key)
-        if dtype != "uint8" or len(shape) != 1:
-            raise FormatError(f"{self.path}: {key} is {dtype} of shape {shape}, expected bytes")
-        try:
-            return self.read(key).tobytes().decode()
-        except UnicodeDecodeError as error:
             raise self._wrong(key, error) from None
 
     def read(
@@ -226,7 +213,7 @@ class Hdf5File:
     def _items(
         self, h5py: Any, group: Any, prefix: str, depth: int, left: list[int]
     ) -> Iterator[tuple[str, Any]]:
-        self._add_numbers(group, prefix)
+        self._add_numbers(h5py, group, prefix)
         for name in list(group):
             left[0] -= 1
             if left[0] < 0:
@@ -242,22 +229,22 @@ class Hdf5File:
             if isinstance(item, h5py.Group) and depth < _DEEPEST_GROUP:
                 yield from self._items(h5py, item, f"{prefix}{name}/", depth + 1, left)
             # No variable is a text, and texts of any length are not read; see `hdf5_writing`.
-            elif isinstance(item, h5py.Dataset) and item.dtype.kind in "biufS":
+            elif isinstance(item, h5py.Dataset) and _is_plain(item.dtype):
                 _check_stored(self.path, f"{prefix}{name}", item)
                 yield f"{prefix}{name}", item
             elif isinstance(item, h5py.Group):
                 self.passed_over[f"{prefix}{name}"] = "a group too deep in others"
             elif isinstance(item, h5py.Dataset):
-                self.passed_over[f"{prefix}{name}"] = _kind(item.dtype)
+                self.passed_over[f"{prefix}{name}"] = _kind(h5py, item.dtype)
 
-    def _add_numbers(self, group: Any, prefix: str) -> None:
+    def _add_numbers(self, h5py: Any, group: Any, prefix: str) -> None:
         """Take attributes of a group that are a few numbers, or a text of fixed length."""
         for name in group.attrs:
             if not isinstance(name, str):
                 raise ValueError(f"the name {name!r} is no text")
             key, opened = f"{prefix}{name}", group.attrs.get_id(name)
             if opened.dtype.kind not in "biufS":
-                self.passed_over[key] = _kind(opened.dtype)
+                self.passed_over[key] = _kind(h5py, opened.dtype)
             elif opened.shape is None or math.prod(opened.shape) > _MOST_NUMBERS:
                 self.passed_over[key] = f"an attribute of shape {opened.shape}"
             elif opened.shape == ():
@@ -277,9 +264,18 @@ def _told(h5py: Any, link: Any) -> str:
     return f"a link to {getattr(link, 'path', 'elsewhere')}, which is not followed"
 
 
-def _kind(dtype: Any) -> str:
+def _is_plain(dtype: Any) -> bool:
+    """Whether values are numbers, truths, or short texts of fixed length."""
+    return dtype.kind in "biufS" and dtype.itemsize <= _LONGEST_TEXT
+
+
+def _kind(h5py: Any, dtype: Any) -> str:
     """What a value is that is not read."""
-    return "a text of any length, which is not read" if dtype.kind == "O" else f"of type {dtype}"
+    if h5py.check_ref_dtype(dtype) is not None:
+        return "references to objects, which are not followed"
+    if dtype.kind == "O":
+        return "a text of any length, which is not read"
+    return "of a compound type, which is not read" if dtype.names else f"of type {dtype}"
 
 
 def _plain(value: Any) -> Any:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from trajstore.byte_sizes import DEFAULT_MEMORY
 from trajstore.errors import FormatError, RunNotFound
-from trajstore.formats.array_file import row_range
+from trajstore.formats.array_file import check_expansion, row_range
 from trajstore.formats.fortran_rows import FortranRows
 from trajstore.values.native_types import NATIVE_TYPES
 
@@ -262,6 +262,7 @@ class NpzFile(_NumpyFile):
                     self._members[name] = self._member(info)
                 except _Pickled as error:
                     self.passed_over[name] = str(error)
+            check_expansion(self.path, sum(info.file_size for info in self._zip.infolist()))
         except BaseException as error:
             self._close()
             if isinstance(error, _UNSOUND):

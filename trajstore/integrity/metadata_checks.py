@@ -7,9 +7,11 @@ in a document is seen, and mostly also which of the two is right.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from trajstore.strict_json import Document, parse
 
 __all__ = ["check_metadata", "is_outdated", "read_document"]
 
+_MOST_MISSING = 1 << 16
 _ROOT_KEYS = {"zarr_format", "node_type", "attributes", "consolidated_metadata"}
 
 
@@ -66,6 +69,7 @@ def check_metadata(path: RunPath) -> CheckedMetadata:
     _check_rows(found)
     _check_age(found)
     _check_lengths(found)
+    _check_extent(found)
     check_attributes(found)
     if not _is_of_trajstore(found):
         raise FormatError(_no_run(found, text))
@@ -316,6 +320,47 @@ def _check_lengths(found: CheckedMetadata) -> None:
         stored = found.stored(name)
         if stored is not None and block is not None and stored.shard[0] != block:
             found.report(name, f"has blocks of {stored.shard[0]} rows, block_rows is {block}")
+
+
+def _check_extent(found: CheckedMetadata) -> None:
+    """Refuse documents that announce far more shards than there are: each would be looked for.
+
+    Where nothing can be listed, nobody knows how many there are.
+
+    Raises
+    ------
+    FormatError
+        If they do.
+    """
+    announced = {}
+    for name in filter(is_series, found.arrays):
+        stored = found.stored(name)
+        if stored is not None:
+            announced[name] = -(-found.rows // stored.shard[0]) * stored.parts
+    files = _files(found, announced)
+    if files is None:
+        return
+    most = _MOST_MISSING + max(files.values(), default=0)
+    for name, shards in announced.items():
+        if shards > most:
+            raise FormatError(
+                f"the documents of {found.path} announce {shards:,} shards of {name}, and there "
+                f"are {files[name]:,} files of it; they are not those of this run"
+            )
+
+
+def _files(found: CheckedMetadata, names: Iterable[str]) -> dict[str, int] | None:
+    """How many files each array has; None where nobody knows."""
+    if found.objects is not None:
+        folders = Counter(key.partition("/")[0] for key in found.objects)
+        return {name: folders[name] for name in names}
+    if not isinstance(found.path, Path):
+        return None
+    counts = dict.fromkeys(names, 0)
+    for name in counts:
+        with contextlib.suppress(OSError):  # which is a problem of its own
+            counts[name] = len(os.listdir(found.path / name))
+    return counts
 
 
 def is_outdated(metadata: CheckedMetadata) -> bool:

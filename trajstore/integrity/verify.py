@@ -13,12 +13,13 @@ from trajstore.errors import InvalidArgument
 from trajstore.integrity.cells_checks import check_cells
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.checkpoint_checks import check_checkpoints
-from trajstore.integrity.chunk_checks import CheckedChunks, check_chunks
+from trajstore.integrity.chunk_checks import check_chunks
 from trajstore.integrity.coordinate_checks import check_coordinates
 from trajstore.integrity.fingerprint_checks import check_fingerprint
 from trajstore.integrity.leftovers import Leftovers, find_leftovers
 from trajstore.integrity.metadata_checks import check_metadata, is_outdated
 from trajstore.integrity.problem import Problem
+from trajstore.integrity.shard_checks import CheckedChunks
 from trajstore.store.remote_path import Location, RunPath
 from trajstore.threads import Progress
 

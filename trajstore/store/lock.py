@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from trajstore.errors import RunLocked
+from trajstore.store.atomic import is_alive
 from trajstore.store.remote_lock import RemoteLock, is_renewed, lock_object
 from trajstore.store.remote_path import Location, RemotePath, RunPath, location
 from trajstore.store.zarr_json import utc_now
@@ -223,15 +224,7 @@ def _warn_once(run: Path, error: OSError) -> None:
 def _lives(owner: dict[str, Any]) -> bool:
     """Whether the process that a lock file names lives, of this machine."""
     process = owner.get("process")
-    if not isinstance(process, int):
-        return False
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
-    return True
+    return isinstance(process, int) and is_alive(process)
 
 
 def _is_here(owner: dict[str, Any]) -> bool:

@@ -91,19 +91,9 @@ class HeldObject(Protocol):
 
 
 class _HeldFile:
-    def __init__(self, path: Path) -> None:
-        self._descriptor = -1
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
-        found = os.fstat(self._descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        self.size = found.st_size
-
-    def __del__(self) -> None:
-        if self._descriptor >= 0:
-            # Nothing was written: what was read is right, whatever closing it comes to.
-            with suppress(OSError):
-                os.close(self._descriptor)
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.size = size
+        self._descriptor = descriptor
 
     def read(self, offset: int, length: int) -> bytes:
         return os.pread(self._descriptor, length, offset)
@@ -130,8 +120,9 @@ class _HeldRemote:
         return self._piece[offset - self._first : stop - self._first]
 
 
-def held(path: Location) -> HeldObject:
-    """Open an object, to be read in parts that belong together.
+@contextmanager
+def held(path: Location) -> Iterator[HeldObject]:
+    """Open an object for as long as the block lasts, to be read in parts that belong together.
 
     Memory holds a few MiB of one in an object store.
 
@@ -144,7 +135,19 @@ def held(path: Location) -> HeldObject:
     ObjectReplaced
         When it is read, and has been replaced in its object store.
     """
-    return _HeldRemote(path) if isinstance(path, RemotePath) else _HeldFile(path)
+    if isinstance(path, RemotePath):
+        yield _HeldRemote(path)
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        yield _HeldFile(descriptor, found.st_size)
+    finally:
+        # Nothing was written: what was read is right, whatever closing it comes to.
+        with suppress(OSError):
+            os.close(descriptor)
 
 
 def document_in(path: Location) -> bytes:
@@ -159,10 +162,10 @@ def document_in(path: Location) -> bytes:
     """
     if isinstance(path, Path):
         return document_bytes(path)
-    object_ = held(path)
-    if object_.size > LARGEST_DOCUMENT:
-        raise ValueError(too_large(object_.size))
-    return object_.read(0, object_.size)
+    with held(path) as document:
+        if document.size > LARGEST_DOCUMENT:
+            raise ValueError(too_large(document.size))
+        return document.read(0, document.size)
 
 
 def size_of(path: Location) -> int:

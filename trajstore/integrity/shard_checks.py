@@ -1,0 +1,365 @@
+"""One shard of a run, checked: its label, its index, and each chunk that the index names.
+
+A shard is open while it is checked, and no longer. No more of it is in memory than a chunk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.codec.block_form import Tail
+from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel, LabelError, digest_of
+from trajstore.codec.delta import unfold
+from trajstore.errors import InvalidArgument, ObjectStoreError
+from trajstore.integrity.problem import Problem
+from trajstore.schema import STEP, VARIABLES
+from trajstore.store.array_reader import StoredArray
+from trajstore.store.object_file import HeldObject, held
+from trajstore.store.remote_path import Location, ObjectReplaced
+from trajstore.values.native_types import NativeType, narrow
+from trajstore.values.rounding import is_bfloat16
+
+__all__ = ["NOT_NATIVE", "CheckedChunks", "check_shard", "is_native", "row0_notes"]
+
+Array = npt.NDArray[Any]
+
+Place = tuple[str, int, int]
+"""Array, block and part of a shard."""
+
+NOT_NATIVE = "holds values that are not {}, as native_dtype says"
+
+_ABSENT = (1 << 64) - 1
+_ATTEMPTS = 4
+
+
+@dataclass(kw_only=True)
+class CheckedChunks:
+    """What the chunks hold that were checked, and what is wrong with them.
+
+    Attributes
+    ----------
+    problems : list of Problem
+    row0 : list of str
+        Sentences on what row 0 holds, where it is the state before any step.
+    notes : list of str
+    steps : dict of int to ndarray
+        Values of `step`, by their first row.
+    labels : dict of (str, int, int) to BlockLabel
+        Of the shards that have one, by array, block and part.
+    digests : dict of (str, int, int) to bytes
+        Of what these shards hold, where all of it can be read.
+    shards, chunks, bytes : int
+        Checked.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    row0: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    steps: dict[int, Array] = field(default_factory=dict)
+    labels: dict[Place, BlockLabel] = field(default_factory=dict)
+    digests: dict[Place, bytes] = field(default_factory=dict)
+    shards: int = 0
+    chunks: int = 0
+    bytes: int = 0
+
+    def add(self, other: CheckedChunks) -> None:
+        """Add what another check has found; a sentence on row 0 only once."""
+        self.problems += other.problems
+        self.row0 += [sentence for sentence in other.row0 if sentence not in self.row0]
+        self.notes += other.notes
+        self.steps |= other.steps
+        self.labels |= other.labels
+        self.digests |= other.digests
+        self.shards += other.shards
+        self.chunks += other.chunks
+        self.bytes += other.bytes
+
+
+def check_shard(
+    stored: StoredArray, native: NativeType, block: int, part: int, *, finished: bool
+) -> CheckedChunks:
+    """Check a shard of the committed rows; one that is replaced meanwhile, from the start again.
+
+    Parameters
+    ----------
+    stored : StoredArray
+    native : NativeType
+        That the values are of, by what the array says.
+    block, part : int
+    finished : bool
+        Whether no more rows are expected.
+
+    Raises
+    ------
+    ObjectStoreError
+        If an object store does not answer, which is no damage.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        with suppress(ObjectReplaced):
+            return _check(stored, native, block, part, finished=finished)
+    return _check(stored, native, block, part, finished=finished)
+
+
+def _check(
+    stored: StoredArray, native: NativeType, block: int, part: int, *, finished: bool
+) -> CheckedChunks:
+    found = CheckedChunks()
+    path = stored.path / stored.key(block, part)
+    try:
+        with held(path) as file:
+            found.shards += 1
+            shard = _Shard(stored, native, block, part, path, file, finished=finished)
+            for chunk in _read_index(shard, found):
+                _check_chunk(shard, chunk, found)
+            _check_digest(shard, found)
+    except ObjectStoreError:
+        raise
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        found.problems.append(
+            Problem(
+                array=stored.name,
+                block=block,
+                path=path,
+                message="the shard is missing" if missing else f"cannot be read: {error}",
+                # What the system refuses today it may give tomorrow.
+                remedy="cut" if missing else "none",
+            )
+        )
+    return found
+
+
+class _Shard:
+    """An open shard, and what is known of it so far."""
+
+    def __init__(
+        self,
+        stored: StoredArray,
+        native: NativeType,
+        block: int,
+        part: int,
+        path: Location,
+        file: HeldObject,
+        *,
+        finished: bool,
+    ) -> None:
+        self.finished = finished  # no more rows are expected
+        self.stored = stored
+        self.native = native
+        self.block = block
+        self.part = part
+        self.path = path
+        self.file = file
+        self.label: BlockLabel | None = None
+        self.pieces: dict[int, bytes] = {}  # digests of its inner chunks
+
+    @property
+    def place(self) -> Place:
+        """Array, block and part."""
+        return self.stored.name, self.block, self.part
+
+    def problem(
+        self, message: str, first: int, stop: int, remedy: Literal["cut", "none"] = "cut"
+    ) -> Problem:
+        """Problem with some of its bytes."""
+        return Problem(
+            array=self.stored.name,
+            block=self.block,
+            first_byte=first,
+            stop_byte=stop,
+            path=self.path,
+            message=message,
+            remedy=remedy,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    """Place of a chunk in its shard: its number in the index, and its bytes."""
+
+    number: int
+    offset: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        """Byte of the shard behind it."""
+        return self.offset + self.length
+
+
+def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
+    """Chunks that can be read, in the order of the file; report what does not cover the shard."""
+    stored, problems = shard.stored, found.problems
+    form = stored.form
+    chunks: list[_Chunk] = []
+    size = shard.file.size
+    end = max(size - form.tail_length, 0)
+    if size < form.index_length:
+        torn = f"the shard has {size} bytes, too few for its index of {form.index_length}"
+        problems.append(shard.problem(torn, 0, size))
+        return chunks
+    try:
+        data = shard.file.read(end, form.tail_length)
+        tail = form.read_tail(data, (shard.block, shard.part))
+    except LabelError as error:
+        # Without a label nothing says that its chunks are wrong; without the codec nothing reads.
+        is_readable = form.chain.kind != "delta"
+        fault = f"{error}; another program may have written it"
+        problems.append(shard.problem(fault, end, size, "none" if is_readable else "cut"))
+        if not is_readable:
+            return chunks
+        tail = Tail(label=None, index=form.read_index(data))
+        end = size - form.index_length
+    except ValueError as error:
+        problems.append(shard.problem(str(error), end, size))
+        return chunks
+    except ObjectStoreError:
+        raise
+    except OSError as error:
+        problems.append(shard.problem(f"the index cannot be read: {error}", end, size, "none"))
+        return chunks
+    if tail.label is not None:
+        shard.label = found.labels[shard.place] = tail.label
+        if tail.label.block == ANYWHERE:
+            fault = "its label does not say where it belongs; another program has written it"
+            problems.append(shard.problem(fault, end, size, "none"))
+        needed = min(stored.shape[0] - shard.block * stored.shard[0], stored.shard[0])
+        if tail.label.rows < needed:
+            short = f"it holds {tail.label.rows} rows of the block, {needed} are committed"
+            problems.append(shard.problem(short, end, size))
+            return chunks
+        written_by_us = tail.label.block != ANYWHERE
+        if tail.label.rows > needed and shard.finished and written_by_us:
+            longer = (
+                f"it holds {tail.label.rows} rows of the block, {needed} are committed, in a run "
+                "that is complete: documents of an older state have come back"
+            )
+            problems.append(shard.problem(longer, end, size, "none"))
+    index = tail.index
+    found.bytes += form.tail_length
+    entries = [(int(offset), int(length)) for offset, length in index]
+    at = 0
+    for number in sorted(range(len(entries)), key=lambda number: entries[number]):
+        offset, length = entries[number]
+        if (offset, length) == (_ABSENT, _ABSENT):
+            problems.append(shard.problem(f"chunk {number} is not stored", end, size))
+            continue
+        if offset + length > end:
+            beyond = f"chunk {number} ends beyond the chunks"
+            problems.append(shard.problem(beyond, offset, offset + length))
+            continue
+        if offset != at:
+            fault = f"bytes of the shard belong to {'no chunk' if offset > at else 'two chunks'}"
+            problems.append(shard.problem(fault, min(at, offset), max(at, offset), "none"))
+        at = max(at, offset + length)
+        chunks.append(_Chunk(number=number, offset=offset, length=length))
+    unlabelled = LABEL if tail.label is None and form.runs is not None else 0
+    if at < end and end - at != unlabelled:  # a broken label is a problem already
+        problems.append(shard.problem("bytes of the shard belong to no chunk", at, end, "none"))
+    return chunks
+
+
+def _check_chunk(shard: _Shard, chunk: _Chunk, found: CheckedChunks) -> None:
+    found.chunks += 1
+    found.bytes += chunk.length
+    try:
+        data = _read_chunk(shard, chunk)
+        values = shard.stored.form.decoder.unpack(data)
+    except ObjectStoreError:
+        raise
+    except OSError as error:
+        message = f"cannot be read: {error}"
+        found.problems.append(shard.problem(message, chunk.offset, chunk.stop, "none"))
+    except (ValueError, RuntimeError) as error:
+        message = f"a broken chunk ({error})"
+        found.problems.append(shard.problem(message, chunk.offset, chunk.stop))
+    else:
+        if shard.label is not None:
+            shard.pieces[chunk.number] = hashlib.sha256(data).digest()
+        _check_values(shard, chunk, values, found)
+
+
+def _read_chunk(shard: _Shard, chunk: _Chunk) -> bytes:
+    data = shard.file.read(chunk.offset, chunk.length)
+    if len(data) != chunk.length:
+        raise ValueError("the file ends before it")
+    return data
+
+
+def _check_values(shard: _Shard, chunk: _Chunk, values: Array, found: CheckedChunks) -> None:
+    """Check values whose checksum fits."""
+    stored, native = shard.stored, shard.native
+    # Differences are of the native type by themselves.
+    widened = stored.chain.kind != "delta" and native.itemsize != stored.chain.itemsize
+    if widened and not is_native(values, native):
+        message = NOT_NATIVE.format(native.name)
+        found.problems.append(shard.problem(message, chunk.offset, chunk.stop, "none"))
+    elif stored.name == STEP.name:
+        first = shard.block * stored.shard[0] + chunk.number * stored.chunk[0]
+        if first < stored.shape[0]:
+            rows = stored.shape[0] - first
+            found.steps[first] = values.view(np.int64)[:rows].copy()
+    elif shard.block == 0:
+        row = _row0(stored, shard.part, chunk.number, values)
+        found.row0 += () if row is None else row0_notes(stored.name, row)
+
+
+def is_native(values: Array, native: NativeType) -> bool:
+    """Whether bits of float32 are all of a 16-bit type."""
+    if native.name == "bfloat16":
+        return is_bfloat16(values)
+    try:
+        narrow(values.view(np.float32), native)
+    except InvalidArgument:
+        return False
+    return True
+
+
+def _row0(stored: StoredArray, part: int, number: int, values: Array) -> Array | None:
+    """Values of the first row of the array in a chunk, without the padding."""
+    first, *at = (int(position) for position in np.unravel_index(number, stored.form.grid))
+    if first:
+        return None
+    if at:
+        at[0] += part * stored.form.grid[1]
+    chain = stored.chain
+    if chain.kind == "delta":
+        row = np.empty((1, *stored.chunk[1:]), f"u{chain.native.stored.itemsize}")
+        unfold(values[:1], chain.native, row)
+        row = row[0, ...]
+    else:
+        row = values[0, ...]
+    window = tuple(
+        slice(max(0, length - position * size))
+        for position, size, length in zip(at, stored.chunk[1:], stored.shape[1:], strict=True)
+    )
+    return row[window].view(chain.native.stored)
+
+
+def row0_notes(name: str, row: Array) -> Iterator[str]:
+    """Sentences on what the first row holds, where it is not as by convention before any step."""
+    kind = VARIABLES[name].row0
+    if kind == "nan" and not np.isnan(row).all():
+        yield f"{name} holds numbers in row 0, before any step; NaN is the convention"
+    elif kind == "zero" and row.any():
+        yield f"{name} is not 0 in row 0, before any step, as is the convention"
+
+
+def _check_digest(shard: _Shard, found: CheckedChunks) -> None:
+    """Hold all that is stored against what the label says, where none of it is missing."""
+    if shard.label is None or len(shard.pieces) < math.prod(shard.stored.form.grid):
+        return
+    digest = digest_of(shard.pieces[chunk] for chunk in sorted(shard.pieces))
+    found.digests[shard.place] = digest
+    if digest != shard.label.digest:
+        end = shard.file.size
+        message = "its chunks are not those that its label was written for"
+        found.problems.append(shard.problem(message, 0, end))
