@@ -46,6 +46,10 @@ fuzz: .venv  ## Import 100,000 damaged files; each is an error or a run, within 
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
 	TRAJSTORE_FUZZ=100000 $(BIN)/python -m pytest -q -n auto tests/property/test_exchange_fuzz.py
 
+.PHONY: objects
+objects: .venv  ## Record 1,000 steps of Gatsby to S3 on loopback, with faults, kill it, resume, verify
+	TRAJSTORE_OBJECTS=1000 $(BIN)/python -m pytest -q -s tests/integration/test_object_stores_story.py
+
 .PHONY: browser
 browser: .venv  ## Look at the page of `trajstore explore` in Chromium, as `chromium`
 	TRAJSTORE_BROWSER=1 $(BIN)/python -m pytest -q tests/integration/test_explore_page.py

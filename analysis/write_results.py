@@ -17,6 +17,7 @@ import xarray as xr
 from analysis.task_progress import Report, compute_all
 from trajstore.errors import InvalidArgument, MissingExtra, RunExists
 from trajstore.store.create import staged_folder
+from trajstore.store.remote_path import local_path
 from trajstore.version import __version__
 
 __all__ = ["ENDINGS", "describe", "write_result"]
@@ -124,7 +125,7 @@ def write_result(
     MissingExtra
         For NetCDF without h5netcdf.
     """
-    target = Path(path)
+    target = local_path(path)
     if target.suffix not in ENDINGS:
         raise InvalidArgument(
             f"cannot tell the format of {target} by its ending; expected {', '.join(ENDINGS)}"

@@ -26,6 +26,7 @@ from analysis.figures.figure import (
 )
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
 from trajstore.store.create import staged_file
+from trajstore.store.remote_path import local_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -217,7 +218,7 @@ def save(
     RunExists
         If the file is there, and `overwrite` is not set.
     """
-    target = Path(path)
+    target = local_path(path)
     check_target(target, dpi=dpi, overwrite=overwrite)
     with staged_file(target, overwrite=overwrite) as new:
         canvas.savefig(new, dpi=dpi, format=target.suffix[1:].lower())

@@ -25,7 +25,7 @@ from trajstore.errors import InvalidArgument, MissingExtra, RunExists, VariableN
 from trajstore.integrity.verify import verify
 from trajstore.store.create import staged_file
 from trajstore.store.open_run import open_run
-from trajstore.store.remote_path import Location, RunPath, location
+from trajstore.store.remote_path import Location, RunPath, local_path, location
 from trajstore.store.run_info import information
 from trajstore.version import __version__
 
@@ -68,7 +68,7 @@ def write_report(
         Without Jinja2 or matplotlib.
     """
     template = _template()
-    target = Path(path)
+    target = local_path(path)
     check_target(target, overwrite=overwrite)
     html = template.render(**_facts(location(run), check, report))
     with staged_file(target, overwrite=overwrite) as new:

@@ -102,6 +102,7 @@ def plot(
     from trajstore.exchange.selection import select_part
     from trajstore.formats.population_files import populations_from
     from trajstore.store.open_runs import run_paths
+    from trajstore.store.remote_path import local_path
 
     check_matplotlib()
     paths, kinds = runs_and_names(words, {*FIGURES, "all"})
@@ -109,7 +110,9 @@ def plot(
     paths = run_paths(paths)
     several = len(paths) > 1
     stem = "runs" if several else Path(paths[0].rstrip("/")).name.removesuffix(".zarr")
-    target = Path(output or f"{stem}-{figures[0].name if len(figures) == 1 else 'figures'}.png")
+    target = local_path(
+        output or f"{stem}-{figures[0].name if len(figures) == 1 else 'figures'}.png"
+    )
     check_target(target, dpi=dpi, overwrite=overwrite)
     if several and other is not None:
         raise InvalidArgument(f"got {len(paths)} runs, and another one with --with; leave it out")

@@ -24,6 +24,7 @@ from trajstore.exchange.recognition import Taken
 from trajstore.exchange.understanding import opened_file
 from trajstore.schema import STEP, room_for_examples
 from trajstore.store.create import staged_run
+from trajstore.store.remote_path import local_path
 from trajstore.store.writer import RunWriter
 from trajstore.threads import Progress
 from trajstore.values.native_types import STEP_TYPE
@@ -237,7 +238,7 @@ def import_file(
         options["encoding"] = encoding
     with ExitStack() as stack:
         held = stack.enter_context(opened_file(file, said, memory))
-        targets = [_target(Path(path), run.label) for run in held.runs]
+        targets = [_target(local_path(path), run.label) for run in held.runs]
         places = [
             stack.enter_context(staged_run(target, overwrite=overwrite)) for target in targets
         ]

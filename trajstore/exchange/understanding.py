@@ -17,6 +17,7 @@ from trajstore.exchange.layouts import LAYOUTS
 from trajstore.exchange.overrules import Overrules
 from trajstore.formats.open_file import open_file
 from trajstore.formats.safetensors import SafetensorsFile
+from trajstore.store.remote_path import local_path
 from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["opened_file", "understood"]
@@ -44,7 +45,7 @@ def opened_file(
     MissingExtra
         If its format needs a library that is not installed.
     """
-    with open_file(path, parse_bytes(memory)) as file:
+    with open_file(local_path(path), parse_bytes(memory)) as file:
         yield understood(file, said, parse_bytes(memory))
 
 

@@ -17,6 +17,7 @@ from trajstore.store.atomic import link_or_copy
 from trajstore.store.create import staged_run
 from trajstore.store.object_keys import CHECKPOINT, checkpoint_folder
 from trajstore.store.open_group import open_group
+from trajstore.store.remote_path import local_path
 from trajstore.store.tiled_reader import TiledRun, open_tiled
 from trajstore.store.zarr_json import CHANGING
 from trajstore.threads import Progress
@@ -153,7 +154,7 @@ def upgrade(
 def _paths(run: str | os.PathLike[str], new: str | os.PathLike[str]) -> tuple[Path, Path]:
     if "://" in os.fspath(run):
         raise InvalidArgument(f"cannot upgrade {run}: copy the run to a local folder first")
-    source, target = Path(run).absolute(), Path(new).absolute()
+    source, target = Path(run).absolute(), local_path(new).absolute()
     if source == target or (target.exists() and source.exists() and target.samefile(source)):
         raise InvalidArgument(f"{new} is the run itself; choose another path for the new run")
     return source, target

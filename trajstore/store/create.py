@@ -14,7 +14,7 @@ from trajstore.schema import COORDINATES, STEP, VARIABLES
 from trajstore.store.atomic import PARTIAL_SUFFIX, exchange, flush_folder, put, sweep
 from trajstore.store.lock import RunLock
 from trajstore.store.object_keys import DOCUMENT
-from trajstore.store.remote_path import Location, RemotePath, RunPath, location
+from trajstore.store.remote_path import Location, RemotePath, RunPath, local_path, location
 from trajstore.store.zarr_json import RunMetadata
 
 __all__ = [
@@ -192,7 +192,7 @@ def staged_file(target: str | os.PathLike[str], *, overwrite: bool = False) -> I
     RunExists
         If there is a folder, or a file and `overwrite` is not set.
     """
-    path = Path(target)
+    path = local_path(target)
     _check_file(path, overwrite=overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _beside(path)
@@ -218,7 +218,7 @@ def staged_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
     RunLocked
         If another process is making it.
     """
-    path = Path(target).absolute()
+    path = local_path(target).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = _beside(path)
     with _alone(path):

@@ -79,11 +79,7 @@ class RemoteLock:
                 continue
             owner = _owner(path)
             if not _is_dead(found, owner):
-                named = f"process {owner.get('process')} on {owner.get('host')}"
-                raise RunLocked(
-                    f"{run} is being written to by {named}, since {owner.get('started')}; wait for "
-                    f"it, or end it; {_DEAD.seconds} seconds after it has ended, its lock is void"
-                )
+                raise RunLocked(_refusal(run, found, owner))
             with suppress(FileExistsError):  # else another takes it over, too, and was faster
                 return cls(path, facts, path.write_bytes(_dump(facts), instead_of=found["e_tag"]))
 
@@ -146,6 +142,17 @@ def _is_dead(found: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
     if owner.get("host") == socket.gethostname() and not is_alive(int(owner.get("process", 0))):
         return True
     return bool(datetime.now(UTC) - found["last_modified"] > _DEAD)
+
+
+def _refusal(run: RemotePath, found: Mapping[str, Any], owner: Mapping[str, Any]) -> str:
+    """Who writes to a run, and how long that keeps others from it should it have ended."""
+    left = _DEAD - (datetime.now(UTC) - found["last_modified"])
+    return (
+        f"{run} is being written to by process {owner.get('process')} on {owner.get('host')}, "
+        f"since {owner.get('started')}; wait for it, or end it; if it has ended, its lock is void "
+        f"in {max(round(left.total_seconds()), 1)} seconds, or at once when you remove "
+        f"{lock_object(run)}"
+    )
 
 
 def _owner(path: RemotePath) -> dict[str, Any]:

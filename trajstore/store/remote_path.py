@@ -32,6 +32,7 @@ __all__ = [
     "RunPath",
     "key_within",
     "local_file",
+    "local_path",
     "location",
 ]
 
@@ -289,6 +290,23 @@ def location(path: RunPath) -> Location:
         raise InvalidArgument(f"{text} names no run; expected SCHEME://BUCKET/KEY")
     _obstore()
     return RemotePath(root, key)
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """A path of something that is no run.
+
+    Raises
+    ------
+    InvalidArgument
+        If it is an address.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        raise InvalidArgument(
+            f"cannot use {text}: runs can be at addresses, other files are read and written in "
+            "local folders; name one, and copy the file"
+        )
+    return Path(path)
 
 
 def key_within(path: Location, folder: Location) -> str:

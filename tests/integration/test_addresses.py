@@ -1,0 +1,94 @@
+"""No command takes an address for a folder: it works there, or says what to do instead."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from example_run import write_example_run
+from object_stores import copied
+
+from trajstore.cli.main import main
+
+pytest.importorskip("obstore")
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+RUN = "memory://commands/runs/run.zarr"
+OUT = "memory://commands/out"
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("here") / "here.zarr"
+    write_example_run(path)
+    copied(path, RUN)
+    np.save(path.with_name("dead_mask.npy"), np.arange(128) > 99)
+    return path
+
+
+@pytest.fixture
+def run(here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Result]:
+    monkeypatch.chdir(tmp_path)
+
+    def invoke(line: str) -> Result:
+        return CliRunner().invoke(main, shlex.split(line.format(here=here, run=RUN, out=OUT)))
+
+    return invoke
+
+
+@pytest.mark.parametrize(
+    ("line", "made"),
+    [
+        ("verify {run}", ()),
+        ("repair {run}", ()),
+        ("repair {run} --yes", ()),
+        ("report {run} --verify", ("run.html",)),
+        ("compare {run} {here}", ()),
+        ("export {run} -o a.safetensors", ("a.safetensors",)),
+    ],
+)
+def test_it_works_there(
+    run: Callable[[str], Result],
+    line: str,
+    made: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("analysis.report.page._drawn", lambda ds, report: ([], {}))  # takes long
+    result = run(line)
+    assert result.exit_code == 0, result.output
+    assert [path.name for path in tmp_path.iterdir()] == list(made)
+
+
+LOCAL = "read and written in local folders; name one"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("analyze {run} freeze -o {out}/freeze.zarr", LOCAL),
+        ("analyze {run} freeze -o {out}/freeze.csv", LOCAL),
+        ("plot {here} loss -o {out}/loss.png", LOCAL),
+        ("report {here} -o {out}/page.html", LOCAL),
+        ("export {here} -o {out}/a.safetensors", LOCAL),
+        ("export {here} -o {out}/a.zarr", "other runs are made in a local folder"),
+        ("import {out}/a.safetensors -o a.zarr", LOCAL),
+        ("upgrade {here} -o {out}/newer.zarr", LOCAL),
+        ("upgrade {run} -o newer.zarr", "copy the run to a local folder first"),
+        ("annotate {run} --masks {here}/../dead_mask.npy", "copy the run to a local folder first"),
+    ],
+)
+def test_it_says_what_to_do(
+    run: Callable[[str], Result], line: str, told: str, tmp_path: Path
+) -> None:
+    result = run(line)
+    assert result.exit_code == 2
+    assert told in " ".join(result.output.split())
+    assert "://" in result.output
+    assert not list(tmp_path.iterdir())

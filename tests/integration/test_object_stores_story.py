@@ -1,0 +1,98 @@
+"""A training that goes to S3, is watched and read meanwhile, killed, resumed and verified.
+
+It takes minutes: `make objects` runs it, with as many steps as `TRAJSTORE_OBJECTS` says.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import xarray as xr
+from object_stores import faulty, s3_server, to_s3
+
+from trajstore import open_run
+from trajstore.store.remote_path import RemotePath, location
+
+STEPS = int(os.environ.get("TRAJSTORE_OBJECTS", "0"))
+URL = "s3://bucket/runs/run.zarr"
+KINDS = ("500", "503", "cut", "lose", "slow")
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(not STEPS, reason="takes minutes: make objects"),
+]
+
+
+def command(*words: object) -> list[str]:
+    start = "from trajstore.cli.start import main; main()"
+    return [sys.executable, "-c", start, *map(str, words)]
+
+
+def recording(target: object) -> list[str]:
+    options = ("--preset", "gatsby", "--steps", STEPS, "--commit-every", 1)
+    return command("record", *options, "-o", target)
+
+
+def run(words: list[str]) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def rows_there(place: RemotePath, truth: xr.Dataset) -> int:
+    """Rows that plain xarray sees, by zarr's own way to a store; the last must be what it was."""
+    if not (place / "zarr.json").exists():
+        return 0
+    far = xr.open_zarr(place.zarr_store(), group=place.key, chunks=None)
+    if far.sizes["step"]:
+        xr.testing.assert_equal(far.W[-1].compute(), truth.W[far.sizes["step"] - 1].compute())
+    return far.sizes["step"]
+
+
+@pytest.mark.parametrize("faults", [False, True])
+def test_a_training_at_s3_survives_its_death(
+    tmp_path: Path, faults: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "run.zarr"
+    run(recording(here))
+    truth = open_run(here, chunks=None)
+
+    def fault(method: str, path: str, number: int) -> str | None:
+        return KINDS[number // 8 % len(KINDS)] if faults and number % 8 == 1 else None
+
+    with s3_server() as s3, faulty(s3, fault) as (address, seen), to_s3(address, monkeypatch):
+        place = location(URL)
+        assert isinstance(place, RemotePath)
+        recorder = subprocess.Popen(recording(URL), stderr=subprocess.DEVNULL)
+        watcher = subprocess.Popen(
+            command("watch", URL, "--interval", 1), stdout=subprocess.PIPE, text=True
+        )
+        looks, rows = 0, 0
+        try:
+            while rows < STEPS // 3:
+                assert recorder.poll() is None, "it ended before it was killed"
+                rows, looks = rows_there(place, truth), looks + 1
+                time.sleep(0.2)
+        finally:
+            recorder.kill()
+            recorder.wait()
+        lines = watcher.communicate()[0].splitlines()
+        assert watcher.returncode == 1, lines  # as nobody records it any more
+        killed = open_run(URL).sizes["step"]
+        assert STEPS // 3 <= killed <= STEPS
+        run(command("verify", URL))
+        run([*recording(URL), "--resume"])
+        told = run(command("verify", URL))
+        assert "sound" in told
+        far = open_run(URL)
+        assert far.attrs["status"] == "complete"
+        assert far.attrs["content_digest"] == truth.attrs["content_digest"]
+        print(
+            f"\nfaults {faults}: {looks} looks before the kill at {killed - 1} steps of {STEPS}, "
+            f"{len(lines)} lines of watch, {len(seen)} requests; {told.strip()}"
+        )
