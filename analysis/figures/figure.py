@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -232,25 +233,20 @@ class Figure:
         chosen = asked_for(options)
         self.check(chosen, other=other is not None, log=log)
         if "run" in ds.dims:
-            return self._draw_runs(ds, ax, chosen, other=other, style=style, log=log)
-        runs = [ds] if other is None else [ds, other]
+            groups, runs = self._groups(ds, other), each_run(ds)
+            draw, about = partial(self.draw_groups, groups=groups), described_runs(runs)
+        else:
+            runs = [ds] if other is None else [ds, other]
+            draw, about = partial(self.draw_all, runs=runs), " | ".join(map(described, runs))
         found = together([self.data(prepared(run, [self], chosen), chosen) for run in runs])
         with in_style(style):
             target = new_axes() if ax is None else ax
-            self.draw_all(target, found, runs, style=style, log=log)
-            target.set_title(f"{self.title}\n{' | '.join(map(described, runs))}", loc="left")
+            draw(target, found, style=style, log=log)
+            target.set_title(f"{self.title}\n{about}", loc="left")
         return target
 
-    def _draw_runs(
-        self,
-        ds: xr.Dataset,
-        ax: Axes | None,
-        options: Options,
-        *,
-        other: xr.Dataset | None,
-        style: str,
-        log: str | None,
-    ) -> Axes:
+    def _groups(self, ds: xr.Dataset, other: xr.Dataset | None) -> list[Group]:
+        """Groups of several runs, if this figure can show them in one axes."""
         groups = run_groups(ds)
         if other is not None or not self.averages or len(groups) > MOST_GROUPS:
             why = f"they have {len(groups)} settings" if self.averages else "it is not averaged"
@@ -259,13 +255,7 @@ class Figure:
                 f"{self.name} cannot show these runs in one axes, as {why}; choose one, "
                 "ds.isel(run=0), or draw them beside each other: trajstore plot RUN… KIND"
             )
-        runs = each_run(ds)
-        found = together([self.data(prepared(run, [self], options), options) for run in runs])
-        with in_style(style):
-            target = new_axes() if ax is None else ax
-            self.draw_groups(target, found, groups, style=style, log=log)
-            target.set_title(f"{self.title}\n{described_runs(runs)}", loc="left")
-        return target
+        return groups
 
     def check(self, options: Options, *, other: bool, log: str | None = None) -> None:
         """Refuse what this figure does not have.

@@ -1,12 +1,9 @@
 """`RunWriter`: rows in, blocks out, each with an atomic commit.
 
 The flow of one row: its arrays are copied once, into their place in the block buffer (by `append`,
-or by a caller that fills the places itself). A full block goes to the `BlockWriter`, which encodes
-and writes every array's shard behind the caller's back, while the next block is filled, if there is
-a buffer for it; then each array's metadata grows; then the root is replaced, which is the commit.
-When a block takes long to fill, the rows that it has are written and committed from time to time
-in the same way (`CommitTimer`), and what was written of it is replaced when it has grown. Whatever
-happens in between, a reader sees the rows of the last commit and nothing else.
+or by a caller that fills the places itself). What becomes of the blocks is told in
+`trajstore.store.block_commits`. Whatever happens in between, a reader sees the rows of the last
+commit and nothing else.
 
 A run that is there is opened for more rows with `resume`. What it holds past its last commit, or
 past the row it is cut to, is not read by anyone; it is written over, and removed at the end.
@@ -14,10 +11,7 @@ past the row it is cut to, is not read by anyone; it is written over, and remove
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,13 +26,10 @@ from trajstore.codec.block_label import new_identity
 from trajstore.errors import InvalidArgument, WriterClosed
 from trajstore.schema import STEP
 from trajstore.store.atomic import sweep
-from trajstore.store.block_buffers import BlockBuffers
+from trajstore.store.block_commits import BlockCommits
 from trajstore.store.block_plan import BLOCKS, Layout, plan
-from trajstore.store.block_writer import BlockWriter
-from trajstore.store.commit import Committer
-from trajstore.store.commit_timer import COMMIT_EVERY, CommitTimer, check_commit_every
+from trajstore.store.commit_timer import COMMIT_EVERY, check_commit_every
 from trajstore.store.create import check_target, create_folder, remove_folder
-from trajstore.store.fingerprint import Fingerprint
 from trajstore.store.lock import RunLock
 from trajstore.store.new_run import (
     check_variables,
@@ -48,8 +39,8 @@ from trajstore.store.new_run import (
 )
 from trajstore.store.remote_lock import RemoteLock
 from trajstore.store.remote_path import Location, RunPath
-from trajstore.store.resumed_run import ResumedRun, check_run, remove_past_end, resumed_run
-from trajstore.store.zarr_json import RunMetadata, Status
+from trajstore.store.resumed_run import check_run, remove_past_end, resumed_run
+from trajstore.store.zarr_json import Status
 from trajstore.values.native_types import as_bits
 
 __all__ = ["RunWriter"]
@@ -94,45 +85,43 @@ class RunWriter:
         self,
         path: Location,
         layout: Layout,
-        metadata: RunMetadata,
-        fingerprint: Fingerprint | None,
+        blocks: BlockCommits,
         lock: RunLock | RemoteLock,
         *,
-        commit_every: float | None,
-        fsync: bool,
+        is_new: bool,
     ) -> None:
         self.path = path
         self.layout = layout
-        self.rows = 0
         self.bytes_recorded = 0
+        self._blocks = blocks
         self._lock = lock
-        self._rows_lock = threading.Lock()  # the timer's thread asks how many there are
         self._last_step = -1
         self._given = 0  # rows whose places are with the caller
-        self._is_new = self._is_failed = False
+        self._is_new = is_new
         self._status: Status = "recording"
-        self._committer = Committer(path, metadata, fingerprint, fsync=fsync)
-        self._timer = self._made_timer(commit_every)
-        self._block_writer = BlockWriter(path, layout, self._commit, fsync=fsync)
-        self._buffers = BlockBuffers(layout, self._block_writer)
         self._row_bytes = sum(
             array.row_bytes for name, array in layout.arrays.items() if name != STEP.name
         )
 
     @property
+    def rows(self) -> int:
+        """Rows appended so far."""
+        return self._blocks.rows
+
+    @property
     def committed_rows(self) -> int:
         """Rows that readers see."""
-        return self._committer.rows
+        return self._blocks.committed_rows
 
     @property
     def bytes_written(self) -> int:
         """Bytes of the shards on disk."""
-        return self._block_writer.bytes_written
+        return self._blocks.bytes_written
 
     @property
     def seconds_waited(self) -> float:
         """How long `append` has waited for the disk, because all buffers were full."""
-        return self._buffers.seconds_waited
+        return self._blocks.seconds_waited
 
     @classmethod
     def create(
@@ -250,11 +239,11 @@ class RunWriter:
             create_folder(
                 path, metadata, chunks, fingerprint.attributes(), overwrite=overwrite, fsync=fsync
             )
-            run = cls(
-                path, layout, metadata, fingerprint, lock, commit_every=commit_every, fsync=fsync
+            blocks = BlockCommits(
+                path, layout, metadata, fingerprint, commit_every=commit_every, fsync=fsync
             )
-            run._is_new = True
-            run._begin()
+            run = cls(path, layout, blocks, lock, is_new=True)
+            blocks.start()
         except BaseException:
             lock.release()
             raise
@@ -302,17 +291,19 @@ class RunWriter:
         try:
             sweep(path)
             kept = resumed_run(path, rows, attributes=attributes, memory=memory, threads=threads)
-            run = cls(
+            blocks = BlockCommits(
                 path,
                 kept.layout,
                 kept.metadata,
                 kept.fingerprint,
-                lock,
                 commit_every=commit_every,
                 fsync=fsync,
             )
-            run._go_on(kept)
-            run._begin()
+            blocks.go_on(kept)
+            run = cls(path, kept.layout, blocks, lock, is_new=False)
+            run.bytes_recorded = kept.rows * run._row_bytes
+            run._last_step = kept.last_step()
+            blocks.start()
         except BaseException:
             lock.release()
             raise
@@ -343,12 +334,9 @@ class RunWriter:
             As `next_row`, for `commit_rows`.
         """
         self._check_open()
-        at = self.rows % self.layout.block_rows
-        if at == 0:
-            self._buffers.make_room()
-        self._given = min(most, self.layout.block_rows - at)
-        block = self._buffers.block(self.rows)
-        return {name: block[name][at : at + self._given] for name in block if name != STEP.name}
+        places = self._blocks.places(most)
+        self._given = len(places.pop(STEP.name))
+        return places
 
     def commit_row(self, step: int) -> None:
         """Take the row that `next_row` gave out, every variable filled, as the state after `step`.
@@ -376,15 +364,10 @@ class RunWriter:
             if step <= last:
                 raise InvalidArgument(f"got step {step} after step {last}; steps must increase")
             last = int(step)
-        at = self.rows % self.layout.block_rows
-        self._buffers.block(self.rows)[STEP.name][at : at + len(steps)] = steps
+        self._blocks.take(steps)
         self._last_step = last
         self._given = 0
         self.bytes_recorded += self._row_bytes * len(steps)
-        with self._rows_lock:
-            self.rows += len(steps)
-            if len(steps) and self.rows % self.layout.block_rows == 0:
-                self._buffers.hand_over(self.rows)
 
     def stretches(
         self, steps: npt.NDArray[np.integer[Any]], most: int | None = None
@@ -453,26 +436,7 @@ class RunWriter:
         OSError
             If a block could not be written; what was committed before stays.
         """
-        if self._status != "recording":
-            return
-        if self._timer is not None:
-            self._timer.stop()
-        self._status = status
-        try:
-            self._buffers.finish(self.rows, status)
-            remove_past_end(self.path, self.layout, self.rows)
-        except BaseException:
-            self._status = "interrupted"
-            if self._block_writer.failure is not None:
-                # The status is worth a try; the failure that is being raised matters more.
-                with contextlib.suppress(OSError):
-                    self._committer.commit((self.committed_rows, "interrupted"))
-            raise
-        finally:
-            try:
-                self._buffers.close()
-            finally:
-                self._end()
+        self._close(status)
 
     def __enter__(self) -> Self:
         return self
@@ -484,74 +448,39 @@ class RunWriter:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            self._is_failed = kind is not None
-            self.close("complete" if kind is None else "interrupted")
+            if kind is None:
+                self._close("complete")
+            else:
+                self._close("interrupted", remove_empty=self._is_new)
         except BaseException as failure:
             if failure is not error:  # which is on its way already
                 raise
 
-    def _end(self) -> None:
-        """Let go of the run; one that has come to no row goes with it, if its caller failed.
+    def _close(self, status: Status, *, remove_empty: bool = False) -> None:
+        """As `close`; a run that has come to no row is removed, if so wanted.
 
         So a first row that was refused leaves no run that the next try would have to overwrite.
         """
-        with self._lock:
-            if self._is_failed and self._is_new and not self.rows and self._lock.is_held():
-                remove_folder(self.path)
+        if self._status != "recording":
+            return
+        self._blocks.stop()
+        self._status = status
+        try:
+            self._blocks.finish(status)
+            remove_past_end(self.path, self.layout, self.rows)
+        except BaseException:
+            self._status = "interrupted"
+            self._blocks.give_up()
+            raise
+        finally:
+            try:
+                self._blocks.close()
+            finally:
+                with self._lock:  # lets go of it
+                    if remove_empty and not self.rows and self._lock.is_held():
+                        remove_folder(self.path)
 
     def _check_open(self) -> None:
         if self._status != "recording":
             raise WriterClosed(f"{self.path} is closed as {self._status}")
-        self._buffers.check()
-
-    def _go_on(self, kept: ResumedRun) -> None:
-        """Have the rows that are kept behind those to come, and cut the run to them."""
-        self.rows = kept.rows
-        self.bytes_recorded = kept.rows * self._row_bytes
-        self._last_step = kept.last_step()
-        block = self._buffers.block(kept.rows)
-        self._block_writer.bytes_written += kept.load(block)
-        unfinished = kept.rows % self.layout.block_rows
-        last = None
-        if unfinished and self.layout.runs is not None:
-            last = (unfinished, kept.digest_of_unfinished())
-        self._committer.cut(kept.rows, last)
-
-    def _begin(self) -> None:
-        if self._timer is not None:
-            self._timer.start()
-
-    def _made_timer(self, every: float | None) -> CommitTimer | None:
-        if every is None:
-            return None
-        method = weakref.WeakMethod(self._commit_unfinished)
-
-        def commit() -> bool | None:
-            bound = method()  # weak: a writer that was dropped without being closed may go
-            return None if bound is None else bound()
-
-        return CommitTimer(every, commit)
-
-    def _commit_unfinished(self) -> bool:
-        """Begin to commit the rows of the unfinished block; False if something is being written.
-
-        Called by the timer, in its thread. What goes wrong is raised by the next `append`.
-        """
-        try:
-            with self._rows_lock:
-                # First of all: of what is being written, nobody knows yet whether it is committed.
-                if not self._block_writer.idle:
-                    return False
-                if self._block_writer.failure is None and self.rows > self.committed_rows:
-                    self._buffers.commit_unfinished(self.rows)
-        except BaseException as error:
-            self._block_writer.failure = error
-        return True
-
-    def _commit(self, change: tuple[int, Status], block: tuple[int, bytes] | None) -> None:
-        """Have readers see so many rows, which are written; in the writing thread."""
-        self._committer.commit(change, block)
-        if self._timer is not None:
-            rows, status = change
-            unfinished = rows % self.layout.block_rows != 0 and status == "recording"
-            self._timer.committed(by_time=unfinished)
+        self._blocks.check()
