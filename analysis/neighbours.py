@@ -39,6 +39,8 @@ _AT_ONCE = 8
 _FEW = 64
 # Distances that are held at a time.
 _DISTANCES = 1 << 23
+# Pairs of vectors that make a task worth its place in dask's list: rows of few tokens go together.
+_PAIRS_OF_A_TASK = 1 << 24
 
 _RECORD = [
     ("vertices", "i8", "distinct vectors"),
@@ -60,9 +62,15 @@ def _chosen_rows(history: Scan, steps: Sequence[int] | int | None) -> Numbers:
 
 
 def _whole_rows(history: Scan, blocks: da.Array, rows: Numbers) -> da.Array:
-    """These rows, one a block, all tokens together."""
+    """These rows, all tokens together, as few of a block at a time as make work for a task."""
     chosen = blocks if rows.size == history.rows else blocks[rows]
-    return chosen.rechunk({0: 1, 1: -1})
+    most = max(1, _PAIRS_OF_A_TASK // max(1, chosen.shape[1]) ** 2)
+    parts = [
+        min(most, size - start)
+        for size in chosen.chunks[0]
+        for start in range(0, max(size, 1), most)
+    ]
+    return chosen.rechunk({0: tuple(parts), 1: -1})
 
 
 def _scipy() -> tuple[Any, Any]:
