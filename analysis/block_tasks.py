@@ -25,6 +25,9 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 
+# Pairs of vectors that make a task worth its place in dask's list: rows of few tokens go together.
+_PAIRS_OF_A_TASK = 1 << 24
+
 
 def over_hidden(
     kernel: Callable[..., Array], *arrays: da.Array, dtype: npt.DTypeLike, **options: Any
@@ -73,9 +76,16 @@ def shared(values: Array) -> Any:
 
 
 def whole_rows(blocks: da.Array, rows: npt.NDArray[np.int64]) -> da.Array:
-    """These rows, one a block, all tokens together."""
+    """These rows, all tokens together, as few of a block at a time as make work for a task."""
     every = np.array_equal(rows, np.arange(len(blocks)))
-    return (blocks if every else blocks[rows]).rechunk({0: 1, 1: -1})
+    chosen = blocks if every else blocks[rows]
+    most = max(1, _PAIRS_OF_A_TASK // max(1, chosen.shape[1]) ** 2)
+    parts = [
+        min(most, size - start)
+        for size in chosen.chunks[0]
+        for start in range(0, max(size, 1), most)
+    ]
+    return chosen.rechunk({0: tuple(parts), 1: -1})
 
 
 def rows_before(blocks: da.Array, first: da.Array | None = None) -> da.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import dask.array as da
@@ -22,6 +23,9 @@ __all__ = ["build_inertia", "build_pca", "build_scores", "inertia", "pca"]
 
 Array = npt.NDArray[Any]
 Wide = npt.NDArray[np.float64]
+
+# Scatters of rows that are made by one task, and wait to be added up.
+_SCATTER_BYTES = 8 << 20
 
 
 def _scatter(vectors: Array) -> tuple[Wide, Wide]:
@@ -56,36 +60,44 @@ def _ranks(spectrum: Wide) -> tuple[float, float]:
     return float(np.exp(-(filled * np.log(filled)).sum())), float(1 / np.square(share).sum())
 
 
-def _gather(
-    state: tuple[int, Wide, Wide] | None, chunks: list[Array], members: Array
-) -> tuple[int, Wide, Wide]:
-    """Number, mean and scatter of all finite vectors so far, with those of a block of rows.
-
-    One row after the other, so that the sums do not depend on the blocks.
-    """
-    hidden = chunks[0].shape[-1]
-    count, mean, scatter = state or (0, np.zeros(hidden), np.zeros((hidden, hidden)))
+def _scatters(chunks: list[Array], members: Array) -> list[tuple[int, Wide, Wide]]:
+    """Number, mean and scatter of the finite vectors of each row."""
+    result = []
     with np.errstate(invalid="ignore", over="ignore"):
         for row in range(len(chunks[0])):
             vectors = np.concatenate([chunk[row] for chunk in chunks])[members]
             vectors = vectors[np.isfinite(vectors).all(1)]
-            if not len(vectors):
-                continue
-            centre, own = _scatter(vectors)
-            total = count + len(vectors)
-            way = centre - mean
-            # Chan, Golub and LeVeque, 1983: pairwise combination of sums of squares.
-            scatter = scatter + own + np.outer(way, way) * (count * len(vectors) / total)
-            mean = mean + way * (len(vectors) / total)
-            count = total
-    return count, mean, scatter
+            if len(vectors):
+                result.append((len(vectors), *_scatter(vectors)))
+    return result
 
 
-def _axes_of(state: tuple[int, Wide, Wide]) -> Wide:
+def _gather(
+    state: tuple[int, Wide, Wide] | None, rows: list[tuple[int, Wide, Wide]]
+) -> tuple[int, Wide, Wide] | None:
+    """Number, mean and scatter of all vectors so far, with those of some rows; None of none.
+
+    One row after the other, so that the sums do not depend on the blocks.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        for own in rows:
+            state = own if state is None else _both(state, own)
+    return state
+
+
+def _both(one: tuple[int, Wide, Wide], other: tuple[int, Wide, Wide]) -> tuple[int, Wide, Wide]:
+    """Pairwise combination of sums of squares: Chan, Golub and LeVeque, 1983."""
+    total = one[0] + other[0]
+    way = other[1] - one[1]
+    scatter = one[2] + other[2] + np.outer(way, way) * (one[0] * other[0] / total)
+    return total, one[1] + way * (other[0] / total), scatter
+
+
+def _axes_of(state: tuple[int, Wide, Wide] | None, hidden: int) -> Wide:
     """Mean, spectrum and axes, (2 + hidden, hidden)."""
+    if state is None:
+        return np.full((2 + hidden, hidden), np.nan)
     count, mean, scatter = state
-    if not count:
-        return np.full((2 + mean.size, mean.size), np.nan)
     spectrum, axes = _principal(scatter / count)
     return np.concatenate([mean[None], spectrum[None], axes])
 
@@ -184,9 +196,11 @@ def build_pca(
     _, (group,) = chosen_populations(history.ds, population)
     made = fold_rows(
         blocks[_rows_of_basis(history, basis)],
+        _scatters,
         _gather,
-        _axes_of,
+        functools.partial(_axes_of, hidden=hidden),
         (2 + hidden, hidden),
+        most=max(1, _SCATTER_BYTES // (8 * hidden**2)),
         members=np.nonzero(group)[0],
     )
     if first is not None:

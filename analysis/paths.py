@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import dask.array as da
@@ -28,27 +29,51 @@ Array = npt.NDArray[Any]
 Wide = npt.NDArray[np.float64]
 
 
-def _walk(state: Any, block: Array, window: int) -> tuple[int, Array, Array, list[Wide]]:
-    """Rows so far, the last one, that at which the window began, and both lengths per window."""
-    rows, before, start, done = state or (0, block[0], block[0], [])
+@dataclass(frozen=True)
+class _Stretch:
+    """A block of rows: the way into each, (row, token), and the rows at which a window ends."""
+
+    first: int
+    ways: Wide
+    ends: dict[int, Array]
+
+
+def _measure_ways(first: int, block: Array, boundary: Array, window: int, last: int) -> _Stretch:
+    ways = np.empty(block.shape[:2])
+    ends = {}
+    before = boundary[0]
+    with np.errstate(invalid="ignore", over="ignore"):
+        for row, vectors in enumerate(block, first):
+            ways[row - first] = vector_norm(np.subtract(vectors, before, dtype=np.float64))
+            if row % window == 0 or row == last:
+                ends[row] = vectors.copy()
+            before = vectors
+    return _Stretch(first, ways, ends)
+
+
+def _walk(state: Any, stretch: _Stretch, window: int, last: int) -> tuple[Array, list[Wide]]:
+    """Row at which the window began, and displacement and path of each, (2, token)."""
+    start, done = state or (stretch.ends[0], [])
     done = list(done)
     with np.errstate(invalid="ignore", over="ignore"):
-        for row in block:
-            if rows:
-                if (rows - 1) % window == 0:
-                    start = before.copy()
-                    done.append(np.zeros((2, len(row))))
-                way = vector_norm(np.subtract(row, before, dtype=np.float64))
-                come = vector_norm(np.subtract(row, start, dtype=np.float64))
-                done[-1] = np.stack([come, done[-1][1] + way])
-            rows, before = rows + 1, row
-    return rows, before.copy(), start.copy(), done
+        for row, way in enumerate(stretch.ways, stretch.first):
+            if row == 0:
+                continue
+            if (row - 1) % window == 0:
+                done.append(np.zeros((2, len(way))))
+            come, path = done[-1]
+            if row in stretch.ends:
+                end = stretch.ends[row]
+                come = vector_norm(np.subtract(end, start, dtype=np.float64))
+                start = end
+            done[-1] = np.stack([come, path + way])
+    return start, done
 
 
-def _walked(state: tuple[int, Array, Array, list[Wide]]) -> Wide:
+def _walked(state: tuple[Array, list[Wide]]) -> Wide:
     """Displacement and path of each window, (2, window, token)."""
-    _, before, _, done = state
-    return np.stack(done, 1) if done else np.empty((2, 0, len(before)))
+    start, done = state
+    return np.stack(done, 1) if done else np.empty((2, 0, len(start)))
 
 
 def path_efficiency(ds: xr.Dataset, window: int | None = None) -> xr.Dataset:
@@ -90,7 +115,15 @@ def build_path_efficiency(history: Scan, window: int | None = None) -> xr.Datase
     steps, ways = history.steps, max(history.rows - 1, 1)
     length = window or ways
     starts = np.arange(0, history.rows - 1, length)
-    both = fold_tokens([history.blocks("W")], _walk, _walked, (2, len(starts)), window=length)
+    both = fold_tokens(
+        [history.blocks("W"), history.boundaries("W")],
+        _walk,
+        _walked,
+        (2, len(starts)),
+        _measure_ways,
+        window=length,
+        last=history.rows - 1,
+    )
     ends = np.minimum(starts + length, history.rows - 1)
     coords = {"window": steps[ends], "window_start": ("window", steps[starts])}
 

@@ -26,43 +26,59 @@ def _end(finish: Callable[[Any], Array], state: Any) -> Array:
 
 def fold_rows(
     blocks: da.Array,
-    kernel: Callable[..., Any],
+    measure: Callable[..., Any],
+    kernel: Callable[[Any, Any], Any],
     finish: Callable[[Any], Array],
     shape: tuple[int, ...],
+    most: int,
     **options: Any,
 ) -> da.Array:
     """One result from all rows, whole ones, in their order.
 
+    The work is in `measure`, which needs no row but its own, so that every worker has some: those
+    without would read ahead of the state, and hold what they read.
+
     Parameters
     ----------
     blocks : dask Array, (step, token, hidden), hidden whole, with at least one block
+    measure : callable
+        From the chunks of some rows of a block, a list along token, to what the state needs.
     kernel : callable
-        From the state so far (None at first) and the chunks of a block of rows, a list along token,
-        to the next state.
+        From the state so far (None at first) and that to the next state.
     finish : callable
         From the last state to the result, float64.
     shape : tuple of int
         Of the result.
+    most : int
+        Rows that are measured at a time.
     **options
-        Passed to `kernel`.
+        Passed to `measure`.
 
     Returns
     -------
     dask Array, float64, of one chunk
     """
-    name = f"fold-{tokenize(blocks.name, kernel, finish, options)}"
-    state = f"state-{name}"
+    name = f"fold-{tokenize(blocks.name, measure, kernel, finish, shape, most, options)}"
     shared = f"options-{name}"  # once, and not with each task
     tasks: dict[Any, Any] = {shared: options}
     last: Any = None
-    for number in range(blocks.numblocks[0]):
+    for number, rows in enumerate(blocks.chunks[0]):
         chunks = [(blocks.name, number, at, 0) for at in range(blocks.numblocks[1])]
-        tasks[state, number] = (_step, kernel, last, shared, chunks)
-        last = (state, number)
+        for start in range(0, max(rows, 1), most):
+            part = (number, start)
+            tasks["measured-" + name, *part] = (_measure, measure, shared, chunks, start, most)
+            tasks["state-" + name, *part] = (kernel, last, ("measured-" + name, *part))
+            last = ("state-" + name, *part)
     result = (name, *(0 for _ in shape))
     tasks[result] = (_end, finish, last)
     graph = HighLevelGraph.from_collections(name, tasks, [blocks])
     return da.Array(graph, name, tuple((size,) for size in shape), dtype=np.float64)
+
+
+def _measure(
+    measure: Callable[..., Any], options: dict[str, Any], chunks: list[Array], start: int, most: int
+) -> Any:
+    return measure([chunk[start : start + most] for chunk in chunks], **options)
 
 
 def fold_tokens(
@@ -70,6 +86,7 @@ def fold_tokens(
     kernel: Callable[..., Any],
     finish: Callable[[Any], Array],
     facts: tuple[int, ...],
+    measure: Callable[..., Any] | None = None,
     **options: Any,
 ) -> da.Array:
     """Facts about each token from all rows, in their order.
@@ -77,29 +94,40 @@ def fold_tokens(
     Parameters
     ----------
     sources : list of dask Array, (step, token, …)
-        Of the same chunks along step and token, whole along the rest; at least one block.
+        Of as many chunks along step, and the same ones along token; whole along the rest; at least
+        one block.
     kernel : callable
-        From the state so far (None at first) and a block of each source to the next state.
+        From the state so far (None at first) and a block of each source, or what `measure` makes of
+        them, to the next state.
     finish : callable
         From the last state to the result, float64 (*facts, token).
     facts : tuple of int
         Sizes of the dimensions of the result before that of the tokens.
+    measure : callable, optional
+        Of the number of the first row of a block and a block of each source: what takes long and
+        needs no state, as for `fold_rows`.
     **options
-        Passed to `kernel`.
+        Passed to `kernel` and `measure`.
 
     Returns
     -------
     dask Array, float64 (*facts, token), chunked along token as the sources
     """
-    name = f"fold-{tokenize([source.name for source in sources], kernel, finish, options)}"
+    names = [source.name for source in sources]
+    name = f"fold-{tokenize(names, kernel, finish, measure, options)}"
     state = f"state-{name}"
     shared = f"options-{name}"  # once, and not with each task
     tasks: dict[Any, Any] = {shared: options}
     rows, pieces = sources[0].numblocks[:2]
+    firsts = np.cumsum((0, *sources[0].chunks[0])).tolist()
     for at in range(pieces):
         last: Any = None
         for number in range(rows):
             blocks = [(s.name, number, at, *(0 for _ in s.shape[2:])) for s in sources]
+            if measure is not None:
+                measured = ("measured-" + name, number, at)
+                tasks[measured] = (_step, measure, firsts[number], shared, *blocks)
+                blocks = [measured]
             tasks[state, number, at] = (_step, kernel, last, shared, *blocks)
             last = (state, number, at)
         tasks[(name, *(0 for _ in facts), at)] = (_end, finish, last)
