@@ -54,6 +54,9 @@ class Recurrence:
     rule : MomentRule
     gradient : dask Array, (step, token, hidden)
         What the moments take in; in smaller chunks than `grad` where those are large.
+    read : dask Array, (step, token, hidden)
+        The same, in the chunks of `grad` where nothing has to be done to it: who takes parts of
+        those, one after the other, copies none.
     taken : ndarray of bool, (step)
         Rows that are an optimizer step after the row before; not the first, nor skipped ones.
     """
@@ -61,6 +64,7 @@ class Recurrence:
     history: Scan
     rule: MomentRule
     gradient: da.Array
+    read: da.Array
     taken: npt.NDArray[np.bool_]
 
     @classmethod
@@ -83,15 +87,16 @@ class Recurrence:
         taken[0] = False
         clip = np.asarray(ds["clip_coef"].values)
         _require_known_factors(clip, taken, history.steps, question)
-        by_step, by_token, by_hidden = history.blocks("grad").chunks
+        read = history.blocks("grad")
+        by_step, by_token, by_hidden = read.chunks
         chunks = (by_step, _split(by_token, max(by_step) * sum(by_hidden)), by_hidden)
-        gradient = history.blocks("grad").rechunk(chunks)
+        gradient = read.rechunk(chunks)
         if rule.coupled_decay or rule.maximize or (clip[taken] != 1).any():
             before: tuple[da.Array, ...] = ()
             if rule.coupled_decay:
                 before = _with_rows_before(history, "W", chunks)
             dtype = np.dtype(np.float64) if rule.coupled_decay else gradient.dtype
-            gradient = da.map_blocks(
+            gradient = read = da.map_blocks(
                 _gradient_kernel,
                 gradient,
                 per_row(gradient, clip),
@@ -101,7 +106,7 @@ class Recurrence:
                 dtype=dtype,
                 meta=np.empty((0, 0, 0), dtype),
             )
-        return cls(history=history, rule=rule, gradient=gradient, taken=taken)
+        return cls(history=history, rule=rule, gradient=gradient, read=read, taken=taken)
 
     def steps_taken(self, question: str) -> npt.NDArray[np.int64]:
         """Optimizer steps taken until each row, as they count in the bias correction.
@@ -134,7 +139,7 @@ class Recurrence:
         joins with what is asked of them: of a sum, no block is held but the one at hand.
         """
         begun = self._begun()
-        taken = da.from_array(self.taken, chunks=(self.gradient.chunks[0],))
+        taken = da.from_array(self.taken, chunks=(self.read.chunks[0],))
         return {
             moment: da.blockwise(
                 _rest_kernel, "sth", begun, "sth", taken, "s",
@@ -146,23 +151,23 @@ class Recurrence:
 
     def _begun(self) -> da.Array:
         """Of pieces of each block the gradients, and both moments before: arrays of `Begun`."""
-        by_step, by_token, by_hidden = self.gradient.chunks
-        first = [self.first(moment) for moment in MOMENTS]
+        by_step, by_token, by_hidden = self.read.chunks
+        first = [self.first(moment).rechunk({1: by_token}) for moment in MOMENTS]
         parts = list(_pieces(by_token, len(MOMENTS) * max(by_step) * sum(by_hidden)))
-        token = tokenize(self.gradient.name, *(row.name for row in first), self.taken, self.rule)
+        token = tokenize(self.read.name, *(row.name for row in first), self.taken, self.rule)
         name = f"moments-before-{token}"
         made: dict[Any, Any] = {}
         for at, (block, part) in enumerate(parts):
             rows = [(row.name, 0, block, 0) for row in first]
-            made[name, 0, at, 0] = (_begin, (self.gradient.name, 0, block, 0), part, rows)
+            made[name, 0, at, 0] = (_begin, (self.read.name, 0, block, 0), part, rows)
             start = 0
             for number, length in enumerate(by_step[:-1]):
                 taken = self.taken[start : start + length]
-                gradient = (self.gradient.name, number + 1, block, 0)
+                gradient = (self.read.name, number + 1, block, 0)
                 before = (name, number, at, 0)
                 made[name, number + 1, at, 0] = (_go_on, gradient, part, before, taken, self.rule)
                 start += length
-        graph = HighLevelGraph.from_collections(name, made, [self.gradient, *first])
+        graph = HighLevelGraph.from_collections(name, made, [self.read, *first])
         chunks = (by_step, tuple(part.stop - part.start for _, part in parts), by_hidden)
         return da.Array(graph, name, chunks, meta=np.empty((0, 0, 0)))
 
