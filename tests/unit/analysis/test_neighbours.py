@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import builtins
 import math
+import os
 
 import numpy as np
 import pytest
@@ -80,7 +81,7 @@ def graph_by_hand(W: np.ndarray, names: np.ndarray, k: int) -> tuple[dict, dict[
     return facts, told
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "8")), deadline=None)
 @given(near_histories(), st.integers(1, 2))
 def test_adjacency(ds: xr.Dataset, k: int) -> None:
     whole = analysis.adjacency(ds, k).compute(scheduler="sync")
@@ -117,7 +118,7 @@ NUMBERS = st.integers(-4, 4).flatmap(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "40")), deadline=None)
 @given(
     arrays(np.int64, st.tuples(st.integers(1, 12), st.integers(1, 10)), elements=NUMBERS),
     st.sampled_from([1, 2, 31, 40, 255, 9000, 70_000]),
@@ -142,7 +143,7 @@ def distances_by_hand(W: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(nearest), nearest, np.nan)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "15")), deadline=None)
 @given(near_histories())
 def test_nearest_distance(ds: xr.Dataset) -> None:
     for population, members in {"dead": ds.is_dead.values, "all": ds.is_dead.values | True}.items():
