@@ -12,7 +12,8 @@ memory with them.
 ``notebook`` is how it was done before: load the tensors from a safetensors file (page cache warm)
 and compute on all of them with torch. ``read`` only decodes the chunks, which is the floor. With
 ``--store`` also the sums of both exact moments, which aim at three times the time of the sum of
-``grad``. With ``--quantities`` only these, all their variables summed, beside reading W.
+``grad``. With ``--quantities`` only these, all their variables summed, beside reading W; options
+follow a name, as in ``"adjacency steps=0,100,200"``.
 """
 
 from __future__ import annotations
@@ -133,7 +134,8 @@ def in_trajstore(path: Path, question: str) -> None:
     elif question == "all three":
         analysis.compute(ds, ["grad_norms", "freeze", "regimes"]).compute()
     elif question.startswith("sum of "):
-        analysis.compute(ds, [question.removeprefix("sum of ")]).sum().compute()
+        name, *options = question.removeprefix("sum of ").split()
+        analysis.answer(ds, [name], options).sum().compute()
     else:
         analysis.compute(ds, [question]).compute()
 

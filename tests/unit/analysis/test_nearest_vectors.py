@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ def distances_by_hand(W: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(nearest), nearest, np.nan)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "15")), deadline=None)
 @given(near_histories())
 def test_nearest_distance(ds: xr.Dataset) -> None:
     for population, members in {"dead": ds.is_dead.values, "all": ds.is_dead.values | True}.items():

@@ -11,10 +11,10 @@ import xarray as xr
 
 torch = pytest.importorskip("torch")
 from list_recorder import VOCAB, TinyModel, batches  # noqa: E402
-from small_trainings import TEXT, small_config  # noqa: E402
+from small_trainings import TEXT, small_config, stop_after  # noqa: E402
 
 import analysis  # noqa: E402
-from trainers import capture, plan, record  # noqa: E402
+from trainers import capture, fork, plan, record  # noqa: E402
 from trajstore import InvalidArgument, export, import_file, open_run, verify  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -110,6 +110,28 @@ def test_those_of_a_configuration(tmp_path: Path) -> None:
     assert plan(config).files == sum(file.is_file() for file in path.rglob("*"))
     with pytest.raises(InvalidArgument, match="expected NAME=EXPRESSION or NAME=FILE"):
         plan(config.with_values(['recording.populations=["rare"]']))
+
+
+def test_those_of_a_configuration_come_along_to_forks_and_past_seams(tmp_path: Path) -> None:
+    text, ids = tmp_path / "text.txt", tmp_path / "ids.txt"
+    text.write_bytes(TEXT)
+    ids.write_text("65\n66\n")
+    given = ["rare=0 < token_count < 3", f"capitals={ids}"]
+    config = small_config(["gatsby"], 'recording.record=["weights"]', steps=8)
+    config = config.with_values([f"recording.populations={given}"])
+    whole = record(config, tmp_path / "whole.zarr", corpus=text)
+    half = record(config, tmp_path / "half.zarr", corpus=text, stop=stop_after(4))
+    forked = fork(half, tmp_path / "forked.zarr", at=4, corpus=text)
+    record(config, half, corpus=text, resume=True)
+    expected = open_run(whole).load()
+    assert expected.is_capitals.sum() == 2
+    for path in (forked, half):
+        xr.testing.assert_equal(open_run(path).load(), expected)
+        assert not verify(path).problems
+    ids.write_text("65\n67\n")
+    with pytest.raises(InvalidArgument, match="populations: is_capitals are not as in"):
+        fork(half, tmp_path / "other.zarr", at=4, corpus=text)
+    assert not (tmp_path / "other.zarr").exists()
 
 
 def test_damaged_masks_are_seen(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from list_recorder import Lists, TinyModel, batches  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from trainers import TrajectoryCallback  # noqa: E402
-from trajstore import RecordingError, RunExists  # noqa: E402
+from trajstore import RecordingError, RunExists, verify  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -98,6 +98,37 @@ def test_every_row(dtype: Any, accumulation: int, tmp_path: Path) -> None:
     assert ds.lr.values[1] == 0.01
     assert ds.attrs["optimizer"]["schedule"]["max_grad_norm"] == 0.3
     json.dumps(ds.attrs)
+
+
+def test_all_parameters_of_somebody_elses_training(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(1)
+    config = GPT2Config(
+        vocab_size=17, n_positions=8, n_embd=8, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    )
+    model = GPT2LMHeadModel(config)
+    path = tmp_path / "run.zarr"
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "out"), max_steps=4, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, use_cpu=True, save_strategy="no", report_to="none",
+        disable_tqdm=True, logging_strategy="no", dataloader_pin_memory=False,
+        learning_rate=0.01, max_grad_norm=0.1,
+    )  # fmt: skip
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    callback = TrajectoryCallback(path, record="model")
+    Trainer(model=model, args=arguments, train_dataset=examples(9), callbacks=[callback]).train()
+    ds = xr.open_zarr(path).load()
+    names = [name for name, _ in model.named_parameters()]  # the head is tied
+    assert ds.parameter.values.tolist() == names
+    for row, parameters in ((0, before), (-1, model.parameters())):
+        norms = [parameter.detach().norm().item() for parameter in parameters]
+        np.testing.assert_allclose(ds.param_norm[row], norms, rtol=1e-6)
+    raw = np.linalg.norm(ds.param_grad_norm.values[1:].astype(np.float64), axis=1)
+    np.testing.assert_allclose(raw, ds.grad_norm.values[1:], rtol=1e-5)  # what was clipped
+    assert (ds.param_update_norm.values[1:] > 0).all()
+    assert (ds.param_update_lost.values[1:] < 1).all()
+    assert not verify(path).problems
 
 
 def test_the_loss_of_a_causal_model_counts_all_micro_batches(tmp_path: Path) -> None:
