@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -38,7 +40,7 @@ from trajstore.store.block_writer import BlockWriter
 from trajstore.store.commit import Committer
 from trajstore.store.commit_timer import COMMIT_EVERY, CommitTimer, check_commit_every
 from trajstore.store.create import check_target, create_folder, remove_folder
-from trajstore.store.fingerprint import Fingerprint
+from trajstore.store.fingerprint import Fingerprint, block_digest
 from trajstore.store.lock import RunLock
 from trajstore.store.new_run import (
     check_variables,
@@ -46,9 +48,13 @@ from trajstore.store.new_run import (
     parameter_coordinate,
     token_coordinates,
 )
+from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.remote_lock import RemoteLock
-from trajstore.store.remote_path import Location, RunPath
+from trajstore.store.remote_path import Location, RunPath, location
 from trajstore.store.resumed_run import ResumedRun, check_run, remove_past_end, resumed_run
+from trajstore.store.shared_commits import SharedCommits, Written
+from trajstore.store.shared_plan import plan_shared
+from trajstore.store.token_share import TokenShare, together
 from trajstore.store.zarr_json import RunMetadata, Status
 from trajstore.values.native_types import as_bits
 
@@ -94,15 +100,16 @@ class RunWriter:
         self,
         path: Location,
         layout: Layout,
-        metadata: RunMetadata,
+        metadata: RunMetadata | None,
         fingerprint: Fingerprint | None,
-        lock: RunLock | RemoteLock,
+        lock: RunLock | RemoteLock | None,
         *,
         commit_every: float | None,
         fsync: bool,
+        share: TokenShare | None = None,
     ) -> None:
         self.path = path
-        self.layout = layout
+        self.layout = layout if share is None else share.of_layout(layout)
         self.rows = 0
         self.bytes_recorded = 0
         self._lock = lock
@@ -111,18 +118,30 @@ class RunWriter:
         self._given = 0  # rows whose places are with the caller
         self._is_new = self._is_failed = False
         self._status: Status = "recording"
-        self._committer = Committer(path, metadata, fingerprint, fsync=fsync)
-        self._timer = self._made_timer(commit_every)
-        self._block_writer = BlockWriter(path, layout, self._commit, fsync=fsync)
-        self._buffers = BlockBuffers(layout, self._block_writer)
+        self._committer = (
+            None if metadata is None else Committer(path, metadata, fingerprint, fsync=fsync)
+        )
+        self._shared = None if share is None else SharedCommits(share, self._committer)
+        # Not by time where others write, too: they would have to stop at the same row.
+        self._timer = self._made_timer(commit_every if share is None else None)
+        self._block_writer = BlockWriter(
+            path,
+            self.layout,
+            self._commit,
+            fsync=fsync,
+            on_failure=None if self._shared is None else self._shared.fail,
+        )
+        self._buffers = BlockBuffers(self.layout, self._block_writer)
         self._row_bytes = sum(
-            array.row_bytes for name, array in layout.arrays.items() if name != STEP.name
+            array.row_bytes for name, array in self.layout.arrays.items() if name != STEP.name
         )
 
     @property
     def committed_rows(self) -> int:
         """Rows that readers see."""
-        return self._committer.rows
+        commits = self._committer or self._shared
+        assert commits is not None
+        return commits.rows
 
     @property
     def bytes_written(self) -> int:
@@ -159,6 +178,7 @@ class RunWriter:
         overwrite: bool = False,
         commit_every: float | None = COMMIT_EVERY,
         fsync: bool = False,
+        share: TokenShare | None = None,
     ) -> Self:
         """Make an empty run.
 
@@ -206,9 +226,14 @@ class RunWriter:
             a fifth of that time, it is done less often.
         fsync : bool
             Have every commit survive a loss of power, not only the death of the process.
+        share : TokenShare, optional
+            Of the tokens, where several processes write the run, all of which call this; rows then
+            hold the tokens of this one. `memory` is that of each. Only whole blocks are committed.
 
         Raises
         ------
+        RecordingError
+            If another process that shares in the run cannot begin it.
         RunExists
             If something is at `path`.
         RunLocked
@@ -217,48 +242,89 @@ class RunWriter:
             If an argument is impossible.
         """
         check_commit_every(commit_every)
-        path = check_target(path, overwrite=overwrite)
-        coordinates = token_coordinates(
-            token, populations, is_dead=is_dead, token_count=token_count, token_text=token_text
-        )
-        check_variables(variables)
-        coordinates |= parameter_coordinate(parameter, variables)
-        layout = plan(
-            variables,
-            tokens=np.size(coordinates["token"]),
-            hidden=hidden,
-            examples=examples,
-            positions=positions,
-            parameters=np.size(coordinates.get("parameter", "")),
-            memory=parse_bytes(memory),
-            block_rows=block_rows,
-            encoding=encoding,
-            threads=threads,
-            buffers=buffers,
-        )
-        layout = replace(layout, runs=((0, new_identity()),))
-        metadata, chunks = new_run(
-            layout, coordinates, encoding=encoding, config=config, attributes=attributes
-        )
-        if isinstance(path, Path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        lock = RunLock.acquire(path)
-        try:
-            sweep(path)
-            digests = {key: hashlib.sha256(data).digest() for key, data in chunks.items()}
-            fingerprint = metadata.fingerprint(digests, layout.block_rows)
-            create_folder(
-                path, metadata, chunks, fingerprint.attributes(), overwrite=overwrite, fsync=fsync
+        if share is not None and not share.is_first:
+            return cls._joined(path, share, fsync=fsync)
+        with together(share):
+            path = check_target(path, overwrite=overwrite)
+            coordinates = token_coordinates(
+                token, populations, is_dead=is_dead, token_count=token_count, token_text=token_text
             )
-            run = cls(
-                path, layout, metadata, fingerprint, lock, commit_every=commit_every, fsync=fsync
+            check_variables(variables)
+            coordinates |= parameter_coordinate(parameter, variables)
+            planned = partial(plan if share is None else partial(plan_shared, share), variables)
+            layout = planned(
+                tokens=np.size(coordinates["token"]),
+                hidden=hidden,
+                examples=examples,
+                positions=positions,
+                parameters=np.size(coordinates.get("parameter", "")),
+                memory=parse_bytes(memory),
+                block_rows=block_rows,
+                encoding=encoding,
+                threads=threads,
+                buffers=buffers,
             )
-            run._is_new = True
-            run._begin()
-        except BaseException:
-            lock.release()
-            raise
+            layout = replace(layout, runs=((0, new_identity()),))
+            metadata, chunks = new_run(
+                layout, coordinates, encoding=encoding, config=config, attributes=attributes
+            )
+            if isinstance(path, Path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            lock = RunLock.acquire(path)
+            try:
+                sweep(path)
+                digests = {key: hashlib.sha256(data).digest() for key, data in chunks.items()}
+                fingerprint = metadata.fingerprint(digests, layout.block_rows)
+                create_folder(
+                    path,
+                    metadata,
+                    chunks,
+                    fingerprint.attributes(),
+                    overwrite=overwrite,
+                    fsync=fsync,
+                )
+                run = cls(
+                    path,
+                    layout,
+                    metadata,
+                    fingerprint,
+                    lock,
+                    commit_every=commit_every,
+                    fsync=fsync,
+                    share=share,
+                )
+                run._is_new = True
+                run._begin()
+            except BaseException:
+                lock.release()
+                raise
+        if share is not None:
+            run._welcome(share, layout)
         return run
+
+    @classmethod
+    def _joined(cls, path: RunPath, share: TokenShare, *, fsync: bool) -> Self:
+        """In another process than the first: its part of the run that the first has made."""
+        with together(share):
+            pass  # or it could not be made
+        layout: Layout = share.exchange(None)[0]
+        with together(share):
+            place = location(path).absolute()
+            _check_seen(place, layout)
+            return cls(place, layout, None, None, None, commit_every=None, fsync=fsync, share=share)
+
+    def _welcome(self, share: TokenShare, layout: Layout) -> None:
+        """In the first process: tell the others of the run, and see that they have found it."""
+        try:
+            share.exchange(layout)
+            with together(share):
+                pass
+        except BaseException:
+            self._status = "interrupted"
+            self._is_failed = True
+            self._buffers.close()
+            self._end()
+            raise
 
     @classmethod
     def resume(
@@ -271,6 +337,7 @@ class RunWriter:
         threads: int | None = None,
         commit_every: float | None = COMMIT_EVERY,
         fsync: bool = False,
+        share: TokenShare | None = None,
     ) -> Self:
         """Open a run for more rows, as they were of the same kind: after its last commit, or cut.
 
@@ -284,7 +351,7 @@ class RunWriter:
             Keep so many; all that are committed without it.
         attributes : mapping, optional
             Attributes of the root that take the place of those it has, such as ``config``.
-        memory, threads, commit_every, fsync
+        memory, threads, commit_every, fsync, share
             As for `create`. The blocks stay as large as they are, and `memory` holds two of them.
 
         Raises
@@ -294,27 +361,45 @@ class RunWriter:
         RunLocked
             If another process writes to it.
         InvalidArgument
-            If `rows` are not there, or `memory` does not hold its blocks.
+            If `rows` are not there, `memory` does not hold its blocks, or they cannot be shared
+            by so many processes.
+        RecordingError
+            If another process that shares in the run cannot go on with it.
         """
         check_commit_every(commit_every)
-        path = check_run(path)
-        lock = RunLock.acquire(path)
+        commits = share is None or share.is_first
+        lock = None
         try:
-            sweep(path)
-            kept = resumed_run(path, rows, attributes=attributes, memory=memory, threads=threads)
-            run = cls(
-                path,
-                kept.layout,
-                kept.metadata,
-                kept.fingerprint,
-                lock,
-                commit_every=commit_every,
-                fsync=fsync,
-            )
-            run._go_on(kept)
+            with together(share):
+                path = check_run(path)
+                if commits:
+                    lock = RunLock.acquire(path)
+                    sweep(path)
+                kept = resumed_run(
+                    path,
+                    rows,
+                    attributes=attributes,
+                    memory=memory,
+                    threads=threads,
+                    share=share,
+                )
+                run = cls(
+                    path,
+                    kept.layout,
+                    kept.metadata if commits else None,
+                    kept.fingerprint,
+                    lock,
+                    commit_every=commit_every,
+                    fsync=fsync,
+                    share=share,
+                )
+                run._take_up(kept)
+            with together(share):
+                run._cut(kept)
             run._begin()
         except BaseException:
-            lock.release()
+            if lock is not None:
+                lock.release()
             raise
         return run
 
@@ -377,7 +462,9 @@ class RunWriter:
                 raise InvalidArgument(f"got step {step} after step {last}; steps must increase")
             last = int(step)
         at = self.rows % self.layout.block_rows
-        self._buffers.block(self.rows)[STEP.name][at : at + len(steps)] = steps
+        block = self._buffers.block(self.rows)
+        if STEP.name in block:  # or another process writes it
+            block[STEP.name][at : at + len(steps)] = steps
         self._last_step = last
         self._given = 0
         self.bytes_recorded += self._row_bytes * len(steps)
@@ -460,10 +547,11 @@ class RunWriter:
         self._status = status
         try:
             self._buffers.finish(self.rows, status)
-            remove_past_end(self.path, self.layout, self.rows)
+            if self._committer is not None:
+                remove_past_end(self.path, self.layout, self.rows)
         except BaseException:
             self._status = "interrupted"
-            if self._block_writer.failure is not None:
+            if self._block_writer.failure is not None and self._committer is not None:
                 # The status is worth a try; the failure that is being raised matters more.
                 with contextlib.suppress(OSError):
                     self._committer.commit((self.committed_rows, "interrupted"))
@@ -495,6 +583,8 @@ class RunWriter:
 
         So a first row that was refused leaves no run that the next try would have to overwrite.
         """
+        if self._lock is None:
+            return
         with self._lock:
             if self._is_failed and self._is_new and not self.rows and self._lock.is_held():
                 remove_folder(self.path)
@@ -504,13 +594,19 @@ class RunWriter:
             raise WriterClosed(f"{self.path} is closed as {self._status}")
         self._buffers.check()
 
-    def _go_on(self, kept: ResumedRun) -> None:
-        """Have the rows that are kept behind those to come, and cut the run to them."""
+    def _take_up(self, kept: ResumedRun) -> None:
+        """Have the rows that are kept behind those to come; the run is as it was."""
         self.rows = kept.rows
         self.bytes_recorded = kept.rows * self._row_bytes
         self._last_step = kept.last_step()
-        block = self._buffers.block(kept.rows)
-        self._block_writer.bytes_written += kept.load(block)
+        self._block_writer.bytes_written += kept.load(self._buffers.block(kept.rows))
+
+    def _cut(self, kept: ResumedRun) -> None:
+        """Cut the run to the rows that are kept."""
+        if self._shared is not None:
+            self._shared.rows = kept.rows
+        if self._committer is None:
+            return
         unfinished = kept.rows % self.layout.block_rows
         last = None
         if unfinished and self.layout.runs is not None:
@@ -548,10 +644,32 @@ class RunWriter:
             self._block_writer.failure = error
         return True
 
-    def _commit(self, change: tuple[int, Status], block: tuple[int, bytes] | None) -> None:
+    def _commit(self, change: tuple[int, Status], written: Written | None) -> None:
         """Have readers see so many rows, which are written; in the writing thread."""
-        self._committer.commit(change, block)
+        if self._shared is not None:
+            self._shared.commit(change, written)
+            return
+        assert self._committer is not None
+        self._committer.commit(change, written and (written[0], block_digest(written[1])))
         if self._timer is not None:
             rows, status = change
             unfinished = rows % self.layout.block_rows != 0 and status == "recording"
             self._timer.committed(by_time=unfinished)
+
+
+def _check_seen(path: Location, layout: Layout) -> None:
+    """Insist that this process sees the run that the first one has made.
+
+    Raises
+    ------
+    InvalidArgument
+        If it does not.
+    """
+    found = None
+    with contextlib.suppress(OSError):
+        found = json.loads((path / DOCUMENT).read_bytes())["attributes"]["runs"]
+    if found != [list(entry) for entry in layout.runs or ()]:
+        raise InvalidArgument(
+            f"{path} is not what the first process has made there; processes that record one run "
+            "together need a folder that all of them see, or an object store"
+        )
