@@ -25,7 +25,8 @@ from analysis.moments import exact_moments
 from analysis.motion import acceleration, speed, velocity
 from analysis.motion_memory import autocorrelation
 from analysis.named_populations import with_populations
-from analysis.neighbours import adjacency, nearest_distance
+from analysis.near_cells import adjacency
+from analysis.nearest_vectors import nearest_distance
 from analysis.norms import displacement, grad_norms
 from analysis.paths import path_efficiency, radial_tangential
 from analysis.projections import projection

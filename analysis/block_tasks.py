@@ -12,7 +12,16 @@ import numpy as np
 import numpy.typing as npt
 from dask.tokenize import tokenize
 
-__all__ = ["in_turn", "last_row", "over_hidden", "per_row", "rows_before", "shared", "waiting"]
+__all__ = [
+    "in_turn",
+    "last_row",
+    "over_hidden",
+    "per_row",
+    "rows_before",
+    "shared",
+    "waiting",
+    "whole_rows",
+]
 
 Array = npt.NDArray[Any]
 
@@ -61,6 +70,12 @@ def shared(values: Array) -> Any:
     For a keyword of `dask.array.map_blocks` or `dask.array.blockwise`.
     """
     return dask.delayed(values, name=f"shared-{tokenize(values)}", traverse=False)
+
+
+def whole_rows(blocks: da.Array, rows: npt.NDArray[np.int64]) -> da.Array:
+    """These rows, one a block, all tokens together."""
+    every = np.array_equal(rows, np.arange(len(blocks)))
+    return (blocks if every else blocks[rows]).rechunk({0: 1, 1: -1})
 
 
 def rows_before(blocks: da.Array, first: da.Array | None = None) -> da.Array:

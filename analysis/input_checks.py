@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xarray as xr
 
 from analysis.recorded_changes import hold_only_changes
@@ -13,7 +14,7 @@ from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.schema import TIERS
 from trajstore.store.fork_provenance import steps_of_another_optimizer
 
-__all__ = ["optimizer_of", "row_of_step", "variables"]
+__all__ = ["optimizer_of", "row_of_step", "rows_of_steps", "variables"]
 
 
 def variables(ds: xr.Dataset, *names: str) -> None:
@@ -87,3 +88,16 @@ def row_of_step(ds: xr.Dataset, step: int) -> int:
         f"step {step} is not in the run"
         + (f"; the nearest recorded ones are {nearest}" if nearest else ", which has no rows")
     )
+
+
+def rows_of_steps(ds: xr.Dataset, steps: Sequence[int] | int | None) -> npt.NDArray[np.int64]:
+    """Rows of these steps, or all of them.
+
+    Raises
+    ------
+    StepNotFound
+        If one of the steps was not recorded.
+    """
+    if steps is None:
+        return np.arange(ds.sizes["step"])
+    return np.array([row_of_step(ds, step) for step in np.atleast_1d(steps).tolist()], np.int64)

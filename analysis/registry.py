@@ -32,7 +32,8 @@ from analysis.moment_ratios import build_moment_error
 from analysis.moments import build_exact_moments
 from analysis.motion import build_acceleration, build_speed, build_velocity
 from analysis.motion_memory import build_autocorrelation
-from analysis.neighbours import build_adjacency, build_nearest_distance
+from analysis.near_cells import build_adjacency
+from analysis.nearest_vectors import build_nearest_distance
 from analysis.norms import build_displacement, build_grad_norms
 from analysis.paths import build_path_efficiency, build_radial_tangential
 from analysis.projections import build_projection

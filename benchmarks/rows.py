@@ -49,7 +49,7 @@ def tiny(path: Path, rows: int) -> list[str]:
             run.append(step=rows + extra, W=values)
             if run.rows % run.layout.block_rows == 0:
                 start = time.perf_counter()
-                run._buffers.finish(run.rows, "recording")
+                run._blocks.finish("recording")
                 commits.append(time.perf_counter() - start)
     size = (path / "zarr.json").stat().st_size
     return [

@@ -32,22 +32,22 @@ class StillTimer(CommitTimer):
     @classmethod
     def install(cls, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have every writer that is made from now on take it."""
-        monkeypatch.setattr("trajstore.store.writer.CommitTimer", cls)
+        monkeypatch.setattr("trajstore.store.block_commits.CommitTimer", cls)
 
     @classmethod
     def of(cls, writer: RunWriter) -> StillTimer:
         """That of a writer."""
-        timer: Any = writer._timer
+        timer: Any = writer._blocks._timer
         assert isinstance(timer, cls)
         return timer
 
 
 def commit_now(writer: RunWriter) -> None:
     """Have what is there committed as the timer does, and wait for that."""
-    pending = writer._block_writer._last
+    pending = writer._blocks._block_writer._last
     if pending is not None:
         pending.result()
-    assert writer._commit_unfinished()
-    pending = writer._block_writer._last
+    assert writer._blocks._commit_unfinished()
+    pending = writer._blocks._block_writer._last
     if pending is not None:
         pending.result()

@@ -111,7 +111,7 @@ class History(RuleBasedStateMachine):
                 self.writer.append(step=self.writer.rows, **row(self.writer.rows))
                 if by_time:  # each when the one before is done, or chance decides what is moved
                     self._settle()
-                    self.writer._commit_unfinished()
+                    self.writer._blocks._commit_unfinished()
                     self._settle()
             self.most = max(self.most, self.writer.rows)
             self.writer.close("interrupted")
@@ -130,7 +130,7 @@ class History(RuleBasedStateMachine):
 
     def _settle(self) -> None:
         assert self.writer is not None
-        if (last := self.writer._block_writer._last) is not None:
+        if (last := self.writer._blocks._block_writer._last) is not None:
             wait([last])
 
     @precondition(lambda self: self.writer is None and self.least > 0)

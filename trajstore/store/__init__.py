@@ -1,15 +1,16 @@
 """A run on disk: planning, writing, committing, locking and reading it.
 
 Where one step's array goes: ``writer`` copies it to its place in a block, as ``block_plan`` has
-laid it out, in the memory of ``block_buffers``. Of a full block ``block_writer`` has the chunks
-encoded, joins them to a ``shard`` an array, and puts that in place (``atomic``) under its name
-(``object_keys``). Then ``commit`` replaces the documents (``zarr_json``), the root last, with the
-``fingerprint`` of all that is there; from then on readers see the row. ``commit_timer`` has that
-done with a block that is not full, too. ``open_run`` opens the run (``open_group``) as an
-``xarray_engine``, if its arrays pass ``schema_check``, with ``block_view`` where they are not
-stored by the codec of blocks. ``array_reader`` reads native bits past zarr, for writers that go on,
-for verify, and in tiles (``tiled_reader``) for exporters; ``run_info`` says what there is;
-``open_runs`` opens many in one Dataset.
+laid it out, in the memory of ``block_buffers``. ``block_commits`` sees to what becomes of the
+blocks: of a full one ``block_writer`` has the chunks encoded, joins them to a ``shard`` an array,
+and puts that in place (``atomic``) under its name (``object_keys``). Then ``commit`` replaces the
+documents (``zarr_json``), the root last, with the ``fingerprint`` of all that is there; from then
+on readers see the row. ``commit_timer`` has that done with a block that is not full, too.
+``open_run`` opens the run (``open_group``) as an ``xarray_engine``, if its arrays pass
+``schema_check``, with ``block_view`` where they are not stored by the codec of blocks.
+``array_reader`` reads native bits past zarr, for writers that go on, for verify, and in tiles
+(``tiled_reader``) for exporters; ``run_info`` says what there is; ``open_runs`` opens many in one
+Dataset.
 
 Before the first row, ``new_run`` makes what a run begins with, and ``create`` its folder;
 ``resumed_run`` says what of a run that is there is kept, and ``branched_run`` makes another of its

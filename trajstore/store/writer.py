@@ -1,12 +1,9 @@
 """`RunWriter`: rows in, blocks out, each with an atomic commit.
 
 The flow of one row: its arrays are copied once, into their place in the block buffer (by `append`,
-or by a caller that fills the places itself). A full block goes to the `BlockWriter`, which encodes
-and writes every array's shard behind the caller's back, while the next block is filled, if there is
-a buffer for it; then each array's metadata grows; then the root is replaced, which is the commit.
-When a block takes long to fill, the rows that it has are written and committed from time to time
-in the same way (`CommitTimer`), and what was written of it is replaced when it has grown. Whatever
-happens in between, a reader sees the rows of the last commit and nothing else.
+or by a caller that fills the places itself). What becomes of the blocks is told in
+`trajstore.store.block_commits`. Whatever happens in between, a reader sees the rows of the last
+commit and nothing else.
 
 A run that is there is opened for more rows with `resume`. What it holds past its last commit, or
 past the row it is cut to, is not read by anyone; it is written over, and removed at the end.
@@ -17,8 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,13 +29,10 @@ from trajstore.codec.block_label import new_identity
 from trajstore.errors import InvalidArgument, WriterClosed
 from trajstore.schema import STEP
 from trajstore.store.atomic import sweep
-from trajstore.store.block_buffers import BlockBuffers
+from trajstore.store.block_commits import BlockCommits
 from trajstore.store.block_plan import BLOCKS, Layout, plan
-from trajstore.store.block_writer import BlockWriter
-from trajstore.store.commit import Committer
-from trajstore.store.commit_timer import COMMIT_EVERY, CommitTimer, check_commit_every
+from trajstore.store.commit_timer import COMMIT_EVERY, check_commit_every
 from trajstore.store.create import check_target, create_folder, remove_folder
-from trajstore.store.fingerprint import Fingerprint, block_digest
 from trajstore.store.lock import RunLock
 from trajstore.store.new_run import (
     check_variables,
@@ -51,11 +43,10 @@ from trajstore.store.new_run import (
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.remote_lock import RemoteLock
 from trajstore.store.remote_path import Location, RunPath, location
-from trajstore.store.resumed_run import ResumedRun, check_run, remove_past_end, resumed_run
-from trajstore.store.shared_commits import SharedCommits, Written
+from trajstore.store.resumed_run import check_run, remove_past_end, resumed_run
 from trajstore.store.shared_plan import plan_shared
 from trajstore.store.token_share import TokenShare, together
-from trajstore.store.zarr_json import RunMetadata, Status
+from trajstore.store.zarr_json import Status
 from trajstore.values.native_types import as_bits
 
 __all__ = ["RunWriter"]
@@ -100,58 +91,43 @@ class RunWriter:
         self,
         path: Location,
         layout: Layout,
-        metadata: RunMetadata | None,
-        fingerprint: Fingerprint | None,
+        blocks: BlockCommits,
         lock: RunLock | RemoteLock | None,
         *,
-        commit_every: float | None,
-        fsync: bool,
-        share: TokenShare | None = None,
+        is_new: bool,
     ) -> None:
         self.path = path
-        self.layout = layout if share is None else share.of_layout(layout)
-        self.rows = 0
+        self.layout = layout
         self.bytes_recorded = 0
+        self._blocks = blocks
         self._lock = lock
-        self._rows_lock = threading.Lock()  # the timer's thread asks how many there are
         self._last_step = -1
         self._given = 0  # rows whose places are with the caller
-        self._is_new = self._is_failed = False
+        self._is_new = is_new
         self._status: Status = "recording"
-        self._committer = (
-            None if metadata is None else Committer(path, metadata, fingerprint, fsync=fsync)
-        )
-        self._shared = None if share is None else SharedCommits(share, self._committer)
-        # Not by time where others write, too: they would have to stop at the same row.
-        self._timer = self._made_timer(commit_every if share is None else None)
-        self._block_writer = BlockWriter(
-            path,
-            self.layout,
-            self._commit,
-            fsync=fsync,
-            on_failure=None if self._shared is None else self._shared.fail,
-        )
-        self._buffers = BlockBuffers(self.layout, self._block_writer)
         self._row_bytes = sum(
-            array.row_bytes for name, array in self.layout.arrays.items() if name != STEP.name
+            array.row_bytes for name, array in layout.arrays.items() if name != STEP.name
         )
+
+    @property
+    def rows(self) -> int:
+        """Rows appended so far."""
+        return self._blocks.rows
 
     @property
     def committed_rows(self) -> int:
         """Rows that readers see."""
-        commits = self._committer or self._shared
-        assert commits is not None
-        return commits.rows
+        return self._blocks.committed_rows
 
     @property
     def bytes_written(self) -> int:
         """Bytes of the shards on disk."""
-        return self._block_writer.bytes_written
+        return self._blocks.bytes_written
 
     @property
     def seconds_waited(self) -> float:
         """How long `append` has waited for the disk, because all buffers were full."""
-        return self._buffers.seconds_waited
+        return self._blocks.seconds_waited
 
     @classmethod
     def create(
@@ -251,8 +227,9 @@ class RunWriter:
             )
             check_variables(variables)
             coordinates |= parameter_coordinate(parameter, variables)
-            planned = partial(plan if share is None else partial(plan_shared, share), variables)
+            planned = plan if share is None else partial(plan_shared, share)
             layout = planned(
+                variables,
                 tokens=np.size(coordinates["token"]),
                 hidden=hidden,
                 examples=examples,
@@ -265,6 +242,7 @@ class RunWriter:
                 buffers=buffers,
             )
             layout = replace(layout, runs=((0, new_identity()),))
+            own = layout if share is None else share.of_layout(layout)
             metadata, chunks = new_run(
                 layout, coordinates, encoding=encoding, config=config, attributes=attributes
             )
@@ -283,18 +261,17 @@ class RunWriter:
                     overwrite=overwrite,
                     fsync=fsync,
                 )
-                run = cls(
+                blocks = BlockCommits(
                     path,
-                    layout,
+                    own,
                     metadata,
                     fingerprint,
-                    lock,
                     commit_every=commit_every,
                     fsync=fsync,
                     share=share,
                 )
-                run._is_new = True
-                run._begin()
+                run = cls(path, own, blocks, lock, is_new=True)
+                blocks.start()
             except BaseException:
                 lock.release()
                 raise
@@ -311,7 +288,11 @@ class RunWriter:
         with together(share):
             place = location(path).absolute()
             _check_seen(place, layout)
-            return cls(place, layout, None, None, None, commit_every=None, fsync=fsync, share=share)
+            own = share.of_layout(layout)
+            blocks = BlockCommits(
+                place, own, None, None, commit_every=None, fsync=fsync, share=share
+            )
+            return cls(place, own, blocks, None, is_new=False)
 
     def _welcome(self, share: TokenShare, layout: Layout) -> None:
         """In the first process: tell the others of the run, and see that they have found it."""
@@ -320,10 +301,7 @@ class RunWriter:
             with together(share):
                 pass
         except BaseException:
-            self._status = "interrupted"
-            self._is_failed = True
-            self._buffers.close()
-            self._end()
+            self._let_go(remove_empty=True)
             raise
 
     @classmethod
@@ -376,27 +354,26 @@ class RunWriter:
                     lock = RunLock.acquire(path)
                     sweep(path)
                 kept = resumed_run(
-                    path,
-                    rows,
-                    attributes=attributes,
-                    memory=memory,
-                    threads=threads,
-                    share=share,
+                    path, rows, attributes=attributes, memory=memory, threads=threads, share=share
                 )
-                run = cls(
+                own = kept.layout if share is None else share.of_layout(kept.layout)
+                blocks = BlockCommits(
                     path,
-                    kept.layout,
+                    own,
                     kept.metadata if commits else None,
                     kept.fingerprint,
-                    lock,
                     commit_every=commit_every,
                     fsync=fsync,
                     share=share,
                 )
-                run._take_up(kept)
+                blocks.take_up(kept)
+                last_step = kept.last_step()
             with together(share):
-                run._cut(kept)
-            run._begin()
+                blocks.cut(kept)
+            run = cls(path, own, blocks, lock, is_new=False)
+            run.bytes_recorded = kept.rows * run._row_bytes
+            run._last_step = last_step
+            blocks.start()
         except BaseException:
             if lock is not None:
                 lock.release()
@@ -428,12 +405,10 @@ class RunWriter:
             As `next_row`, for `commit_rows`.
         """
         self._check_open()
-        at = self.rows % self.layout.block_rows
-        if at == 0:
-            self._buffers.make_room()
-        self._given = min(most, self.layout.block_rows - at)
-        block = self._buffers.block(self.rows)
-        return {name: block[name][at : at + self._given] for name in block if name != STEP.name}
+        places = self._blocks.places(most)
+        self._given = len(next(iter(places.values())))
+        places.pop(STEP.name, None)  # which not every process has that shares in a run
+        return places
 
     def commit_row(self, step: int) -> None:
         """Take the row that `next_row` gave out, every variable filled, as the state after `step`.
@@ -461,17 +436,10 @@ class RunWriter:
             if step <= last:
                 raise InvalidArgument(f"got step {step} after step {last}; steps must increase")
             last = int(step)
-        at = self.rows % self.layout.block_rows
-        block = self._buffers.block(self.rows)
-        if STEP.name in block:  # or another process writes it
-            block[STEP.name][at : at + len(steps)] = steps
+        self._blocks.take(steps)
         self._last_step = last
         self._given = 0
         self.bytes_recorded += self._row_bytes * len(steps)
-        with self._rows_lock:
-            self.rows += len(steps)
-            if len(steps) and self.rows % self.layout.block_rows == 0:
-                self._buffers.hand_over(self.rows)
 
     def stretches(
         self, steps: npt.NDArray[np.integer[Any]], most: int | None = None
@@ -540,27 +508,7 @@ class RunWriter:
         OSError
             If a block could not be written; what was committed before stays.
         """
-        if self._status != "recording":
-            return
-        if self._timer is not None:
-            self._timer.stop()
-        self._status = status
-        try:
-            self._buffers.finish(self.rows, status)
-            if self._committer is not None:
-                remove_past_end(self.path, self.layout, self.rows)
-        except BaseException:
-            self._status = "interrupted"
-            if self._block_writer.failure is not None and self._committer is not None:
-                # The status is worth a try; the failure that is being raised matters more.
-                with contextlib.suppress(OSError):
-                    self._committer.commit((self.committed_rows, "interrupted"))
-            raise
-        finally:
-            try:
-                self._buffers.close()
-            finally:
-                self._end()
+        self._close(status)
 
     def __enter__(self) -> Self:
         return self
@@ -572,89 +520,48 @@ class RunWriter:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            self._is_failed = kind is not None
-            self.close("complete" if kind is None else "interrupted")
+            if kind is None:
+                self._close("complete")
+            else:
+                self._close("interrupted", remove_empty=self._is_new)
         except BaseException as failure:
             if failure is not error:  # which is on its way already
                 raise
 
-    def _end(self) -> None:
-        """Let go of the run; one that has come to no row goes with it, if its caller failed.
+    def _close(self, status: Status, *, remove_empty: bool = False) -> None:
+        """As `close`; a run that has come to no row is removed, if so wanted.
 
         So a first row that was refused leaves no run that the next try would have to overwrite.
         """
-        if self._lock is None:
+        if self._status != "recording":
             return
-        with self._lock:
-            if self._is_failed and self._is_new and not self.rows and self._lock.is_held():
-                remove_folder(self.path)
+        self._blocks.stop()
+        self._status = status
+        try:
+            self._blocks.finish(status)
+            if self._blocks.commits:
+                remove_past_end(self.path, self.layout, self.rows)
+        except BaseException:
+            self._status = "interrupted"
+            self._blocks.give_up()
+            raise
+        finally:
+            self._let_go(remove_empty=remove_empty)
+
+    def _let_go(self, *, remove_empty: bool) -> None:
+        self._status = "interrupted" if self._status == "recording" else self._status
+        try:
+            self._blocks.close()
+        finally:
+            with self._lock or contextlib.nullcontext():  # lets go of it
+                held = self._lock is not None and self._lock.is_held()
+                if remove_empty and not self.rows and held:
+                    remove_folder(self.path)
 
     def _check_open(self) -> None:
         if self._status != "recording":
             raise WriterClosed(f"{self.path} is closed as {self._status}")
-        self._buffers.check()
-
-    def _take_up(self, kept: ResumedRun) -> None:
-        """Have the rows that are kept behind those to come; the run is as it was."""
-        self.rows = kept.rows
-        self.bytes_recorded = kept.rows * self._row_bytes
-        self._last_step = kept.last_step()
-        self._block_writer.bytes_written += kept.load(self._buffers.block(kept.rows))
-
-    def _cut(self, kept: ResumedRun) -> None:
-        """Cut the run to the rows that are kept."""
-        if self._shared is not None:
-            self._shared.rows = kept.rows
-        if self._committer is None:
-            return
-        unfinished = kept.rows % self.layout.block_rows
-        last = None
-        if unfinished and self.layout.runs is not None:
-            last = (unfinished, kept.digest_of_unfinished())
-        self._committer.cut(kept.rows, last)
-
-    def _begin(self) -> None:
-        if self._timer is not None:
-            self._timer.start()
-
-    def _made_timer(self, every: float | None) -> CommitTimer | None:
-        if every is None:
-            return None
-        method = weakref.WeakMethod(self._commit_unfinished)
-
-        def commit() -> bool | None:
-            bound = method()  # weak: a writer that was dropped without being closed may go
-            return None if bound is None else bound()
-
-        return CommitTimer(every, commit)
-
-    def _commit_unfinished(self) -> bool:
-        """Begin to commit the rows of the unfinished block; False if something is being written.
-
-        Called by the timer, in its thread. What goes wrong is raised by the next `append`.
-        """
-        try:
-            with self._rows_lock:
-                # First of all: of what is being written, nobody knows yet whether it is committed.
-                if not self._block_writer.idle:
-                    return False
-                if self._block_writer.failure is None and self.rows > self.committed_rows:
-                    self._buffers.commit_unfinished(self.rows)
-        except BaseException as error:
-            self._block_writer.failure = error
-        return True
-
-    def _commit(self, change: tuple[int, Status], written: Written | None) -> None:
-        """Have readers see so many rows, which are written; in the writing thread."""
-        if self._shared is not None:
-            self._shared.commit(change, written)
-            return
-        assert self._committer is not None
-        self._committer.commit(change, written and (written[0], block_digest(written[1])))
-        if self._timer is not None:
-            rows, status = change
-            unfinished = rows % self.layout.block_rows != 0 and status == "recording"
-            self._timer.committed(by_time=unfinished)
+        self._blocks.check()
 
 
 def _check_seen(path: Location, layout: Layout) -> None:

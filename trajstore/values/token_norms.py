@@ -114,6 +114,25 @@ def _rounded(values: npt.NDArray[np.float64], dtype: npt.DTypeLike) -> Array:
         return values.astype(result_dtype(dtype))
 
 
+def _rounded_lengths(wide: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    """What `vector_norm` of order 2 rounds to in float32, in half the time.
+
+    A scalar product adds in an order of its own. Each order comes so close to the sum of the
+    squares that nearly always all of them round alike; where they might not, `hidden_sum` decides.
+    """
+    hidden = wide.shape[-1]
+    # Of n squares and their n - 1 sums each is off by half an epsilon at most, relative to a total
+    # in which nothing cancels; the root halves that. Both orders may be off, in either direction.
+    slack = (hidden + 8) * np.finfo(np.float64).eps / 2
+    with np.errstate(invalid="ignore", over="ignore"):
+        lengths = np.sqrt(np.vecdot(wide, wide))
+        rounded = np.asarray(lengths * (1 - slack), np.float32)
+        unsure = rounded != np.asarray(lengths * (1 + slack), np.float32)
+    if unsure.any():  # such as each NaN
+        rounded[unsure] = _rounded(vector_norm(wide[unsure]), np.float32)
+    return rounded
+
+
 def token_norm(vectors: Array, order: float = 2) -> Array:
     """Norm of each token's vector; of `grad` with order 2 this is ``grad_token_norm``.
 
@@ -126,6 +145,8 @@ def token_norm(vectors: Array, order: float = 2) -> Array:
     -------
     ndarray of float32, (…, token)
     """
+    if order == 2 and result_dtype(vectors.dtype) == np.float32:
+        return _rounded_lengths(vectors.astype(np.float64, order="C"))
     return _rounded(vector_norm(vectors, order), vectors.dtype)
 
 
@@ -143,6 +164,8 @@ def step_norm(earlier: Array, later: Array) -> Array:
     """
     with np.errstate(invalid="ignore", over="ignore"):
         change = np.subtract(later, earlier, dtype=np.float64)
+    if result_dtype(later.dtype) == np.float32:
+        return _rounded_lengths(change)
     return _rounded(vector_norm(change), later.dtype)
 
 

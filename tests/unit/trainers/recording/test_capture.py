@@ -581,4 +581,4 @@ def test_none_commits_whole_blocks_only(tiny: Any, tmp_path: Path) -> None:
     with capture(tiny, optimizer, tmp_path / "run.zarr", commit_every=None) as run:
         tiny(**batches(1)[0])["loss"].backward()
         optimizer.step()
-        assert run.writer._timer is None
+        assert run.writer._blocks._timer is None

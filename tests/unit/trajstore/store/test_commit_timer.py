@@ -141,7 +141,7 @@ with RunWriter.create(
         run.append(step=step, W=np.zeros((2, 1), "float32"))
         child = os.fork()
         if child == 0:
-            os._exit(run._timer._thread.is_alive())
+            os._exit(run._blocks._timer._thread.is_alive())
         assert os.waitpid(child, 0)[1] == 0, "the timer is the parent's"
         while run.committed_rows <= step:
             pass

@@ -63,8 +63,8 @@ def contents(path: Path) -> dict[str, bytes]:
 
 def settle(run: RunWriter) -> None:
     """Wait for what is being written."""
-    if run._block_writer._last is not None:
-        run._block_writer._last.result()
+    if run._blocks._block_writer._last is not None:
+        run._blocks._block_writer._last.result()
 
 
 def ask(run: RunWriter, now: float) -> float | None:
@@ -131,12 +131,12 @@ def test_without_new_rows_nothing_is_written(
 
 def test_none_is_for_whole_blocks_only(tmp_path: Path) -> None:
     with create(tmp_path / "run.zarr", commit_every=None) as run:
-        assert run._timer is None
+        assert run._blocks._timer is None
         for step in range(6):
             run.append(**row(step))
     check(run.path, 6)
     with RunWriter.resume(run.path, commit_every=None) as run:
-        assert run._timer is None
+        assert run._blocks._timer is None
 
 
 @pytest.mark.parametrize("wrong", [0, -3.0, float("nan")])
@@ -224,7 +224,7 @@ def test_the_recording_does_not_wait_for_it_until_the_buffer_is_needed(
     run = create(tmp_path / "run.zarr", buffers=buffers)
     run.append(**row(0))
     let_go = hold_writes(monkeypatch)
-    assert run._commit_unfinished()
+    assert run._blocks._commit_unfinished()
     for step in range(1, rows):
         run.append(**row(step))
     assert run.seconds_waited == 0
@@ -284,10 +284,10 @@ def test_a_failure_is_raised_by_the_next_append(
     commit_now(run)
     run.append(**row(5))
     monkeypatch.setattr("trajstore.store.atomic.os.replace", Full(left))
-    assert run._commit_unfinished()
-    assert run._block_writer._last is not None
+    assert run._blocks._commit_unfinished()
+    assert run._blocks._block_writer._last is not None
     with pytest.raises(OSError, match="No space"):
-        run._block_writer._last.result()
+        run._blocks._block_writer._last.result()
     monkeypatch.undo()
     with pytest.raises(OSError, match="No space"):
         run.append(**row(6))
@@ -318,7 +318,7 @@ def test_what_goes_wrong_in_the_timers_thread_is_raised_too(
     def fail(rows: int) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(run._buffers, "commit_unfinished", fail)
+    monkeypatch.setattr(run._blocks._buffers, "commit_unfinished", fail)
     assert ask(run, 10.0) == 10.0
     with pytest.raises(MemoryError, match="no room"):
         run.append(**row(1))
@@ -349,18 +349,18 @@ def test_a_real_timer_commits_while_the_next_step_takes_long(
     monkeypatch.undo()
     with create(tmp_path / "run.zarr", commit_every=1e-3) as run:
         seen = threading.Event()
-        committed = run._committer.commit
+        committed = run._blocks._committer.commit
 
         def commit(change: Any, block: Any) -> None:
             committed(change, block)
             seen.set()
 
-        monkeypatch.setattr(run._committer, "commit", commit)
+        monkeypatch.setattr(run._blocks._committer, "commit", commit)
         run.append(**row(0))
         assert seen.wait(timeout=60)
         check(run.path, 1)
-        assert run._timer is not None
-    assert not run._timer._thread.is_alive()
+        assert run._blocks._timer is not None
+    assert not run._blocks._timer._thread.is_alive()
     check(run.path, 1)
 
 

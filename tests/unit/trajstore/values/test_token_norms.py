@@ -74,6 +74,20 @@ def test_a_summary_that_is_nan_has_neither_sign_nor_payload(name):
         assert {one.tobytes() for one in got} == {quiet.tobytes()}
 
 
+def test_a_rounded_norm_is_that_of_the_sum_in_order_also_halfway_between_two_numbers():
+    # The root of the large squares lies halfway between two float32, and whether what the small
+    # ones add up to is added to it, or lost one by one, is a matter of the order.
+    rng = np.random.default_rng(3)
+    vector = np.float32([16_777_216, 5_792, 84, 10, 3, 2, *[0.15] * 6, *[0] * 52])
+    assert np.sqrt(np.square(vector[:6], dtype=float).sum()) == 2**24 + 1
+    vectors = np.stack([rng.permutation(vector) for _ in range(500)])
+    expected = vector_norm(vectors).astype(np.float32)
+    assert len(set(expected.tolist())) == 2
+    np.testing.assert_array_equal(token_norm(vectors), expected)
+    np.testing.assert_array_equal(step_norm(np.zeros_like(vectors), vectors), expected)
+    assert token_norm(vectors[0]) == expected[0]
+
+
 def test_norms_answer_with_nan_and_infinity():
     vectors = np.float32([[np.nan, 1], [np.inf, 1], [3e38, 3e38]])
     for order in ORDERS:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import builtins
-import math
 
 import numpy as np
 import pytest
@@ -9,32 +8,14 @@ import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from near_histories import near_histories
 
 import analysis
-from analysis import neighbours
+from analysis import near_cells
 from trajstore.errors import InvalidArgument, MissingExtra, StepNotFound
 from trajstore.values.ulp_lattice import ordinal
 
 pytest.importorskip("scipy")
-
-# Near each other, across zero and across a power of two; NaN and infinity.
-BITS = st.sampled_from([0, 0x8000, 1, 0x8001, 0x3F7F, 0x3F80, 0x3F81, 0x3F83, 0x7F80, 0x7FC0])
-
-
-@st.composite
-def near_histories(draw: st.DrawFn) -> xr.Dataset:
-    rows, tokens, hidden = draw(st.integers(1, 2)), draw(st.integers(1, 8)), draw(st.integers(1, 2))
-    bits = draw(arrays(np.uint16, (rows, tokens, hidden), elements=BITS))
-    W = (bits.astype(np.uint32) << 16).view(np.float32)
-    ds = xr.Dataset(
-        {"W": (("step", "token", "hidden"), W, {"native_dtype": "bfloat16"})},
-        coords={
-            "step": np.arange(rows) * 2,
-            "token": np.array(draw(st.permutations(range(tokens)))),
-            "is_dead": ("token", draw(arrays(bool, tokens))),
-        },
-    )
-    return ds.chunk({dim: draw(st.integers(1, size)) for dim, size in ds.sizes.items()})
 
 
 def graph_by_hand(W: np.ndarray, names: np.ndarray, k: int) -> tuple[dict, dict[int, tuple]]:
@@ -125,72 +106,33 @@ NUMBERS = st.integers(-4, 4).flatmap(
 )
 def test_pairs_whatever_their_lowest_bits(cells: np.ndarray, k: int, compared: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(neighbours, "_COMPARED", compared)
-        patch.setattr(neighbours, "_FEW", 2)
-        found = [tuple(sorted(pair)) for part in neighbours._pairs(cells, k) for pair in part]
+        patch.setattr(near_cells, "_COMPARED", compared)
+        patch.setattr(near_cells, "_FEW", 2)
+        found = [tuple(sorted(pair)) for part in near_cells._pairs(cells, k) for pair in part]
     apart = np.abs(cells[:, None] - cells[None]).max(2)
     expected = np.argwhere(np.triu(apart <= k, 1)).tolist()
     assert sorted(found) == [tuple(pair) for pair in expected]
 
 
-def distances_by_hand(W: np.ndarray) -> np.ndarray:
-    with np.errstate(all="ignore"):
-        apart = np.linalg.norm(W[:, None] - W[None], axis=-1)
-    finite = np.isfinite(W).all(1)
-    apart[(apart == 0) | ~finite | ~finite[:, None]] = np.inf
-    nearest = apart.min(1, initial=np.inf)
-    return np.where(np.isfinite(nearest), nearest, np.nan)
-
-
-@settings(max_examples=15, deadline=None)
-@given(near_histories())
-def test_nearest_distance(ds: xr.Dataset) -> None:
-    for population, members in {"dead": ds.is_dead.values, "all": ds.is_dead.values | True}.items():
-        got = analysis.nearest_distance(ds, population).compute(scheduler="sync")
-        for row, W in enumerate(ds.W.values.astype(np.float64)):
-            expected = np.full(len(members), np.nan)
-            expected[members] = distances_by_hand(W[members])
-            np.testing.assert_allclose(got.nearest_distance[row], expected, rtol=1e-12)
-            finite = members & np.isfinite(W).all(1)
-            _, first = np.unique(W[finite] + 0.0, axis=0, return_index=True)
-            if len(first) < 2:
-                assert got.nearest_entropy[row].isnull()
-                continue
-            n, hidden = len(first), W.shape[1]
-            ball = math.log({1: 2.0, 2: math.pi}[hidden])
-            harmonic = sum(1 / number for number in range(1, n))
-            entropy = hidden * np.log(expected[finite][first]).mean() + ball + harmonic
-            np.testing.assert_allclose(got.nearest_entropy[row], entropy, rtol=1e-9, atol=1e-9)
-
-
-def test_in_parts_it_is_the_same(make_run, walk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_parts_it_is_the_same(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
     bits = (0x3F80 + np.random.default_rng(1).integers(0, 4, (3, 60, 3))).astype(np.uint16)
     ds = make_run(bits, is_dead=np.arange(60) % 3 == 0)
-    graph, nearest = analysis.adjacency(ds).compute(), analysis.nearest_distance(ds).compute()
+    graph = analysis.adjacency(ds).compute()
     assert int(graph.edges.max()) > 100
-    monkeypatch.setattr(neighbours, "_PAIRS", 10)
-    monkeypatch.setattr(neighbours, "_COMPARED", 70)
-    monkeypatch.setattr(neighbours, "_DISTANCES", 70)
+    monkeypatch.setattr(near_cells, "_PAIRS", 10)
+    monkeypatch.setattr(near_cells, "_COMPARED", 70)
     xr.testing.assert_identical(analysis.adjacency(ds).compute(), graph)
-    xr.testing.assert_identical(analysis.nearest_distance(ds).compute(), nearest)
-
-
-def test_the_nearest_of_many_that_products_cannot_tell_apart(make_run) -> None:
-    rng = np.random.default_rng(2)
-    W = (1000 + rng.normal(0, 1e-9, (1, 40, 4))).astype(np.float64)
-    W[0, 0] = -1000  # the squares are large, and their mean is nowhere near
-    got = analysis.nearest_distance(make_run(W, native="float64")).compute()
-    np.testing.assert_allclose(got.nearest_distance[0], distances_by_hand(W[0]), rtol=1e-12)
 
 
 def test_steps_of_choice(make_run, walk) -> None:
     ds = make_run(walk(6, 9, 3), is_dead=np.arange(9) < 4, steps=np.arange(6) * 2, chunks=(4, 5, 3))
-    for function in (analysis.adjacency, analysis.nearest_distance):
-        whole = function(ds).compute()
-        xr.testing.assert_identical(function(ds, steps=[2, 10]).compute(), whole.sel(step=[2, 10]))
-        xr.testing.assert_identical(function(ds, steps=4).compute(), whole.sel(step=[4]))
-        with pytest.raises(StepNotFound):
-            function(ds, steps=[2, 3])
+    whole = analysis.adjacency(ds).compute()
+    for steps in ([2, 10], [4], [*range(10, -1, -2)]):
+        got = analysis.adjacency(ds, steps=steps).compute()
+        xr.testing.assert_identical(got, whole.sel(step=steps))
+    xr.testing.assert_identical(analysis.adjacency(ds, steps=4).compute(), whole.sel(step=[4]))
+    with pytest.raises(StepNotFound):
+        analysis.adjacency(ds, steps=[2, 3])
     again = analysis.answer(ds, ["adjacency"], ["steps=2,10", "k=2"])
     xr.testing.assert_identical(again.compute(), analysis.adjacency(ds, 2, [2, 10]).compute())
 
@@ -199,8 +141,6 @@ def test_what_cannot_be_asked(make_run, walk, monkeypatch: pytest.MonkeyPatch) -
     ds = make_run(walk(3, 4, 2))
     with pytest.raises(InvalidArgument, match="k=0"):
         analysis.adjacency(ds, 0)
-    with pytest.raises(InvalidArgument, match="'undead'"):
-        analysis.nearest_distance(ds, "undead")
     wide = make_run(np.zeros((1, 2, 2)), native="float64")
     with pytest.raises(InvalidArgument, match="lattice='float32'"):
         analysis.adjacency(wide)
