@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import numpy as np
 import pytest
 import xarray as xr
+
+from tests.process_group import run_together
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -104,33 +102,8 @@ TRAINER = """
 
 @pytest.mark.parametrize("body", [LOOP, TRAINER], ids=["capture", "Trainer"])
 def test_two_processes_one_store(body: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(HEAD) + textwrap.dedent(body))
     path = tmp_path / "run.zarr"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank in range(2):
-        environment = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(script), str(path), str(tmp_path)],
-                env=environment,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    run_together(2, textwrap.dedent(HEAD) + textwrap.dedent(body), tmp_path, path, tmp_path)
     ds = xr.open_zarr(path)
     if body is LOOP:  # of both processes, the first one's before
         for step in range(5):

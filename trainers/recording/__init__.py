@@ -17,5 +17,6 @@ what ``options`` ask for, of the matrices that ``parameters`` finds, into the ru
 ``given_populations`` are those that it is told of.
 ``numeric_advice`` says what the types of the optimizer keep it from doing.
 Of a training that is done again, ``compared_run`` takes the rows and compares them.
+Of a parameter that is sharded over processes each records its tokens: ``sharding`` tells which.
 torch's private names are in ``torch_internals``, each with its reason.
 """

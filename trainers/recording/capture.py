@@ -16,11 +16,13 @@ from trainers.recording.parameter_rows import ParameterRows
 from trainers.recording.parameters import find_parameters
 from trainers.recording.planned_run import plan_runs
 from trainers.recording.resumed_run import ExistingRun
+from trainers.recording.sharding import find_shares
 from trainers.recording.step_examples import StepExamples
 from trainers.recording.step_hooks import Recorder, real_optimizer
 from trajstore.errors import RecordingError
 from trajstore.optimizer_advice import require_sound
 from trajstore.store.remote_path import RunPath
+from trajstore.store.token_share import together
 
 __all__ = ["attach", "capture", "recording"]
 
@@ -38,7 +40,8 @@ def attach(
 ) -> Recorder:
     """Recorder that watches a training from now on.
 
-    In all processes but the first of a distributed training it only counts.
+    In all processes but the first of a distributed training it only counts, unless the recorded
+    parameter is sharded over them.
 
     Parameters
     ----------
@@ -62,7 +65,7 @@ def attach(
     ConfigError
         If there is such advice, and the options are strict about it.
     RecordingError
-        If a parameter cannot be recorded.
+        If a parameter cannot be recorded, or another process that has a part of it fails.
     RunExists
         If something is at the path, and it is not to be gone on with.
     RunNotFound
@@ -76,14 +79,17 @@ def attach(
     if options.strict_numerics:
         require_sound(advice)
     planned, whole = [], None
-    if _is_first_process():
-        device = parameters[0].tensor.device
-        whole = ModelParameters.of_recording(model, real, device, options.variables)
-        planned = plan_runs(path, parameters, real, options, loop, whole)
-    rows = [
-        ParameterRows(run, ExistingRun.find(run, comparison) if options.resume else None)
-        for run in planned
-    ]
+    all_tokens = isinstance(options.tokens, str) and options.tokens == "all"
+    shares = find_shares(model, parameters, options.variables, all_tokens=all_tokens)
+    with together(shares[0]):
+        if _is_first_process() or shares[0] is not None:
+            device = parameters[0].tensor.device
+            whole = ModelParameters.of_recording(model, real, device, options.variables)
+            planned = plan_runs(path, parameters, real, options, loop, whole, shares)
+        rows = [
+            ParameterRows(run, ExistingRun.find(run, comparison) if options.resume else None)
+            for run in planned
+        ]
     recorder = Recorder(
         model,
         real,
@@ -102,7 +108,7 @@ def attach(
     except BaseException:
         recorder.close(complete=False)
         raise
-    if planned and not options.resume:  # or it was told when the run began
+    if planned and not options.resume and _is_first_process():  # or it was told when the run began
         tell(advice, on_note)
     return recorder
 
@@ -167,8 +173,9 @@ def capture(
     Parameters
     ----------
     model : Module
-        Wrapped by `torch.compile` or `DistributedDataParallel` or not. In training mode while it
-        is trained: forward passes in evaluation mode are not recorded.
+        Wrapped by `torch.compile` or `DistributedDataParallel` or not, or sharded by
+        `torch.distributed.fsdp.fully_shard`; then all processes record, each its own tokens. In
+        training mode while it is trained: forward passes in evaluation mode are not recorded.
     optimizer : Optimizer
         Any; moments are recorded where it has Adam's.
     path : path-like

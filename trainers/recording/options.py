@@ -71,7 +71,8 @@ class RecordingOptions:
         are dropped.
     commit_every : float, optional
         Seconds after a commit at which rows are committed that are no whole block yet: so late
-        readers see a row, and so much a killed process loses. None for whole blocks only.
+        readers see a row, and so much a killed process loses. None for whole blocks only, as it is
+        where several processes record a parameter that is sharded over them.
     fsync : bool
         Have every commit survive a loss of power.
     schedule : mapping, optional

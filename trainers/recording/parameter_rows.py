@@ -19,6 +19,7 @@ from trainers.recording.device_norms import ULP_TYPES, token_norm, ulp_l1
 from trainers.recording.device_to_host import Transfer, open_transfer
 from trainers.recording.planned_run import PlannedRun
 from trainers.recording.resumed_run import ExistingRun
+from trainers.recording.sharding import has_rows_of, own_rows
 from trainers.recording.step_examples import EXAMPLE_INDEX, padded
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import RecordingError
@@ -46,7 +47,9 @@ class ParameterRows:
     ----------
     parameter : RecordedParameter
     variables : tuple of str
-        What is recorded.
+        What is recorded, by this process where several share the parameter.
+    watched : tuple of str
+        What is recorded by all of them.
     writer : RunWriter or ComparedRun or None
         None until the run is made.
     rows : int
@@ -64,11 +67,12 @@ class ParameterRows:
 
     def __init__(self, planned: PlannedRun, existing: ExistingRun | None = None) -> None:
         self.parameter = planned.parameter
-        self.variables = planned.options.variables
+        self.watched = planned.options.variables
+        self.variables = _held(planned, self.watched)
         self.writer: RowTarget | None = None
         self.rows = 0
         self.last_step = planned.loop.first_step
-        W = self.parameter.tensor.detach()
+        W = self._own_W()
         if "W_ulp_l1" in self.variables and W.dtype not in ULP_TYPES:
             raise RecordingError(
                 f"W_ulp_l1 of {self.parameter.name}: got {W.dtype}, expected one of "
@@ -92,7 +96,8 @@ class ParameterRows:
         self._existing = existing
         if existing is not None:
             existing.check(self._initial_W)
-            self.variables = existing.variables
+            self.watched = existing.variables
+            self.variables = _held(planned, self.watched)
 
     def resume(self) -> None:
         """Take up the run that is to go on, after its last row; a new one is made later.
@@ -118,8 +123,11 @@ class ParameterRows:
         self._initial_W = self._initial_W.new_empty(0)
 
     def recorded_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rows of the recorded tokens, of a tensor whose first dimension is the vocabulary."""
-        return self._select(tensor.detach())
+        """Rows of the recorded tokens, of a tensor whose first dimension is the vocabulary.
+
+        Where it is sharded over processes, of those that this one holds.
+        """
+        return self._select(own_rows(tensor.detach()))
 
     def set(self, name: str, value: torch.Tensor) -> None:
         """Copy a variable of the step in progress to where it will be stored.
@@ -131,8 +139,9 @@ class ParameterRows:
         name : str
             Ignored if it is not recorded.
         value : tensor
-            Of the whole vocabulary, where the variable has a token dimension; of as many examples
-            and positions as the first row has room for, or fewer.
+            Of the whole vocabulary, where the variable has a token dimension, or of the tokens that
+            this process holds of it; of as many examples and positions as the first row has room
+            for, or fewer.
 
         Raises
         ------
@@ -142,7 +151,7 @@ class ParameterRows:
         """
         if name not in self.variables:
             return
-        value = value.detach()
+        value = own_rows(value.detach())
         if name in OF_EXAMPLES:
             value = self._fitted(name, value)
         ids = self._ids if VARIABLES[name].dims[1:2] == ("token",) else None
@@ -156,7 +165,7 @@ class ParameterRows:
     def set_cells(self) -> None:
         """Set W rounded to bfloat16."""
         if "cells" in self.variables:
-            self.set("cells", self.parameter.tensor.detach().to(torch.bfloat16))
+            self.set("cells", self._own_W().to(torch.bfloat16))
 
     def set_change_norms(self) -> None:
         """Set how far each token's W moved since the last row."""
@@ -217,7 +226,11 @@ class ParameterRows:
         for name in MOMENTS:
             if name in self.variables and name not in self._row:
                 dtype = getattr(torch, self.writer.layout.arrays[name].native.name)
-                self.set(name, torch.zeros_like(self.parameter.tensor, dtype=dtype))
+                self.set(name, torch.zeros_like(self._own_W(), dtype=dtype))
+
+    def _own_W(self) -> torch.Tensor:
+        """The parameter, or the tokens of it that this process holds."""
+        return own_rows(self.parameter.tensor.detach())
 
     def _select(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self._ids is None else tensor.index_select(0, self._ids)
@@ -352,6 +365,11 @@ class _FullDisk:
                 f"of {writer.layout.block_rows} rows takes up to {format_bytes(block)}; its first "
                 f"{writer.committed_rows} rows are whole; free some space, or record less"
             ) from error
+
+
+def _held(planned: PlannedRun, variables: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the variables of which this process records anything."""
+    return tuple(name for name in variables if has_rows_of(planned.share, name))
 
 
 def _native(tensor: torch.Tensor) -> str:

@@ -24,6 +24,7 @@ from trainers.recording.token_selection import select_tokens
 from trajstore.byte_sizes import parse_bytes
 from trajstore.errors import InvalidArgument
 from trajstore.store.remote_path import Location, RunPath, location
+from trajstore.store.token_share import TokenShare
 from trajstore.store.writer import RunWriter
 
 __all__ = ["PlannedRun", "plan_runs", "run_path"]
@@ -51,6 +52,8 @@ class PlannedRun:
         Of the recorded tokens, by the names of their coordinates.
     model : ModelParameters or None
         Where something of all parameters of the model is recorded.
+    share : TokenShare or None
+        Of this process in the run, where the parameter is sharded over several.
     """
 
     path: Location
@@ -63,6 +66,7 @@ class PlannedRun:
     loop: TrainingLoop
     populations: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
     model: ModelParameters | None = None
+    share: TokenShare | None = None
 
     @property
     def token(self) -> npt.NDArray[np.int32]:
@@ -124,6 +128,7 @@ class PlannedRun:
             overwrite=options.overwrite,
             commit_every=options.commit_every,
             fsync=options.fsync,
+            share=self.share,
             **chosen,
         )
 
@@ -135,8 +140,11 @@ def plan_runs(
     options: RecordingOptions,
     loop: TrainingLoop,
     model: ModelParameters | None = None,
+    shares: Sequence[TokenShare | None] | None = None,
 ) -> list[PlannedRun]:
     """Plan the run of each parameter; they share the memory, and what is recorded of the model.
+
+    Where the parameters are sharded over processes, `shares` has the share of each.
 
     Raises
     ------
@@ -146,7 +154,7 @@ def plan_runs(
         If there is no such choice of tokens, or what is known of them is of another vocabulary.
     """
     planned = []
-    for parameter in parameters:
+    for parameter, share in zip(parameters, shares or [None] * len(parameters), strict=True):
         place = run_path(path, parameter.name if len(parameters) > 1 else None)
         options.check_place(place)
         known = _known_of_vocabulary(options, parameter)
@@ -167,6 +175,7 @@ def plan_runs(
                     name: mask if ids is None else mask[ids] for name, mask in masks.items()
                 },
                 model=model,
+                share=share,
             )
         )
     return planned

@@ -39,7 +39,8 @@ class ExistingRun:
     last_step : int
         Step of the last of them.
     last_weights : tensor, (token, hidden)
-        W in that row, of its native type, on the CPU; where the run holds none, its cells.
+        W in that row, of its native type, on the CPU, of the tokens of this process; where the run
+        holds none, its cells.
     attributes : mapping
         Attributes of the root that change.
     compared : ComparedRun or None
@@ -86,12 +87,14 @@ class ExistingRun:
         _check_change_norms(planned, held, int(steps[-1]))
         W = arrays["W" if "W" in held else "cells"]
         native = native_type(str(W.attrs["native_dtype"]))
+        own = slice(None) if planned.share is None else planned.share.tokens(W.shape[1])
+        last = np.asarray(W[steps.size - 1, own])
         return cls(
             planned=planned,
             variables=held,
             rows=int(steps.size),
             last_step=int(steps[-1]),
-            last_weights=place_tensor(narrow(np.asarray(W[steps.size - 1]), native), native.name),
+            last_weights=place_tensor(narrow(last, native), native.name),
             attributes=_changed_attributes(planned, attributes),
             compared=None
             if comparison is None
@@ -148,6 +151,7 @@ class ExistingRun:
             memory=self.planned.memory,
             commit_every=self.planned.options.commit_every,
             fsync=self.planned.options.fsync,
+            share=self.planned.share,
         )
 
 

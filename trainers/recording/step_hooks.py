@@ -35,6 +35,7 @@ from trainers.recording.model_parameters import ModelParameters
 from trainers.recording.options import TrainingLoop
 from trainers.recording.parameter_rows import MOMENTS, ParameterRows
 from trainers.recording.parameters import unwrap
+from trainers.recording.sharding import agreed, is_sharded, own_logits, own_rows, total_norm, whole
 from trainers.recording.step_examples import StepExamples
 from trainers.recording.torch_internals import call_when_backward_ends, found_overflow, version
 from trajstore.errors import RecordingError
@@ -210,7 +211,7 @@ class Recorder:
     def _watch_passes(self, model: torch.nn.Module, head: torch.nn.Module | None) -> None:
         """Register the hooks of the forward and backward passes."""
         recorded = [rows.parameter for rows in self._parameters]
-        variables = {name for rows in self._parameters for name in rows.variables}
+        variables = {name for rows in self._parameters for name in rows.watched}
         self._handles += self._forward.watch(model, head, variables)
         self._handles += [
             parameter.tensor.register_post_accumulate_grad_hook(self._on_gradient)
@@ -257,6 +258,7 @@ class Recorder:
             gradient = rows.parameter.tensor.grad
             if gradient is None:
                 raise RecordingError(f"{rows.parameter.name} got no gradient")
+            gradient = own_rows(gradient)
             norm = torch.linalg.vector_norm(gradient) * unscale
             self._raw_gradients.append(_RawGradient(gradient, version(gradient), norm))
             raw = gradient if unscale == 1.0 else gradient * unscale
@@ -265,7 +267,7 @@ class Recorder:
         if self._whole is not None:
             self._whole.after_backward(unscale)
         gradients = [p.grad for p in self._trained if p.grad is not None]
-        self._total_norm = torch.nn.utils.get_total_norm(gradients) * unscale
+        self._total_norm = total_norm(gradients) * unscale
 
     # The optimizer's step ----------------------------------------------------------------------
 
@@ -288,12 +290,15 @@ class Recorder:
         """What the gradient was multiplied by since the backward pass; NaN if that is unknown."""
         assert self._total_norm is not None
         total = self._total_norm
-        consumed = rows.parameter.tensor.grad
-        if consumed is raw.tensor and version(consumed) == raw.version:
-            return torch.ones_like(total)
+        parameter = rows.parameter.tensor
         unknown = torch.full_like(total, float("nan"))
-        if consumed is None:
+        if parameter.grad is None:
             return unknown
+        consumed = own_rows(parameter.grad)
+        # Where others hold the rest of it, all have to look, and to agree.
+        untouched = consumed is raw.tensor and version(consumed) == raw.version
+        if untouched and not is_sharded(parameter):
+            return torch.ones_like(total)
         recorded = rows.copy_of("grad")
         seen = rows.recorded_tokens(consumed)
         factor = unknown
@@ -305,7 +310,7 @@ class Recorder:
                 after = torch.linalg.vector_norm(consumed).double()
                 before = raw.norm.double()
                 same = torch.isclose(after, before * candidate.double(), rtol=1e-2, atol=0)
-            factor = torch.where(same, candidate, factor)
+            factor = torch.where(agreed(same, parameter), candidate, factor)
         return factor
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -330,6 +335,8 @@ class Recorder:
         }
         if self._whole is not None:
             scalars |= self._whole.after_step(skipped=skipped)
+        logits = scalars.pop("logits")
+        scalars = {name: None if value is None else whole(value) for name, value in scalars.items()}
         if scalars["loss"] is not None:
             self.loss = scalars["loss"]
         for rows in self._parameters:
@@ -341,8 +348,10 @@ class Recorder:
                 if name in state:
                     rows.set(name, state[name])
             rows.set_change_norms()
+            if logits is not None and "logits" in rows.variables:
+                scalars["logits"] = own_logits(logits, parameter)
             for name, value in scalars.items():
-                if value is not None and (name != "logits" or len(value) == len(parameter)):
+                if value is not None:
                     rows.set(name, value)
             rows.end_row(self.step + 1, skipped=skipped)
         self.step += 1

@@ -24,9 +24,11 @@ from trajstore.store.block_plan import Layout
 from trajstore.store.block_writer import BlockWriter
 from trajstore.store.commit import Committer
 from trajstore.store.commit_timer import CommitTimer
-from trajstore.store.fingerprint import Fingerprint
+from trajstore.store.fingerprint import Fingerprint, block_digest
 from trajstore.store.remote_path import Location
 from trajstore.store.resumed_run import ResumedRun
+from trajstore.store.shared_commits import SharedCommits, Written
+from trajstore.store.token_share import TokenShare
 from trajstore.store.zarr_json import RunMetadata, Status
 
 __all__ = ["BlockCommits"]
@@ -39,7 +41,9 @@ class BlockCommits:
     ----------
     path : Path or RemotePath
     layout : Layout
-    metadata : RunMetadata
+        Of what this process holds of the run.
+    metadata : RunMetadata or None
+        None where another process commits.
     fingerprint : Fingerprint or None
         Of the rows that are there; None in format 1.
     commit_every : float or None
@@ -47,6 +51,8 @@ class BlockCommits:
         `start` was called; None for whole blocks only.
     fsync : bool
         Have every commit survive a loss of power.
+    share : TokenShare, optional
+        Of this process, where several write the run; then only whole blocks are committed.
 
     Attributes
     ----------
@@ -64,24 +70,42 @@ class BlockCommits:
         self,
         path: Location,
         layout: Layout,
-        metadata: RunMetadata,
+        metadata: RunMetadata | None,
         fingerprint: Fingerprint | None,
         *,
         commit_every: float | None,
         fsync: bool,
+        share: TokenShare | None = None,
     ) -> None:
         self.rows = 0
         self._layout = layout
         self._rows_lock = threading.Lock()  # the timer's thread asks how many there are
-        self._committer = Committer(path, metadata, fingerprint, fsync=fsync)
-        self._timer = self._made_timer(commit_every)
-        self._block_writer = BlockWriter(path, layout, self._commit, fsync=fsync)
+        self._committer = (
+            None if metadata is None else Committer(path, metadata, fingerprint, fsync=fsync)
+        )
+        self._shared = None if share is None else SharedCommits(share, self._committer)
+        # Not by time where others write, too: they would have to stop at the same row.
+        self._timer = self._made_timer(commit_every if share is None else None)
+        self._block_writer = BlockWriter(
+            path,
+            layout,
+            self._commit,
+            fsync=fsync,
+            on_failure=None if self._shared is None else self._shared.fail,
+        )
         self._buffers = BlockBuffers(layout, self._block_writer)
 
     @property
     def committed_rows(self) -> int:
         """Rows that readers see."""
-        return self._committer.rows
+        commits = self._committer or self._shared
+        assert commits is not None
+        return commits.rows
+
+    @property
+    def commits(self) -> bool:
+        """Whether this process is the one that commits."""
+        return self._committer is not None
 
     @property
     def bytes_written(self) -> int:
@@ -93,10 +117,17 @@ class BlockCommits:
         """How long `places` has waited for the disk, because all buffers were full."""
         return self._buffers.seconds_waited
 
-    def go_on(self, kept: ResumedRun) -> None:
-        """Have the rows that are kept behind those to come, and cut the run to them."""
+    def take_up(self, kept: ResumedRun) -> None:
+        """Have the rows that are kept behind those to come; the run is as it was."""
         self.rows = kept.rows
         self._block_writer.bytes_written += kept.load(self._block())
+
+    def cut(self, kept: ResumedRun) -> None:
+        """Cut the run to the rows that are kept."""
+        if self._shared is not None:
+            self._shared.rows = kept.rows
+        if self._committer is None:
+            return
         unfinished = kept.rows % self._layout.block_rows
         last = None
         if unfinished and self._layout.runs is not None:
@@ -126,7 +157,8 @@ class BlockCommits:
 
     def take(self, steps: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
         """Take the rows of these steps, whose places are filled, and hand over a full block."""
-        self._next(self._block()[STEP.name])[: len(steps)] = steps
+        if STEP.name in self._block():  # or another process writes it
+            self._next(self._block()[STEP.name])[: len(steps)] = steps
         with self._rows_lock:
             self.rows += len(steps)
             if len(steps) and self.rows % self._layout.block_rows == 0:
@@ -143,7 +175,7 @@ class BlockCommits:
 
     def give_up(self) -> None:
         """Commit the status ``interrupted``, if a block could not be written."""
-        if self._block_writer.failure is not None:
+        if self._block_writer.failure is not None and self._committer is not None:
             # The status is worth a try; the failure that is being raised matters more.
             with contextlib.suppress(OSError):
                 self._committer.commit((self.committed_rows, "interrupted"))
@@ -187,9 +219,13 @@ class BlockCommits:
             self._block_writer.failure = error
         return True
 
-    def _commit(self, change: tuple[int, Status], block: tuple[int, bytes] | None) -> None:
+    def _commit(self, change: tuple[int, Status], written: Written | None) -> None:
         """Have readers see so many rows, which are written; in the writing thread."""
-        self._committer.commit(change, block)
+        if self._shared is not None:
+            self._shared.commit(change, written)
+            return
+        assert self._committer is not None
+        self._committer.commit(change, written and (written[0], block_digest(written[1])))
         if self._timer is not None:
             rows, status = change
             unfinished = rows % self._layout.block_rows != 0 and status == "recording"

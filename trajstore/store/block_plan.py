@@ -71,6 +71,8 @@ class ArrayLayout:
         Shapes of an inner chunk and of a shard, step first. A shard is a whole number of chunks.
     chain : Chain
         Codecs of a chunk.
+    first_part : int
+        Number of its first shard in a block, where others than this writer have those before it.
     """
 
     variable: Variable
@@ -78,6 +80,7 @@ class ArrayLayout:
     chunk: tuple[int, ...]
     shard: tuple[int, ...]
     chain: Chain
+    first_part: int = 0
 
     @property
     def native(self) -> NativeType:

@@ -20,11 +20,11 @@ import numpy.typing as npt
 from trajstore.codec.codec_chain import Chain
 from trajstore.store.atomic import put
 from trajstore.store.block_plan import CHUNKS_AHEAD, Layout
-from trajstore.store.fingerprint import block_digest
 from trajstore.store.object_keys import chunk_key
 from trajstore.store.remote_lock import taken_over
 from trajstore.store.remote_path import Location, RemotePath
 from trajstore.store.shard import Chunk, Shard, chunk_windows, encode_chunk
+from trajstore.store.shared_commits import Written
 from trajstore.threads import submit
 
 __all__ = ["BlockWriter"]
@@ -33,7 +33,7 @@ _UPLOADS = 4  # shards on their way to an object store, each in memory whole
 
 Block = Mapping[str, npt.NDArray[Any]]
 Task = tuple[Callable[..., Chunk], Chain, npt.NDArray[Any], tuple[int, ...]]
-Commit = Callable[[Any, "tuple[int, bytes] | None"], None]
+Commit = Callable[[Any, Written | None], None]
 
 
 class BlockWriter:
@@ -46,9 +46,11 @@ class BlockWriter:
         Also how many threads encode.
     commit : callable
         Makes everything written so far visible; called in the writing thread with what `submit`
-        was given, and of the block rows and digest, or None where there was none.
+        was given, and of the block its rows and shards, or None where there was none.
     fsync : bool
         Have every shard survive a loss of power before it is committed.
+    on_failure : callable, optional
+        Called in the writing thread when a block could not be written, with the error.
 
     Attributes
     ----------
@@ -59,7 +61,13 @@ class BlockWriter:
     """
 
     def __init__(
-        self, path: Location, layout: Layout, commit: Commit, *, fsync: bool = False
+        self,
+        path: Location,
+        layout: Layout,
+        commit: Commit,
+        *,
+        fsync: bool = False,
+        on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.bytes_written = 0
         self.failure: BaseException | None = None
@@ -67,6 +75,7 @@ class BlockWriter:
         self._layout = layout
         self._forms = layout.forms
         self._commit = commit
+        self._on_failure = on_failure
         self._fsync = fsync
         self._blocks: deque[Iterator[Task]] = deque()  # what is left to encode, in order
         self._ahead: deque[Future[Chunk]] = deque()
@@ -125,10 +134,19 @@ class BlockWriter:
         if self.failure is not None:
             raise self.failure
         try:
-            self._commit(change, None if rows is None else (rows, self._write(number, rows)))
+            written = None if rows is None else self._written(number, rows)
+            self._commit(change, written)
         except BaseException as error:
             self.failure = error
             self._forget()
+            raise
+
+    def _written(self, number: int, rows: int) -> Written:
+        try:
+            return rows, self._write(number, rows)
+        except BaseException as error:
+            if self._on_failure is not None:
+                self._on_failure(error)
             raise
 
     def _forget(self) -> None:
@@ -138,13 +156,13 @@ class BlockWriter:
             future.cancel()
         self._ahead.clear()
 
-    def _write(self, number: int, rows: int) -> bytes:
-        """Write the shards of a block; its digest."""
+    def _write(self, number: int, rows: int) -> list[tuple[str, int, int, bytes]]:
+        """Write the shards of a block: array, part, rows and digest of each."""
         digests, size = [], 0
         uploads: deque[Future[int]] = deque()
         for name, array in self._layout.arrays.items():
             form = self._forms[name]
-            for part in range(array.parts):
+            for part in range(array.first_part, array.first_part + array.parts):
                 chunks = (self._encoded() for _ in range(math.prod(form.grid)))
                 shard = Shard(form, chunks, block=number, part=part, rows=rows)
                 path = self._path / chunk_key(name, number, len(array.shard), part)
@@ -159,7 +177,7 @@ class BlockWriter:
         size += sum(upload.result() for upload in uploads)
         self.bytes_written += size - (self._block_bytes if number == self._number else 0)
         self._number, self._block_bytes = number, size
-        return block_digest(digests)
+        return digests
 
     def _upload(self, path: RemotePath, data: bytes) -> int:
         """Put a shard in place of what this writer, or the one before it, has put there."""

@@ -25,6 +25,7 @@ from trajstore.store.object_keys import DOCUMENT, block_of
 from trajstore.store.open_group import open_group, run_identity
 from trajstore.store.remote_path import REMOTE_REQUESTS, Location, RemotePath, RunPath, location
 from trajstore.store.run_info import object_sizes
+from trajstore.store.token_share import TokenShare, has_tokens
 from trajstore.store.zarr_json import RunMetadata
 from trajstore.threads import default_threads, in_parallel
 from trajstore.values.native_types import STEP_TYPE, as_bits, native_type
@@ -48,6 +49,8 @@ class ResumedRun:
         Of the layout, with all rows that are committed.
     fingerprint : Fingerprint or None
         Digests of the full blocks that are kept; None in format 1.
+    share : TokenShare or None
+        Of the tokens that are read, where several processes go on with the run.
     """
 
     path: Location
@@ -56,6 +59,7 @@ class ResumedRun:
     metadata: RunMetadata
     arrays: dict[str, StoredArray]
     fingerprint: Fingerprint | None
+    share: TokenShare | None = None
 
     def last_step(self) -> int:
         """Step of the last row that is kept; −1 without any.
@@ -101,11 +105,19 @@ class ResumedRun:
         sizes = object_sizes(self.path)
         unfinished = self.rows % self.layout.block_rows
         for name, array in self.layout.arrays.items():
-            if unfinished:
-                kept = self.arrays[name].values((slice(self.rows - unfinished, self.rows),))
+            if unfinished and name in block:
+                key = (slice(self.rows - unfinished, self.rows), *self._tokens(array))
+                kept = self.arrays[name].values(key)
                 block[name][:unfinished] = as_bits(kept, array.native, name)
-            size += self._size_of_full_blocks(name, sizes)
+            if self.share is None or self.share.is_first:
+                size += self._size_of_full_blocks(name, sizes)
         return size
+
+    def _tokens(self, array: ArrayLayout) -> tuple[slice, ...]:
+        """Of an array, those that this process holds."""
+        if self.share is None or not has_tokens(array):
+            return ()
+        return (self.share.tokens(array.row[0]),)
 
     def _size_of_full_blocks(self, name: str, sizes: Mapping[str, int]) -> int:
         size = 0
@@ -146,6 +158,7 @@ def resumed_run(
     attributes: Mapping[str, Any] | None,
     memory: int | str,
     threads: int | None,
+    share: TokenShare | None = None,
 ) -> ResumedRun:
     """What a run is for a writer that goes on after so many rows. Nothing is changed yet.
 
@@ -161,6 +174,8 @@ def resumed_run(
         Bytes that the writer may take.
     threads : int or None
         That encode; for None as `trajstore.store.block_plan.plan` chooses.
+    share : TokenShare, optional
+        Of the tokens, where several processes go on with it.
 
     Raises
     ------
@@ -170,7 +185,8 @@ def resumed_run(
         If `rows` are not there, or `memory` does not hold its blocks.
     """
     layout, arrays = _stored_layout(path, open_group(path), threads)
-    layout = within(layout, parse_bytes(memory), threads=threads)
+    own = layout if share is None else share.of_layout(layout)
+    layout = replace(layout, threads=within(own, parse_bytes(memory), threads=threads).threads)
     root = json.loads((path / DOCUMENT).read_bytes())
     committed = root["attributes"].get("committed_rows")
     if committed is None or not root.get("consolidated_metadata"):
@@ -196,6 +212,7 @@ def resumed_run(
         metadata=metadata,
         arrays=arrays,
         fingerprint=fingerprint,
+        share=share,
     )
 
 

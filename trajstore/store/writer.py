@@ -11,9 +11,12 @@ past the row it is cut to, is not read by anyone; it is written over, and remove
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -37,9 +40,12 @@ from trajstore.store.new_run import (
     parameter_coordinate,
     token_coordinates,
 )
+from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.remote_lock import RemoteLock
-from trajstore.store.remote_path import Location, RunPath
+from trajstore.store.remote_path import Location, RunPath, location
 from trajstore.store.resumed_run import check_run, remove_past_end, resumed_run
+from trajstore.store.shared_plan import plan_shared
+from trajstore.store.token_share import TokenShare, together
 from trajstore.store.zarr_json import Status
 from trajstore.values.native_types import as_bits
 
@@ -86,7 +92,7 @@ class RunWriter:
         path: Location,
         layout: Layout,
         blocks: BlockCommits,
-        lock: RunLock | RemoteLock,
+        lock: RunLock | RemoteLock | None,
         *,
         is_new: bool,
     ) -> None:
@@ -148,6 +154,7 @@ class RunWriter:
         overwrite: bool = False,
         commit_every: float | None = COMMIT_EVERY,
         fsync: bool = False,
+        share: TokenShare | None = None,
     ) -> Self:
         """Make an empty run.
 
@@ -195,9 +202,14 @@ class RunWriter:
             a fifth of that time, it is done less often.
         fsync : bool
             Have every commit survive a loss of power, not only the death of the process.
+        share : TokenShare, optional
+            Of the tokens, where several processes write the run, all of which call this; rows then
+            hold the tokens of this one. `memory` is that of each. Only whole blocks are committed.
 
         Raises
         ------
+        RecordingError
+            If another process that shares in the run cannot begin it.
         RunExists
             If something is at `path`.
         RunLocked
@@ -206,48 +218,91 @@ class RunWriter:
             If an argument is impossible.
         """
         check_commit_every(commit_every)
-        path = check_target(path, overwrite=overwrite)
-        coordinates = token_coordinates(
-            token, populations, is_dead=is_dead, token_count=token_count, token_text=token_text
-        )
-        check_variables(variables)
-        coordinates |= parameter_coordinate(parameter, variables)
-        layout = plan(
-            variables,
-            tokens=np.size(coordinates["token"]),
-            hidden=hidden,
-            examples=examples,
-            positions=positions,
-            parameters=np.size(coordinates.get("parameter", "")),
-            memory=parse_bytes(memory),
-            block_rows=block_rows,
-            encoding=encoding,
-            threads=threads,
-            buffers=buffers,
-        )
-        layout = replace(layout, runs=((0, new_identity()),))
-        metadata, chunks = new_run(
-            layout, coordinates, encoding=encoding, config=config, attributes=attributes
-        )
-        if isinstance(path, Path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        lock = RunLock.acquire(path)
-        try:
-            sweep(path)
-            digests = {key: hashlib.sha256(data).digest() for key, data in chunks.items()}
-            fingerprint = metadata.fingerprint(digests, layout.block_rows)
-            create_folder(
-                path, metadata, chunks, fingerprint.attributes(), overwrite=overwrite, fsync=fsync
+        if share is not None and not share.is_first:
+            return cls._joined(path, share, fsync=fsync)
+        with together(share):
+            path = check_target(path, overwrite=overwrite)
+            coordinates = token_coordinates(
+                token, populations, is_dead=is_dead, token_count=token_count, token_text=token_text
             )
-            blocks = BlockCommits(
-                path, layout, metadata, fingerprint, commit_every=commit_every, fsync=fsync
+            check_variables(variables)
+            coordinates |= parameter_coordinate(parameter, variables)
+            planned = plan if share is None else partial(plan_shared, share)
+            layout = planned(
+                variables,
+                tokens=np.size(coordinates["token"]),
+                hidden=hidden,
+                examples=examples,
+                positions=positions,
+                parameters=np.size(coordinates.get("parameter", "")),
+                memory=parse_bytes(memory),
+                block_rows=block_rows,
+                encoding=encoding,
+                threads=threads,
+                buffers=buffers,
             )
-            run = cls(path, layout, blocks, lock, is_new=True)
-            blocks.start()
-        except BaseException:
-            lock.release()
-            raise
+            layout = replace(layout, runs=((0, new_identity()),))
+            own = layout if share is None else share.of_layout(layout)
+            metadata, chunks = new_run(
+                layout, coordinates, encoding=encoding, config=config, attributes=attributes
+            )
+            if isinstance(path, Path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            lock = RunLock.acquire(path)
+            try:
+                sweep(path)
+                digests = {key: hashlib.sha256(data).digest() for key, data in chunks.items()}
+                fingerprint = metadata.fingerprint(digests, layout.block_rows)
+                create_folder(
+                    path,
+                    metadata,
+                    chunks,
+                    fingerprint.attributes(),
+                    overwrite=overwrite,
+                    fsync=fsync,
+                )
+                blocks = BlockCommits(
+                    path,
+                    own,
+                    metadata,
+                    fingerprint,
+                    commit_every=commit_every,
+                    fsync=fsync,
+                    share=share,
+                )
+                run = cls(path, own, blocks, lock, is_new=True)
+                blocks.start()
+            except BaseException:
+                lock.release()
+                raise
+        if share is not None:
+            run._welcome(share, layout)
         return run
+
+    @classmethod
+    def _joined(cls, path: RunPath, share: TokenShare, *, fsync: bool) -> Self:
+        """In another process than the first: its part of the run that the first has made."""
+        with together(share):
+            pass  # or it could not be made
+        layout: Layout = share.exchange(None)[0]
+        with together(share):
+            place = location(path).absolute()
+            _check_seen(place, layout)
+            own = share.of_layout(layout)
+            blocks = BlockCommits(
+                place, own, None, None, commit_every=None, fsync=fsync, share=share
+            )
+            return cls(place, own, blocks, None, is_new=False)
+
+    def _welcome(self, share: TokenShare, layout: Layout) -> None:
+        """In the first process: tell the others of the run, and see that they have found it."""
+        try:
+            share.exchange(layout)
+            with together(share):
+                pass
+        except BaseException:
+            self._let_go(remove_empty=True)
+            raise
 
     @classmethod
     def resume(
@@ -260,6 +315,7 @@ class RunWriter:
         threads: int | None = None,
         commit_every: float | None = COMMIT_EVERY,
         fsync: bool = False,
+        share: TokenShare | None = None,
     ) -> Self:
         """Open a run for more rows, as they were of the same kind: after its last commit, or cut.
 
@@ -273,7 +329,7 @@ class RunWriter:
             Keep so many; all that are committed without it.
         attributes : mapping, optional
             Attributes of the root that take the place of those it has, such as ``config``.
-        memory, threads, commit_every, fsync
+        memory, threads, commit_every, fsync, share
             As for `create`. The blocks stay as large as they are, and `memory` holds two of them.
 
         Raises
@@ -283,29 +339,44 @@ class RunWriter:
         RunLocked
             If another process writes to it.
         InvalidArgument
-            If `rows` are not there, or `memory` does not hold its blocks.
+            If `rows` are not there, `memory` does not hold its blocks, or they cannot be shared
+            by so many processes.
+        RecordingError
+            If another process that shares in the run cannot go on with it.
         """
         check_commit_every(commit_every)
-        path = check_run(path)
-        lock = RunLock.acquire(path)
+        commits = share is None or share.is_first
+        lock = None
         try:
-            sweep(path)
-            kept = resumed_run(path, rows, attributes=attributes, memory=memory, threads=threads)
-            blocks = BlockCommits(
-                path,
-                kept.layout,
-                kept.metadata,
-                kept.fingerprint,
-                commit_every=commit_every,
-                fsync=fsync,
-            )
-            blocks.go_on(kept)
-            run = cls(path, kept.layout, blocks, lock, is_new=False)
+            with together(share):
+                path = check_run(path)
+                if commits:
+                    lock = RunLock.acquire(path)
+                    sweep(path)
+                kept = resumed_run(
+                    path, rows, attributes=attributes, memory=memory, threads=threads, share=share
+                )
+                own = kept.layout if share is None else share.of_layout(kept.layout)
+                blocks = BlockCommits(
+                    path,
+                    own,
+                    kept.metadata if commits else None,
+                    kept.fingerprint,
+                    commit_every=commit_every,
+                    fsync=fsync,
+                    share=share,
+                )
+                blocks.take_up(kept)
+                last_step = kept.last_step()
+            with together(share):
+                blocks.cut(kept)
+            run = cls(path, own, blocks, lock, is_new=False)
             run.bytes_recorded = kept.rows * run._row_bytes
-            run._last_step = kept.last_step()
+            run._last_step = last_step
             blocks.start()
         except BaseException:
-            lock.release()
+            if lock is not None:
+                lock.release()
             raise
         return run
 
@@ -335,7 +406,8 @@ class RunWriter:
         """
         self._check_open()
         places = self._blocks.places(most)
-        self._given = len(places.pop(STEP.name))
+        self._given = len(next(iter(places.values())))
+        places.pop(STEP.name, None)  # which not every process has that shares in a run
         return places
 
     def commit_row(self, step: int) -> None:
@@ -467,20 +539,44 @@ class RunWriter:
         self._status = status
         try:
             self._blocks.finish(status)
-            remove_past_end(self.path, self.layout, self.rows)
+            if self._blocks.commits:
+                remove_past_end(self.path, self.layout, self.rows)
         except BaseException:
             self._status = "interrupted"
             self._blocks.give_up()
             raise
         finally:
-            try:
-                self._blocks.close()
-            finally:
-                with self._lock:  # lets go of it
-                    if remove_empty and not self.rows and self._lock.is_held():
-                        remove_folder(self.path)
+            self._let_go(remove_empty=remove_empty)
+
+    def _let_go(self, *, remove_empty: bool) -> None:
+        self._status = "interrupted" if self._status == "recording" else self._status
+        try:
+            self._blocks.close()
+        finally:
+            with self._lock or contextlib.nullcontext():  # lets go of it
+                held = self._lock is not None and self._lock.is_held()
+                if remove_empty and not self.rows and held:
+                    remove_folder(self.path)
 
     def _check_open(self) -> None:
         if self._status != "recording":
             raise WriterClosed(f"{self.path} is closed as {self._status}")
         self._blocks.check()
+
+
+def _check_seen(path: Location, layout: Layout) -> None:
+    """Insist that this process sees the run that the first one has made.
+
+    Raises
+    ------
+    InvalidArgument
+        If it does not.
+    """
+    found = None
+    with contextlib.suppress(OSError):
+        found = json.loads((path / DOCUMENT).read_bytes())["attributes"]["runs"]
+    if found != [list(entry) for entry in layout.runs or ()]:
+        raise InvalidArgument(
+            f"{path} is not what the first process has made there; processes that record one run "
+            "together need a folder that all of them see, or an object store"
+        )

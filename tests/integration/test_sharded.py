@@ -1,0 +1,152 @@
+"""The embedding is sharded over two processes: one run, and to the bit what a gathered one is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.process_group import run_together
+from trajstore import open_run
+from trajstore.integrity.verify import verify
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+PROGRAM = """
+    import os, sys
+    import numpy as np, torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+    from torch.nn.functional import cross_entropy
+    from trainers import capture
+    from trajstore.errors import TrajstoreError
+
+    folder, rank = sys.argv[1], int(os.environ["RANK"])
+
+    class Model(torch.nn.Module):
+        def __init__(self, tied):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding = torch.nn.Embedding(11, 4)
+            self.inner = torch.nn.Linear(4, 4)
+            self.head = torch.nn.Linear(4, 11, bias=False)
+            if tied:
+                self.head.weight = self.embedding.weight
+        def get_output_embeddings(self):
+            return self.head
+        def forward(self, input_ids, labels):
+            logits = self.head(torch.tanh(self.inner(self.embedding(input_ids))))
+            return {"loss": cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+    def gathered(model, optimizer, run, steps, other, clip):
+        rows = []
+        W = model.embedding.weight
+        for step in steps:
+            source = torch.Generator().manual_seed(step + other)
+            ids = torch.randint(0, 11, (2, 5), generator=source)
+            optimizer.zero_grad()
+            output = model(ids, ids)
+            output["loss"].backward()
+            row = {"loss": output["loss"].detach(), "logits": output["logits"][0, -1].detach()}
+            row["grad"] = W.grad.full_tensor().clone()
+            if clip:
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip).full_tensor()
+                row |= {"grad_norm": norm, "clip_coef": torch.clamp(clip / (norm + 1e-6), max=1.0)}
+            optimizer.step()
+            row["W"] = W.full_tensor().detach().clone()
+            for name in ("exp_avg", "exp_avg_sq"):
+                row[name] = optimizer.state[W][name].full_tensor().clone()
+            rows.append({name: value.numpy() for name, value in row.items()})
+        return rows
+
+    def keep(name, rows):
+        if rank == 0:
+            columns = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
+            np.savez(f"{folder}/{name}.npz", **columns)
+
+    def refusal(model, optimizer, **options):
+        try:
+            with capture(model, optimizer, f"{folder}/refused.zarr", **options):
+                pass
+        except TrajstoreError as error:
+            return str(error)
+
+    torch.distributed.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+
+    # FSDP2, the head tied to the embedding; each process has its own batch
+    model = fully_shard(Model(tied=True), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    path, record = f"{folder}/fsdp.zarr", ["all", "W_ulp_l1", "grad_token_norm", "example_loss"]
+    how = {"record": record, "block_rows": 4, "max_grad_norm": 0.1}
+    def told(run):
+        run.observe(example_loss=[float(rank), 0.5])
+    with capture(model, optimizer, path, on_step=told, **how) as run:
+        told(run)
+        rows = gathered(model, optimizer, run, range(6), 100 * rank, 0.1)
+        assert run.writer.layout.arrays["W"].row == ((6, 4), (5, 4))[rank]
+    how |= {"resume": True, "first_step": 6, "on_step": told}
+    with capture(model, optimizer, path, **how) as run:
+        told(run)
+        rows += gathered(model, optimizer, run, range(6, 9), 100 * rank, 0.1)
+    keep("fsdp", rows)
+
+    # weights that are other ones in the second process only, and what is not known
+    with torch.no_grad():
+        model.embedding.weight.to_local()[0] += rank
+    try:
+        with capture(model, optimizer, path, **(how | {"first_step": 9})):
+            pass
+    except TrajstoreError as error:
+        print(type(error).__name__, error, file=open(f"{folder}/other{rank}", "w"))
+    assert "all tokens are recorded" in refusal(model, optimizer, tokens=[1, 2])
+    assert "no norms are recorded" in refusal(model, optimizer, record="model")
+    across = fully_shard(
+        Model(tied=True), mesh=mesh, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1)
+    )
+    optimizer = torch.optim.AdamW(across.parameters())
+    assert "Shard(0) over one dimension" in refusal(across, optimizer)
+    inner = parallelize_module(
+        Model(tied=True), mesh, {"inner": RowwiseParallel(input_layouts=Replicate())}
+    )
+    optimizer = torch.optim.AdamW(inner.parameters())
+    assert "is no DTensor" in refusal(inner, optimizer)
+
+    # vocabulary-parallel, the head not tied; all processes have the same batch
+    split = {"embedding": RowwiseParallel(input_layouts=Replicate())}
+    model = parallelize_module(Model(tied=False), mesh, split)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    how = {"parameter": "embedding.weight", "block_rows": 4}
+    assert "sees the same examples" in refusal(model, optimizer, record=["W", "batch"], **how)
+    with capture(model, optimizer, f"{folder}/vocabulary.zarr", **how) as run:
+        keep("vocabulary", gathered(model, optimizer, run, range(5), 0, None))
+    torch.distributed.destroy_process_group()
+"""
+
+
+def test_two_processes_with_half_the_tokens_each(tmp_path: Path) -> None:
+    run_together(2, PROGRAM, tmp_path, tmp_path)
+    for name, steps in (("fsdp", 9), ("vocabulary", 5)):
+        path = tmp_path / f"{name}.zarr"
+        assert verify(path).clean
+        ds = open_run(path)
+        assert ds.attrs["status"] == "complete"
+        assert ds.step.values.tolist() == list(range(steps + 1))
+        with np.load(tmp_path / f"{name}.npz") as gathered:
+            assert gathered.keys() >= {"W", "grad", "exp_avg", "exp_avg_sq", "loss"}
+            for variable in gathered.keys() & ds.keys():
+                recorded = np.ascontiguousarray(ds[variable].values[1:])
+                assert np.array_equal(recorded.view("u4"), gathered[variable].view("u4")), variable
+    ds = open_run(tmp_path / "fsdp.zarr")
+    moved = np.linalg.norm(ds.grad.values.astype("f8"), axis=-1)
+    np.testing.assert_allclose(ds.grad_token_norm, moved, rtol=1e-6)
+    assert (ds.W_ulp_l1.values[1:] > 0).any(axis=0).all()
+    assert ds.example_loss.values[3].tolist() == [0, 0.5, 1, 0.5]
+    first, second = ((tmp_path / f"other{rank}").read_text() for rank in range(2))
+    assert first.startswith("RecordingError the recording has failed in process 1: NothingToResume")
+    assert second.startswith("NothingToResume the weights that the training goes on with")
+    assert not list(tmp_path.glob("refused*"))
