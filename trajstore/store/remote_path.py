@@ -41,8 +41,16 @@ REMOTE_REQUESTS = 16
 
 _SCHEMES = ("s3", "gs", "az", "memory", "http", "https")
 
-RETRIES: dict[str, Any] = {"max_retries": 10, "retry_timeout": timedelta(minutes=3)}
-"""How often, and how long, obstore tries again what failed: after pauses that grow."""
+RETRIES: dict[str, Any] = {
+    "max_retries": 1000,
+    "retry_timeout": timedelta(minutes=3),
+    "backoff": {
+        "init_backoff": timedelta(seconds=0.1),
+        "max_backoff": timedelta(seconds=10),
+        "base": 2,
+    },
+}
+"""How long obstore tries again what failed: after pauses that grow, as often as the time allows."""
 
 _NOT_LISTED = ("http", "https")  # have no way to ask what there is
 
