@@ -16,7 +16,8 @@ Before the first row, ``new_run`` makes what a run begins with, and ``create`` i
 first rows, of which ``fork_provenance`` tells who made them; ``annotated_run`` tells it of its
 tokens afterwards. ``lock`` lets in one writer at a time.
 
-All of that is the same for a folder and for what lies in an object store: ``remote_path`` is to
-an address what a path is to a folder, ``object_file`` reads either in parts, and ``remote_lock`` is
-the lock where there are no file locks.
+All of that is the same for a folder and for what lies in an object store: ``remote_path`` is to an
+address what a path is to a folder (``hub_address`` tells where a hub has its files),
+``object_file`` reads either in parts, and ``remote_lock`` is the lock where there are no file
+locks.
 """
