@@ -119,8 +119,11 @@ def faulty(address: str, fault: Fault) -> Iterator[tuple[str, list[str]]]:
 
 
 @contextmanager
-def web_server(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Address of a server of files, in ranges, that lists nothing; and the requests that it saw."""
+def web_server(folder: Path, token: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Address of a server of files, in ranges, that lists nothing; and the requests that it saw.
+
+    With a token it answers nobody who does not say it.
+    """
     seen: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -129,8 +132,9 @@ def web_server(folder: Path) -> Iterator[tuple[str, list[str]]]:
         def do_GET(self) -> None:
             seen.append(f"{self.command} {self.path}")
             file = folder / self.path.strip("/")
-            if not file.is_file():
-                self.send_response_only(404)
+            known = not token or self.headers.get("Authorization") == f"Bearer {token}"
+            if not known or not file.is_file():
+                self.send_response_only(404 if known else 401)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -12,7 +13,14 @@ import pytest
 import xarray as xr
 from object_stores import faulty, s3_server, to_s3, web_server
 
-from trajstore import ObjectStoreError, RunWriter, open_run
+from trajstore import (
+    InvalidArgument,
+    ObjectStoreError,
+    RunNotFound,
+    RunWriter,
+    open_run,
+    verify,
+)
 from trajstore.store import remote_path
 from trajstore.store.remote_path import location
 
@@ -125,14 +133,52 @@ def test_a_long_outage_ends_a_recording_and_loses_no_commit(
         assert open_run(URL).sizes["step"] == committed + 1
 
 
+def test_a_run_on_a_hub_is_read_in_place(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("datasets/user/name/resolve/main", "user/name/resolve/refs%2Fpr%2F1"):
+        shutil.copytree(local, tmp_path / name / "runs" / "run.zarr")
+    here = open_run(local, chunks=None)
+    with web_server(tmp_path, token="secret") as (address, seen):
+        monkeypatch.setenv("HF_ENDPOINT", f"{address}/")
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+        with pytest.raises(ObjectStoreError, match=r"^hf://datasets/user/name/.*401"):
+            verify("hf://datasets/user/name/runs/run.zarr")
+        remote_path._store.cache_clear()
+        monkeypatch.setenv("HF_TOKEN", "secret")
+        seen.clear()
+        far = open_run("hf://datasets/user/name/runs/run.zarr", chunks=None)
+        assert len(seen) == 4, seen
+        xr.testing.assert_identical(far, here)
+        assert verify("hf://user/name@refs%2Fpr%2F1/runs/run.zarr").clean
+        with pytest.raises(RunNotFound, match="there is no run at hf://user/name/run"):
+            open_run("hf://user/name/run.zarr")
+        with pytest.raises(InvalidArgument, match="a web server is only read from"):
+            record("hf://datasets/user/name/mine.zarr")
+
+
+def test_steps_that_leave_some_out_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    with create(path) as run:
+        for step in (0, 1, 2, 5, *range(10, 30)):
+            run.append(**row(step))
+    with web_server(tmp_path) as (address, seen):
+        far = open_run(f"{address}/run.zarr", chunks=None)
+        assert len(seen) == 4 + 6, seen  # the ends were looked at, in vain
+        xr.testing.assert_identical(far.step, open_run(path).step)
+
+
 def test_a_run_on_a_web_server_is_opened_with_few_requests(local: Path) -> None:
     with web_server(local.parent) as (address, seen):
         far = open_run(f"{address}/run.zarr", chunks=None)
         blocks = -(-ROWS // 4)
-        assert len(seen) == 2 + blocks, seen  # root, tokens, and the steps of each block
+        assert len(seen) == 4, seen  # root, tokens, and the steps of the first and last block
         seen.clear()
         history = far.W.sel(token=7).values
         assert len(seen) == blocks, seen
-        np.testing.assert_array_equal(history, open_run(local).W.sel(token=7))
+        here = open_run(local, chunks=None)
+        np.testing.assert_array_equal(history, here.W.sel(token=7))
+        xr.testing.assert_identical(far, here)
+        assert far.step.encoding == here.step.encoding
         with pytest.raises(ObjectStoreError, match="a web server does not say what there is"):
             location(f"{address}/run.zarr").below()  # type: ignore[union-attr]

@@ -21,7 +21,8 @@ Where a matrix is sharded over processes, each is a writer of its ``token_share`
 ``shared_plan`` lays out the run, and ``shared_commits`` has the first of them commit what all have
 written.
 
-All of that is the same for a folder and for what lies in an object store: ``remote_path`` is to
-an address what a path is to a folder, ``object_file`` reads either in parts, and ``remote_lock`` is
-the lock where there are no file locks.
+All of that is the same for a folder and for what lies in an object store: ``remote_path`` is to an
+address what a path is to a folder (``hub_address`` tells where a hub has its files),
+``object_file`` reads either in parts, and ``remote_lock`` is the lock where there are no file
+locks.
 """

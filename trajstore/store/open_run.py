@@ -22,7 +22,7 @@ from trajstore.store.block_plan import LARGEST_TASK
 from trajstore.store.block_view import as_blocks
 from trajstore.store.open_group import open_group, run_identity
 from trajstore.store.remote_path import RunPath, location
-from trajstore.store.xarray_engine import run_store
+from trajstore.store.xarray_engine import run_dataset
 from trajstore.threads import default_threads
 
 __all__ = ["open_run"]
@@ -40,7 +40,7 @@ def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> x
     Parameters
     ----------
     path : path-like or str
-        A local folder, or an address that fsspec knows (``s3://…``, with the extra ``s3``).
+        A local folder, or an address such as ``s3://bucket/run.zarr``, with the extra ``s3``.
     chunks : 'blocks' or None
         With ``'blocks'``, the default, variables are dask arrays, for whatever goes over many
         steps and tokens. A dask chunk is a block along ``step``, and along ``token`` what is
@@ -77,7 +77,7 @@ def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> x
         raise InvalidArgument(f"chunks is {chunks!r}, expected 'blocks' or None")
     group = as_blocks(open_group(path))
     # Coordinates stay without dask, which can neither group by them nor look things up in them.
-    ds = xr.open_dataset(run_store(group), chunks=None)
+    ds = run_dataset(group, path)
     ds.encoding["source"] = str(path)  # where it is from, as xarray's readers say it
     local = isinstance(location(path), Path)
     if chunks is None and not local:

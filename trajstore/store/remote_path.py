@@ -23,6 +23,7 @@ from zarr.abc.store import ByteRequest
 from zarr.storage import ObjectStore as ZarrObjectStore
 
 from trajstore.errors import InvalidArgument, MissingExtra, ObjectStoreError
+from trajstore.store.hub_address import hub_headers, hub_url, split_hub_address
 
 __all__ = [
     "REMOTE_REQUESTS",
@@ -39,12 +40,20 @@ __all__ = [
 REMOTE_REQUESTS = 16
 """Requests of a kind that are under way at a time."""
 
-_SCHEMES = ("s3", "gs", "az", "memory", "http", "https")
+_SCHEMES = ("s3", "gs", "az", "memory", "http", "https", "hf")
 
-RETRIES: dict[str, Any] = {"max_retries": 10, "retry_timeout": timedelta(minutes=3)}
-"""How often, and how long, obstore tries again what failed: after pauses that grow."""
+RETRIES: dict[str, Any] = {
+    "max_retries": 1000,
+    "retry_timeout": timedelta(minutes=3),
+    "backoff": {
+        "init_backoff": timedelta(seconds=0.1),
+        "max_backoff": timedelta(seconds=10),
+        "base": 2,
+    },
+}
+"""How long obstore tries again what failed: after pauses that grow, as often as the time allows."""
 
-_NOT_LISTED = ("http", "https")  # have no way to ask what there is
+_NOT_LISTED = ("http", "https", "hf")  # have no way to ask what there is
 
 
 @dataclass(frozen=True)
@@ -263,7 +272,8 @@ def location(path: RunPath) -> Location:
     ----------
     path : path-like, str or RemotePath
         A local path, or ``s3://bucket/key``, ``gs://…``, ``az://container/key``, ``memory://…``
-        (of this process), ``https://…``. Credentials come from the environment.
+        (of this process), ``https://…``, ``hf://datasets/USER/NAME/key``. Credentials come from the
+        environment.
 
     Raises
     ------
@@ -281,10 +291,14 @@ def location(path: RunPath) -> Location:
     if parts.scheme not in _SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
         raise InvalidArgument(f"{text} is an address of an unknown kind; known are {known}")
-    if parts.query or parts.fragment or "@" in parts.netloc:
+    if parts.query or parts.fragment or ("@" in parts.netloc and parts.scheme != "hf"):
         raise InvalidArgument(
             f"{text}: an address is SCHEME://BUCKET/KEY, and credentials come from the environment"
         )
+    if parts.scheme == "hf":
+        root, key = split_hub_address(text)
+        _obstore()
+        return RemotePath(root, key)
     root, key = f"{parts.scheme}://{parts.netloc}", parts.path.strip("/")
     if not parts.netloc or not key:
         raise InvalidArgument(f"{text} names no run; expected SCHEME://BUCKET/KEY")
@@ -379,5 +393,8 @@ def _store(root: str) -> Any:
     if scheme == "memory":
         return MemoryStore()
     # An address without TLS is somebody's choice: that of a server of their own.
+    options: dict[str, Any] = {"allow_http": True}
     make: Any = HTTPStore.from_url if scheme in _NOT_LISTED else from_url
-    return make(root, client_options={"allow_http": True}, retry_config=RETRIES)
+    if scheme == "hf":
+        root, options["default_headers"] = hub_url(root), hub_headers()
+    return make(root, client_options=options, retry_config=RETRIES)

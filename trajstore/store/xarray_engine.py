@@ -7,23 +7,60 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import xarray as xr
 import zarr
 from xarray.backends import BackendEntrypoint, StoreBackendEntrypoint, ZarrStore
 
+from trajstore.schema import STEP
 from trajstore.store.block_view import as_blocks
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.open_group import open_group
+from trajstore.store.remote_path import RemotePath, RunPath, location
 
-__all__ = ["TrajstoreBackend", "run_store"]
+__all__ = ["TrajstoreBackend", "run_dataset"]
 
 
-def run_store(group: zarr.Group) -> ZarrStore:
-    """What `xr.open_dataset` takes, of the group of a run."""
-    return ZarrStore(group, mode="r", consolidate_on_close=False)
+def run_dataset(
+    group: zarr.Group,
+    place: RunPath,
+    drop_variables: str | Iterable[str] | None = None,
+    *,
+    reader: Callable[..., xr.Dataset] = xr.open_dataset,
+) -> xr.Dataset:
+    """Dataset of the group of a run, without dask.
+
+    Of a run that is at an address, steps that follow upon each other are not read one block after
+    the other: the first and the last tell them all.
+    """
+    store = ZarrStore(group, mode="r", consolidate_on_close=False)
+    dropped = {drop_variables} if isinstance(drop_variables, str) else {*(drop_variables or ())}
+    steps = None
+    if STEP.name not in dropped and isinstance(location(place), RemotePath):
+        steps = _told_by_the_ends(group[STEP.name])
+    if steps is None:
+        return reader(store, drop_variables=dropped)
+    described = cast(Any, store).open_store_variable(STEP.name)
+    ds = reader(store, drop_variables={*dropped, STEP.name})
+    encoding = {**described.encoding, "dtype": steps.dtype}
+    variable = xr.Variable(described.dims, steps, described.attrs, encoding)
+    return ds.assign_coords({STEP.name: variable})
+
+
+def _told_by_the_ends(array: Any) -> npt.NDArray[np.int64] | None:
+    """Steps of a run of three blocks or more, if there is none between them that was left out.
+
+    As steps increase strictly, as many as lie from the first to the last are all of these.
+    """
+    (rows,), (block,) = array.shape, array.chunks
+    if rows <= 2 * block:
+        return None
+    first, last = array.oindex[np.array([0, rows - 1])]
+    return np.arange(first, last + 1) if last - first == rows - 1 else None
 
 
 class TrajstoreBackend(BackendEntrypoint):
@@ -45,8 +82,9 @@ class TrajstoreBackend(BackendEntrypoint):
         RunNotFound, FormatError, MissingExtra
             See `trajstore.store.open_group.open_group`.
         """
-        store = run_store(as_blocks(open_group(filename_or_obj)))
-        return StoreBackendEntrypoint().open_dataset(store, drop_variables=drop_variables)
+        group = as_blocks(open_group(filename_or_obj))
+        reader = StoreBackendEntrypoint().open_dataset  # indices are made by who calls this
+        return run_dataset(group, filename_or_obj, drop_variables, reader=reader)
 
     def guess_can_open(self, filename_or_obj: Any) -> bool:
         """Whether it is the folder of a run."""

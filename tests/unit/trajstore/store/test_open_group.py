@@ -51,6 +51,8 @@ def test_what_is_no_run_is_said(small_run: tuple[Path, Any]) -> None:
         ("s3://bucket", "names no run; expected SCHEME://BUCKET/KEY"),
         ("s3:///run.zarr", "names no run"),
         ("s3://user:secret@bucket/run.zarr", "credentials come from the environment"),
+        ("hf://datasets/user/name", "names no run; expected hf://datasets/USER/NAME/RUN.zarr"),
+        ("hf://user//run.zarr", "names no run; expected hf://"),
         ("https://host/run.zarr?signature=1", "an address is SCHEME://BUCKET/KEY"),
     ],
 )
