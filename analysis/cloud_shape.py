@@ -11,6 +11,7 @@ import xarray as xr
 from dask.graph_manipulation import bind
 
 from analysis import input_checks
+from analysis.block_tasks import shared
 from analysis.collective_motion import per_population
 from analysis.running_state import fold_rows
 from analysis.streaming_scan import Scan
@@ -56,27 +57,41 @@ def _ranks(spectrum: Wide) -> tuple[float, float]:
     return float(np.exp(-(filled * np.log(filled)).sum())), float(1 / np.square(share).sum())
 
 
-def _gather(
-    state: tuple[int, Wide, Wide] | None, chunks: list[Array], members: Array
-) -> tuple[int, Wide, Wide]:
-    """Number, mean and scatter of all finite vectors so far, with those of a block of rows.
+def _scatters(chunks: list[list[Array]], members: npt.NDArray[np.int64]) -> Wide:
+    """Number, mean and scatter of the finite vectors of each row, (row, 2 + hidden, hidden)."""
+    parts = [part[0] for part in chunks]
+    rows, _, hidden = parts[0].shape
+    result = np.zeros((rows, 2 + hidden, hidden))
+    with np.errstate(invalid="ignore", over="ignore"):
+        for row in range(rows):
+            vectors = np.concatenate([part[row] for part in parts])
+            vectors = vectors if members.size == len(vectors) else vectors[members]
+            finite = np.isfinite(vectors).all(1)
+            vectors = vectors if finite.all() else vectors[finite]
+            if len(vectors):
+                result[row, 0] = len(vectors)
+                result[row, 1], result[row, 2:] = _scatter(vectors)
+    return result
+
+
+def _gather(state: tuple[int, Wide, Wide] | None, chunks: list[Wide]) -> tuple[int, Wide, Wide]:
+    """Number, mean and scatter of all vectors so far, with those of some more rows.
 
     One row after the other, so that the sums do not depend on the blocks.
     """
-    hidden = chunks[0].shape[-1]
+    (rows,) = chunks
+    hidden = rows.shape[-1]
     count, mean, scatter = state or (0, np.zeros(hidden), np.zeros((hidden, hidden)))
     with np.errstate(invalid="ignore", over="ignore"):
-        for row in range(len(chunks[0])):
-            vectors = np.concatenate([chunk[row] for chunk in chunks])[members]
-            vectors = vectors[np.isfinite(vectors).all(1)]
-            if not len(vectors):
+        for row in rows:
+            number, centre, own = int(row[0, 0]), row[1], row[2:]
+            if not number:
                 continue
-            centre, own = _scatter(vectors)
-            total = count + len(vectors)
+            total = count + number
             way = centre - mean
             # Chan, Golub and LeVeque, 1983: pairwise combination of sums of squares.
-            scatter = scatter + own + np.outer(way, way) * (count * len(vectors) / total)
-            mean = mean + way * (len(vectors) / total)
+            scatter = scatter + own + np.outer(way, way) * (count * number / total)
+            mean = mean + way * (number / total)
             count = total
     return count, mean, scatter
 
@@ -182,13 +197,7 @@ def build_pca(
     if not 1 <= components <= hidden:
         raise InvalidArgument(f"got components={components}, expected 1 to {hidden}")
     _, (group,) = chosen_populations(history.ds, population)
-    made = fold_rows(
-        blocks[_rows_of_basis(history, basis)],
-        _gather,
-        _axes_of,
-        (2 + hidden, hidden),
-        members=np.nonzero(group)[0],
-    )
+    made = _basis(blocks[_rows_of_basis(history, basis)], np.nonzero(group)[0])
     if first is not None:
         made = da.blockwise(
             _with_first, "ah", made, "ah", _first_axis(history, first), "b",
@@ -228,6 +237,26 @@ def build_pca(
         long_name="coordinate along the principal axis", units=unit
     )
     return xr.Dataset(arrays).assign_attrs(population=population)
+
+
+def _basis(blocks: da.Array, members: npt.NDArray[np.int64]) -> da.Array:
+    """Mean, spectrum and axes of all vectors of these members, (2 + hidden, hidden)."""
+    hidden = blocks.shape[2]
+    # In halves, and apart from the sums: while one thread was busy with a block, others would read
+    # ahead, and hold what they have read.
+    halves = blocks.rechunk({0: -(-max(blocks.chunks[0]) // 2)})
+    scatters = da.blockwise(
+        _scatters,
+        "sfg",
+        halves,
+        "sth",
+        members=shared(members),
+        new_axes={"f": 2 + hidden, "g": hidden},
+        dtype=np.float64,
+        align_arrays=False,
+        meta=np.empty((0, 0, 0)),
+    )
+    return fold_rows(scatters, _gather, _axes_of, (2 + hidden, hidden))
 
 
 def build_scores(history: Scan, found: xr.Dataset) -> xr.DataArray:
