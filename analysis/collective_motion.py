@@ -15,6 +15,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis.block_tasks import in_turn, rows_before, shared
+from analysis.consecutive_rows import tiles
 from analysis.lattice_points import Points, lattice_attributes
 from analysis.streaming_scan import Scan
 from analysis.token_populations import chosen_populations
@@ -161,11 +162,27 @@ def per_population(
     return xr.Dataset(result).assign_coords(coords)
 
 
+def _mean(shape: tuple[int, ...], vectors: Callable[[slice], Array]) -> Array:
+    """Mean of vectors that are made a tile at a time; as of all at once, one after the other."""
+    tokens, hidden = shape
+    total = np.zeros((1, hidden))
+    for part in tiles(1, tokens, hidden):
+        total = np.concatenate([total, vectors(part)]).sum(0, keepdims=True)
+    return np.asarray(total[0] / tokens)
+
+
+def _distances(tokens: int, centre: Array, vectors: Callable[[slice], Array]) -> Array:
+    parts = tiles(1, tokens, centre.size)
+    return np.concatenate([vector_norm(vectors(part) - centre) for part in parts])
+
+
 def _centroid_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
-    wide = now.astype(np.float64)
-    centre = wide.mean(0)
-    radii = vector_norm(wide - centre)
-    drift = centre - before.astype(np.float64).mean(0)
+    centre, earlier = (
+        _mean(row.shape, lambda part, row=row: row[part].astype(np.float64))
+        for row in (now, before)
+    )
+    radii = _distances(len(now), centre, lambda part: now[part].astype(np.float64))
+    drift = centre - earlier
     return {
         "centroid": centre,
         "centroid_norm": vector_norm(centre),
@@ -223,10 +240,12 @@ def build_centroid(history: Scan, population: str | Sequence[str] | None = None)
 
 
 def _bulk_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
-    velocities = np.subtract(now, before, dtype=np.float64) / spacing
-    bulk = velocities.mean(0)
+    def velocities(part: slice) -> Array:
+        return np.asarray(np.subtract(now[part], before[part], dtype=np.float64) / spacing)
+
+    bulk = _mean(now.shape, velocities)
     speed = vector_norm(bulk)
-    thermal = np.sqrt(np.square(vector_norm(velocities - bulk)).mean())
+    thermal = np.sqrt(np.square(_distances(len(now), bulk, velocities)).mean())
     ratio = speed / thermal
     return {
         "bulk_velocity": bulk,

@@ -33,7 +33,8 @@ _TOKENS = 4096
 class _Sums:
     """What is known of some tokens after some rows.
 
-    `products` and `ends` are of each lag: Σ x_t·x_{t+τ}, and Σ x_t + x_{t+τ}, over its pairs.
+    `products` and `ends` are of each lag: Σ x_t·x_{t+τ}, and Σ x_t + x_{t+τ}, over its pairs; the
+    ends only where deviations from the mean are asked for.
     """
 
     first: Wide
@@ -45,12 +46,12 @@ class _Sums:
     ends: Wide | None = None
 
 
-def _take(sums: _Sums, x: Wide, lags: Sequence[int]) -> None:
+def _take(sums: _Sums, x: Wide, lags: Sequence[int], centred: bool) -> None:
     """Add one more vector of each token."""
-    if sums.total is None or sums.products is None or sums.ends is None:
+    if sums.total is None or sums.products is None:
         sums.total = np.zeros_like(x)
         sums.products = np.zeros((len(lags), len(x)))
-        sums.ends = np.zeros((len(lags), *x.shape))
+        sums.ends = np.zeros((len(lags), *x.shape)) if centred else None
     sums.recent.append(x)
     sums.recent = sums.recent[-(max(lags) + 1) :]
     sums.total += x
@@ -59,7 +60,8 @@ def _take(sums: _Sums, x: Wide, lags: Sequence[int]) -> None:
         if lag < len(sums.recent):
             other = sums.recent[-1 - lag]
             sums.products[number] += hidden_sum(x * other)
-            sums.ends[number] += x + other
+            if sums.ends is not None:
+                sums.ends[number] += x + other
 
 
 def _copy(sums: _Sums) -> _Sums:
@@ -76,9 +78,9 @@ def _follow(state: _Sums | None, block: Array, lags: Sequence[int], of: str) -> 
         for row in block:
             wide = row.astype(np.float64)
             if of == "position":
-                _take(sums, wide - sums.first, lags)
+                _take(sums, wide - sums.first, lags, centred=True)
             elif sums.before is not None:
-                _take(sums, wide - sums.before, lags)
+                _take(sums, wide - sums.before, lags, centred=False)
             sums.before = wide
     return sums
 
@@ -88,10 +90,9 @@ class _End:
     """From sums to the mean product of each lag, and of the deviations from the mean."""
 
     lags: tuple[int, ...]
-    centred: bool
 
     def __call__(self, sums: _Sums) -> Wide:
-        if sums.total is None or sums.products is None or sums.ends is None:
+        if sums.total is None or sums.products is None:
             return np.full((len(self.lags), len(sums.first)), np.nan)
         result = np.full(sums.products.shape, np.nan)
         mean = sums.total / sums.rows
@@ -101,7 +102,7 @@ class _End:
                 if pairs <= 0:
                     continue
                 products = sums.products[number]
-                if self.centred:
+                if sums.ends is not None:
                     products = products - hidden_sum(sums.ends[number] * mean)
                     products = products + pairs * hidden_sum(mean * mean)
                 result[number] = products / pairs
@@ -167,7 +168,7 @@ def build_autocorrelation(
     means = fold_tokens(
         [blocks],
         _follow,
-        _End(every, of == "position"),
+        _End(every),
         (len(every),),
         lags=every,
         of=of,

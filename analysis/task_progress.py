@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +12,7 @@ import dask
 from dask.base import get_scheduler
 from dask.callbacks import Callback
 
-__all__ = ["Report", "compute_all", "progress_of_tasks"]
+__all__ = ["Report", "compute_all", "progress_of_tasks", "return_memory"]
 
 Report = Callable[[int, int], None]
 """Told of tasks done and tasks in all."""
@@ -62,6 +64,18 @@ def compute_all(lazy: Sequence[Any], report: Report | None = None) -> tuple[Any,
     except BaseException:
         client.cancel(pending)
         raise
+
+
+def return_memory() -> None:
+    """Give memory that has become free back to the system, where its C library can do that.
+
+    Between two computations of large blocks: glibc keeps what lies between others that are in use,
+    and the next computation, with blocks of other sizes, would ask for more.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+        if trim is not None:
+            trim(0)
 
 
 def _client() -> Any | None:

@@ -1,12 +1,13 @@
 """Figures of README, the tutorial and the gallery, from the runs that their commands record.
 
 trajstore record --preset gatsby --steps 300 -o gatsby.zarr
-trajstore record --preset gatsby --steps 3000 -o long.zarr
+trajstore fetch gatsby; trajstore record --preset gatsby --steps 3000 -o long.zarr
 trajstore record --preset gatsby --steps 300 --record all,model -o model.zarr
 python tools/documentation_figures.py FOLDER docs/figures
 
 FOLDER is where the runs are. Each figure is drawn by the command that stands before it on its
-page, and written with a palette of colours, which makes it three times smaller.
+page, and written with a palette of colours, which makes it three times smaller; but maps keep all
+of theirs, of which a palette makes steps.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from trajstore.cli.main import main
 DOCS = Path(__file__).parents[1] / "docs"
 OPENING = {"readme-stratigraphy.png": "trajstore plot gatsby.zarr stratigraphy"}
 COLOURS = 64
+MAPS = ("stratigraphy", "speed-density", "moments", "parameters")
 
 
 def figures(page: str) -> dict[str, str]:
@@ -39,11 +41,14 @@ def figures(page: str) -> dict[str, str]:
 
 
 def draw(command: str, file: Path, dpi: int) -> None:
-    """Draw what a command draws, with a palette."""
+    """Draw what a command draws; with a palette, if it is no map."""
     arguments = [*shlex.split(command)[1:], "--dpi", str(dpi), "-o", str(file), "--overwrite"]
     main(arguments, standalone_mode=False)
     with Image.open(file) as image:
-        image.convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE).save(file, optimize=True)
+        whole = image.convert("RGB")
+    if not any(name in file.name for name in MAPS):
+        whole = whole.quantize(COLOURS, dither=Image.Dither.NONE)
+    whole.save(file, optimize=True)
 
 
 if __name__ == "__main__":

@@ -178,7 +178,12 @@ class Page:
         drawn = hv.DynamicMap(
             lambda number: plots.token_curve(self._one, name), streams=[self._chosen]
         )
-        return self._along_steps(drawn, logy=True)
+
+        # HoloViews keeps the range of the first token, as the parts are updated where they are.
+        def follow(plot: Any, element: Any) -> None:
+            plot.state.y_range.update(**plots.token_range(self._one, name))
+
+        return self._along_steps(drawn, follow, logy=True)
 
     def _layers(self) -> Any:
         import holoviews as hv

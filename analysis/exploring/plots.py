@@ -169,6 +169,14 @@ def token_curve(token: xr.Dataset, name: str) -> Any:
     return hv.Overlay(parts)
 
 
+def token_range(token: xr.Dataset, name: str) -> dict[str, float]:
+    """Ends of a logarithmic axis that shows all of `token_curve`."""
+    values = token[name].values.astype(np.float64)
+    shown = values[np.isfinite(values) & (values > 0)]
+    low, high = (shown.min(), shown.max()) if shown.size else (3.0, 3.0)
+    return {"start": float(low / 5), "end": float(high * 2)}
+
+
 def _causes(token: xr.Dataset, shown: npt.NDArray[np.float64], value: str) -> list[Any]:
     """A row of squares below the hops for each cause: when the token stood still for it."""
     import holoviews as hv

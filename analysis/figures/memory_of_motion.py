@@ -65,4 +65,5 @@ autocorrelation = Figure(
     collect=_collect,
     draw=_draw,
     overlays=True,
+    reading="lags",
 )

@@ -80,4 +80,5 @@ moments = Figure(
     title="Adam's moments, and the line of underflow",
     collect=_collect,
     draw=_draw,
+    reading="last row",
 )

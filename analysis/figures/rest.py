@@ -30,9 +30,9 @@ __all__ = ["freeze", "last_motion", "lifecycle"]
 _BINS = 60
 _LINES = {"last_jump": ":", "last_local": "--", "last_hop": "-"}
 _BEHIND = {
-    "last_jump": "jumped for the last time",
-    "last_local": "made the last local move",
-    "last_hop": "made the last small hop (single or neighbour)",
+    "last_jump": "last jump",
+    "last_local": "last local move",
+    "last_hop": "last small hop",
 }
 
 
@@ -113,7 +113,7 @@ def _draw_lifecycle(ax: Axes, data: xr.Dataset, look: Look) -> None:
     along_steps(ax, "share of the tokens past it")
     ax.set_xlim(first, max(int(data["last_step"]), first + 1))
     ax.set_ylim(-0.02, 1.02)
-    note(ax, "a token without such a motion is past it from the beginning")
+    note(ax, "small: single or neighbour; a token without such a motion is past it from the start")
     with_legend(ax)
 
 

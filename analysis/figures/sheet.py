@@ -24,6 +24,7 @@ from analysis.figures.figure import (
     run_name,
     together,
 )
+from analysis.task_progress import return_memory
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
 from trajstore.store.create import staged_file
 from trajstore.store.remote_path import local_path
@@ -117,6 +118,7 @@ def collect(
         names = [figure.name for figure in there if figure.reading == reading]
         computed = iter(together([each for name in names for each in lazy[name]], report))
         data |= {name: tuple(next(computed) for _ in runs) for name in names}
+        return_memory()
     return Collected(
         data={figure.name: data[figure.name] for figure in there},
         figures=there,

@@ -65,5 +65,5 @@ spectrum = Figure(
     draw=_draw,
     rows=1,
     overlays=True,
-    reading="rows",
+    reading="plane",
 )

@@ -46,7 +46,7 @@ REGIME_COLOURS = {
 REGIME_MEANINGS = {
     "frozen": "no element left its cell",
     "single": "one element moved, by one cell",
-    "neighbour": "several elements, each by one cell at most",
+    "neighbour": "several, each by one cell at most",
     "local": "some further, in all up to √D cells (L2)",
     "jump": "more than √D cells (L2), D elements",
 }

@@ -102,11 +102,21 @@ def _draw_lines(ax: Axes, paths: npt.NDArray[Any], colour: str) -> None:
 def _draw_counts(ax: Axes, paths: npt.NDArray[Any], colour: str, look: Look) -> None:
     from matplotlib.colors import LogNorm
 
-    x, y = (axis[np.isfinite(axis)] for axis in paths)
-    if not x.size:
+    if not np.isfinite(paths).any():
         return
-    hue = shades(colour, look.style.ground)
-    ax.hist2d(x, y, bins=_CELLS, cmap=hue, norm=LogNorm(), cmin=1, rasterized=True)
+    edges = [np.linspace(np.nanmin(axis), np.nanmax(axis), _CELLS + 1) for axis in paths]
+    counts = np.zeros((_CELLS, _CELLS))
+    # Step by step: of all points at once, histograms have copies of many times their size.
+    for x, y in paths.transpose(1, 0, 2):
+        there = np.isfinite(x)
+        counts += np.histogram2d(x[there], y[there], bins=edges)[0]
+    ax.pcolormesh(
+        *edges,
+        np.ma.masked_equal(counts.T, 0),
+        cmap=shades(colour, look.style.ground),
+        norm=LogNorm(1, max(2, counts.max())),
+        rasterized=True,
+    )
 
 
 trajectory = Figure(
@@ -116,4 +126,5 @@ trajectory = Figure(
     draw=_draw,
     rows=1,
     scales=False,
+    reading="plane",
 )

@@ -56,6 +56,32 @@ def test_a_step_and_a_token_are_shown_in_all_that_is_linked(page: Page) -> None:
     assert "never moved" in page._token.object
 
 
+def test_the_axes_of_a_token_follow_it(page: Page) -> None:
+    from bokeh.models import Plot
+
+    def shown(name: str) -> tuple[np.ndarray, float, float]:
+        column = f"{name} of token"
+        for figure in root.select({"type": Plot}):
+            sources = [part.data_source for part in figure.renderers]
+            values = [one.data[column] for one in sources if column in one.data]
+            if values:
+                axis = np.concatenate(values)
+                return axis[np.isfinite(axis)], figure.y_range.start, figure.y_range.end
+        raise AssertionError(f"nothing shows {column}")
+
+    root = page._content.get_root()
+    before = []
+    for at in range(page._seen.tokens.ids.size):
+        page._choose(at)
+        for name in ("hop", "gradient"):
+            values, start, end = shown(name)
+            assert start > 0
+            assert ((start < values) & (values < end)).all()
+            assert not values.size or end < 20 * values.max()
+            before.append(end)
+    assert len(set(before)) > 2
+
+
 def test_the_picture_of_layers_is_stratigraphy(page: Page) -> None:
     layers = page._seen.history.layers
     picture = plots.layer_plot(layers)
