@@ -18,6 +18,7 @@ from trajstore.integrity.metadata_checks import check_metadata
 from trajstore.integrity.repair_plan import RepairPlan, plan_repair
 from trajstore.integrity.verify import check_run
 from trajstore.store.atomic import put, sweep
+from trajstore.store.inner_links import refuse_links
 from trajstore.store.lock import RunLock
 from trajstore.threads import Progress
 
@@ -84,7 +85,7 @@ def repair(
     Raises
     ------
     RunNotFound, FormatError
-        If there is no run at `path`, or one of a newer format.
+        If there is no run at `path`, one of a newer format, or one with a link inside.
     RunLocked
         If another process writes to it.
     InvalidArgument
@@ -109,6 +110,7 @@ def repair(
         raise InvalidArgument(f"cannot repair {text}: copy the run to a local folder first")
     run = Path(text).absolute()
     check_metadata(text)  # before a lock is made beside what is no run
+    refuse_links(run)
     # A copy on a medium that cannot be written to has no writer, and no place for a lock.
     locked = yes or os.access(run.parent, os.W_OK)
     with RunLock.acquire(run) if locked else contextlib.nullcontext():

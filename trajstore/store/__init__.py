@@ -14,7 +14,8 @@ for verify, and in tiles (``tiled_reader``) for exporters; ``run_info`` says wha
 Before the first row, ``new_run`` makes what a run begins with, and ``create`` its folder;
 ``resumed_run`` says what of a run that is there is kept, and ``branched_run`` makes another of its
 first rows, of which ``fork_provenance`` tells who made them; ``annotated_run`` tells it of its
-tokens afterwards. ``lock`` lets in one writer at a time.
+tokens afterwards. ``inner_links`` are refused by all of them. ``lock`` lets in one writer at a
+time.
 
 All of that is the same for a folder and for what lies in an object store: ``remote_path`` is to
 an address what a path is to a folder, ``object_file`` reads either in parts, and ``remote_lock`` is

@@ -90,10 +90,30 @@ def _check_bounds(path: Path) -> None:
         ) from error
     except (OSError, KeyError, TypeError):
         return  # which zarr puts into words
+    _check_lengths(path, arrays)
     for name, array in arrays.items():
         if "\0" in name or {"", ".", ".."} & set(name.split("/")):
             raise FormatError(f"{path} is not a run: {name!r} is no name of an array in it")
         _check_sizes(path, name, array)
+
+
+def _check_lengths(path: Path, arrays: dict[str, Any]) -> None:
+    """Refuse arrays that do not agree on how many tokens, or others, there are."""
+    lengths: dict[str, tuple[str, int]] = {}
+    for name, array in arrays.items():
+        if "/" in name:
+            continue  # somebody else's, of a group of its own
+        try:
+            sizes = dict(zip(array["dimension_names"], array["shape"], strict=True))
+        except (KeyError, TypeError, ValueError):
+            continue  # which zarr puts into words
+        for dim, length in sizes.items():
+            other, known = lengths.setdefault(dim, (name, length))
+            if length != known and dim is not None:
+                raise FormatError(
+                    f"{path} is not a run: {name} has {length} along {dim}, and {other} {known}; "
+                    f"see what is wrong with: trajstore verify {path}"
+                )
 
 
 def _check_sizes(path: Path, name: str, array: Any) -> None:

@@ -21,6 +21,7 @@ from trajstore.schema import STEP, VARIABLES, variable
 from trajstore.store.array_reader import StoredArray, stored_array
 from trajstore.store.block_plan import ArrayLayout, Layout, within
 from trajstore.store.fingerprint import Fingerprint, block_digest, coordinate_digests
+from trajstore.store.inner_links import refuse_links
 from trajstore.store.object_keys import DOCUMENT, block_of
 from trajstore.store.open_group import open_group, run_identity
 from trajstore.store.remote_path import REMOTE_REQUESTS, Location, RemotePath, RunPath, location
@@ -136,6 +137,7 @@ def check_run(path: RunPath) -> Location:
     if isinstance(place, RemotePath) and not place.listed:
         raise InvalidArgument(f"cannot add to {path}: a web server is only read from")
     open_group(place)
+    refuse_links(place)
     return place
 
 
