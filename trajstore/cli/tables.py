@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -404,9 +405,8 @@ def print_repair(found: Repair) -> None:
     for sentence in found.unrepaired:
         out.print(Text(f"  {sentence}."))
     if found.actions and not found.done:
-        out.print(
-            Text(f"Nothing has been changed. Do it with: trajstore repair {found.path} --yes")
-        )
+        run = shlex.quote(str(found.path))
+        out.print(Text(f"Nothing has been changed. Do it with: trajstore repair {run} --yes"))
 
 
 def _counted(number: int, noun: str) -> str:

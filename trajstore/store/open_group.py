@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import math
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ def _check_lengths(path: Path, arrays: dict[str, Any]) -> None:
             if length != known and dim is not None:
                 raise FormatError(
                     f"{path} is not a run: {name} has {length} along {dim}, and {other} {known}; "
-                    f"see what is wrong with: trajstore verify {path}"
+                    f"see what is wrong with: trajstore verify {shlex.quote(str(path))}"
                 )
 
 
@@ -137,7 +138,7 @@ def _check_sizes(path: Path, name: str, array: Any) -> None:
     if last and not (path / name / f"c.{last}").exists() and (path / name / "c.0").exists():
         raise FormatError(
             f"{path} says that it has {rows:,} rows, and the last of them are not stored; see what "
-            f"is wrong with: trajstore verify {path}"
+            f"is wrong with: trajstore verify {shlex.quote(str(path))}"
         )
 
 

@@ -16,7 +16,7 @@ from trajstore.formats import array_file
 def test_rows_and_memory_are_bounded_before_anything_is_read() -> None:
     file = Path("x.h5")
     check_size(file, "W", (1 << 22, 2, 2), "float32", 1 << 20)
-    with pytest.raises(FormatError, match="W has 4,194,305 rows, .* at most 4,194,304"):
+    with pytest.raises(FormatError, match=r"W has 4,194,305 rows, .* at most 4,194,304"):
         check_size(file, "W", ((1 << 22) + 1, 2, 2), "float32", 1 << 20)
     with pytest.raises(InvalidArgument, match=r"rows of 4 MiB, .* \(--memory 13MiB\)"):
         check_size(file, "W", (1, 1 << 10, 1 << 10), "float32", 12 << 20)

@@ -509,5 +509,5 @@ def test_far_more_shards_than_there_are_are_not_looked_for(tmp_path: Path, axis:
     (run / "zarr.json").write_text(json.dumps(root))
     with pytest.raises(FormatError, match=r"announce [\d,]+ shards of \w+, and there are"):
         verify(run)
-    with pytest.raises(FormatError, match="rows, and the last|along token"):
+    with pytest.raises(FormatError, match=r"rows, and the last|along token"):
         open_run(run)
