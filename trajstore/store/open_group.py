@@ -14,6 +14,7 @@ from zarr.errors import NodeNotFoundError
 
 from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError, RunNotFound
+from trajstore.nearest_name import did_you_mean
 from trajstore.schema import FORMAT, STEP
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.remote_path import RemotePath, RunPath, location
@@ -43,7 +44,7 @@ def open_group(path: RunPath) -> zarr.Group:
     text = str(path)
     if isinstance(place, Path):
         if not place.exists():
-            raise RunNotFound(f"there is no run at {text}{_of_one_parameter(place)}")
+            raise RunNotFound(f"there is no run at {text}{_beside(place)}")
         _check_bounds(place)
     try:
         if isinstance(place, Path):
@@ -65,11 +66,18 @@ def open_group(path: RunPath) -> zarr.Group:
     return group
 
 
-def _of_one_parameter(path: Path) -> str:
-    """What to open instead, where several parameters were recorded under a name."""
+def _beside(path: Path) -> str:
+    """What to open instead: several parameters of the name, or a name that is nearly this."""
     stem = glob.escape(path.name.removesuffix(".zarr"))
     found = sorted(str(run) for run in path.parent.glob(f"{stem}.*.zarr"))
-    return f"; of that name there are {', '.join(found[:9])}" if found else ""
+    if found:
+        return f"; of that name there are {', '.join(found[:9])}"
+    try:
+        entries = sorted(path.parent.iterdir())
+    except OSError:
+        return ""
+    runs = [entry.name for entry in entries if (entry / DOCUMENT).exists()]
+    return did_you_mean(path.name, runs)
 
 
 def _check_bounds(path: Path) -> None:
