@@ -76,8 +76,10 @@ def _beside(path: Path) -> str:
         entries = sorted(path.parent.iterdir())
     except OSError:
         return ""
-    runs = [entry.name for entry in entries if (entry / DOCUMENT).exists()]
-    return did_you_mean(path.name, runs)
+    runs = [entry for entry in entries if (entry / DOCUMENT).exists()]
+    # Their endings are alike, and say nothing.
+    near = [run.name for run in runs if did_you_mean(path.stem, [run.stem])]
+    return did_you_mean(path.name, near)
 
 
 def _check_bounds(path: Path) -> None:
