@@ -89,6 +89,11 @@ soak: .venv  ## Kill commands that write, at random times, with four readers loo
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
 	$(BIN)/python tools/soak.py
 
+.PHONY: hostile
+hostile: .venv  ## Give commands stores and files made to do harm: seconds, memory, and what they say
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
+	$(BIN)/python tools/hostile.py
+
 .PHONY: bench
 bench: .venv  ## Measure against what people use today; the first time it records for minutes
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'

@@ -27,6 +27,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     folded = {_folded(one): one for one in known}
     nearest = difflib.get_close_matches(_folded(name), folded, n=1)
+    # Of two letters that were exchanged, difflib finds half: rl is no lr to it.
+    nearest += [one for one in folded if sorted(one) == sorted(_folded(name))]
     return f" (did you mean {folded[nearest[0]]!r}?)" if nearest else ""
 
 

@@ -7,7 +7,6 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -25,7 +24,7 @@ def import_with_xarray(module: str) -> None:
         sys.meta_path.insert(0, _AfterXarray(module))
 
 
-class _AfterXarray(MetaPathFinder):
+class _AfterXarray:  # a base class of importlib.abc would take most of the time of importing this
     """Finds xarray where it is, and has the module imported when xarray has been.
 
     It stays until then: whoever only looks whether xarray is there, or fails to import it, does not

@@ -17,6 +17,7 @@ from analysis.streaming_scan import Scan
 from analysis.task_progress import Report, compute_all
 from analysis.token_populations import populations
 from trajstore.errors import InvalidArgument, MissingExtra
+from trajstore.nearest_name import did_you_mean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -336,9 +337,9 @@ def asked_for(options: Mapping[str, Any]) -> Options:
     known = tuple(Options.__dataclass_fields__)
     unknown = [name for name in options if name not in known]
     if unknown:
+        told = [f"{name!r}{did_you_mean(name, known)}" for name in unknown]
         raise InvalidArgument(
-            f"got {', '.join(map(repr, unknown))}, expected some of "
-            f"other, style, log, {', '.join(known)}"
+            f"got {', '.join(told)}, expected some of other, style, log, {', '.join(known)}"
         )
     return Options(**options)
 

@@ -19,6 +19,7 @@ from analysis.figures.strata import stratigraphy
 from analysis.figures.token_bands import displacement, gradients, speed
 from analysis.figures.token_paths import trajectory
 from trajstore.errors import InvalidArgument
+from trajstore.nearest_name import did_you_mean
 
 __all__ = ["FIGURES", "figures_named"]
 
@@ -61,9 +62,10 @@ def figures_named(names: Sequence[str]) -> list[Figure]:
         If one is unknown, or there is none.
     """
     unknown = [name for name in names if name not in FIGURES and name != "all"]
+    told = [f"{name!r}{did_you_mean(name, ['all', *FIGURES])}" for name in unknown]
     if unknown or not names:
         raise InvalidArgument(
-            f"got {', '.join(map(repr, unknown)) or 'no kind of figure'}, "
+            f"got {', '.join(told) or 'no kind of figure'}, "
             f"expected some of all, {', '.join(FIGURES)}"
         )
     wanted = FIGURES if "all" in names else dict.fromkeys(names)

@@ -266,7 +266,8 @@ def _verified(run: Location, check: bool) -> dict[str, Any]:
 
 def _reproduction(run: Location, info: Mapping[str, Any]) -> dict[str, str]:
     config, provenance = info.get("config") or {}, info.get("provenance") or {}
-    if not config:
+    # A loop of one's own says what it likes.
+    if not config or not all(isinstance(fields, Mapping) for fields in config.values()):
         return {"commands": "", "settings": "", "made_of": ""}
     origin = next((key for key in ("what_if", "fork") if provenance.get(key)), None)
     if origin:

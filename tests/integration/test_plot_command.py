@@ -45,7 +45,7 @@ def test_figures(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -
 def test_what_is_refused(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
     file = tmp_path / "a.png"
     for arguments, code, sentence in (
-        (("los",), 2, "got 'los', expected some of all, loss"),
+        (("los",), 2, "got 'los' (did you mean 'loss'?), expected some of all, loss"),
         (("loss", "-o", tmp_path / "a.gif"), 2, "by its ending; expected .png, .svg, .pdf"),
         (("causes", "--with", run), 2, "causes shows a single run"),
         (("all", "--log", "y"), 2, "log goes with a single kind"),

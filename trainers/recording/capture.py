@@ -109,7 +109,7 @@ def attach(
         recorder.close(complete=False)
         raise
     if planned and not options.resume and _is_first_process():  # or it was told when the run began
-        tell(advice, on_note)
+        tell((one.sentence for one in advice), on_note)
     return recorder
 
 
@@ -145,6 +145,22 @@ def recording(
         recorder.close(complete=False)
         raise
     recorder.close(complete=True)
+
+
+def _remarking(
+    on_step: Callable[[Recorder], None] | None, on_note: Callable[[str], None] | None
+) -> Callable[[Recorder], None]:
+    """What is called after every step; each remark of the recorder is told once."""
+    told: set[str] = set()
+
+    def after_step(recorder: Recorder) -> None:
+        new = [remark for remark in recorder.remarks() if remark not in told]
+        told.update(new)
+        tell(new, on_note)
+        if on_step is not None:
+            on_step(recorder)
+
+    return after_step
 
 
 def _is_first_process() -> bool:
@@ -191,8 +207,8 @@ def capture(
         Called with the recorder after every optimizer step.
     on_note : callable, optional
         Called with each sentence of advice about the optimizer's types, such as that its second
-        moment can never decay. Without it they are logged, as warnings of
-        ``trainers.recording.numeric_advice``.
+        moment can never decay, and where the loss is not seen. Without it they are logged, as
+        warnings of ``trainers.recording.numeric_advice``.
     **options
         Of `RecordingOptions`.
 
@@ -240,8 +256,9 @@ def capture(
         first_step=first_step,
         schedule={"max_grad_norm": max_grad_norm},
     )
+    after_step = _remarking(on_step, on_note)
     with recording(
-        model, optimizer, path, wanted, loop, on_step=on_step, on_note=on_note
+        model, optimizer, path, wanted, loop, on_step=after_step, on_note=on_note
     ) as recorder:
         yield recorder
     if recorder.writer is None and _is_first_process():

@@ -40,6 +40,11 @@ class ForwardPasses:
         What the loop multiplies a loss by that the model was given ``num_items_in_batch`` for.
     vocabularies : iterable of int
         Lengths that the last dimension of logits may have.
+
+    Attributes
+    ----------
+    loss_looks_divided : bool
+        Whether a step was told of several losses, each of which was made by a division.
     """
 
     def __init__(
@@ -49,10 +54,13 @@ class ForwardPasses:
         self._loss_scale = loss_scale
         self._vocabularies = frozenset(vocabularies)
         self._unembedding_was_called = False
+        self.loss_looks_divided = False
+        self._loss = StepLoss(loss_scale)
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forget the step before."""
+        self.loss_looks_divided |= self._loss.looks_divided
         self._loss = StepLoss(self._loss_scale)
         self._logits = StepLogits(self._logits_mode)
         self._logits_are_told = False
@@ -141,6 +149,7 @@ class StepLoss:
     def __init__(self, scale: float) -> None:
         self._scale = scale
         self._values: list[torch.Tensor] = []
+        self._quotients = 0
         self._shares = False
         self._is_told = False
 
@@ -156,6 +165,12 @@ class StepLoss:
             self._is_told, self._shares = True, False
             self._values.clear()
         self._values.append(loss.detach())
+        self._quotients += loss.grad_fn is not None and loss.grad_fn.name() == "DivBackward0"
+
+    @property
+    def looks_divided(self) -> bool:
+        """Whether it was told several losses, each of them a quotient: ``loss / accumulation``."""
+        return self._is_told and len(self._values) > 1 and self._quotients == len(self._values)
 
     def value(self) -> torch.Tensor | None:
         """Of the step until now; None if nothing was seen."""

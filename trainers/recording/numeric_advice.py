@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -42,16 +42,16 @@ def optimizer_advice(parameters: Sequence[RecordedParameter], optimizer: Optimiz
     return list({advice.sentence: advice for advice in found}.values())
 
 
-def tell(advice: Sequence[Advice], on_note: Callable[[str], None] | None) -> None:
-    """Give advice to a function, or else to the logger of this module.
+def tell(sentences: Iterable[str], on_note: Callable[[str], None] | None) -> None:
+    """Give sentences to a function, or else to the logger of this module.
 
     Not as a warning of Python's, which whoever turns warnings into errors could not get past.
     """
-    for one in advice:
+    for sentence in sentences:
         if on_note is not None:
-            on_note(one.sentence)
+            on_note(sentence)
         else:
-            _LOG.warning("%s", one.sentence)
+            _LOG.warning("%s", sentence)
 
 
 def _state_type(parameter: RecordedParameter, optimizer: Optimizer) -> str:

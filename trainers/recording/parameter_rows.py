@@ -56,6 +56,8 @@ class ParameterRows:
         Rows handed over for storing.
     last_step : int
         Step of the last of them.
+    left_out : tuple of str
+        Variables of a tier that the first step did not show; none until the run is made.
 
     Raises
     ------
@@ -70,6 +72,7 @@ class ParameterRows:
         self.watched = planned.options.variables
         self.variables = _held(planned, self.watched)
         self.writer: RowTarget | None = None
+        self.left_out: tuple[str, ...] = ()
         self.rows = 0
         self.last_step = planned.loop.first_step
         W = self._own_W()
@@ -83,6 +86,7 @@ class ParameterRows:
         self._ids = None if planned.ids is None else torch.from_numpy(planned.ids).to(W.device)
         self._initial_W = self._select(W).to("cpu", copy=True)
         self._initial: Row = {} if planned.model is None else planned.model.initial()
+        self._initial |= self._initial_moments(planned)
         self._last_W: torch.Tensor | None = None  # of the last row, on the device
         if "W_step_norm" in self.variables or "W_ulp_l1" in self.variables:
             self._last_W = self._select(W).clone()
@@ -98,6 +102,18 @@ class ParameterRows:
             existing.check(self._initial_W)
             self.watched = existing.variables
             self.variables = _held(planned, self.watched)
+
+    def _initial_moments(self, planned: PlannedRun) -> Row:
+        """Moments of an optimizer that has taken steps already; NaN where it does not show them."""
+        W = self.parameter.tensor.detach()
+        state = planned.optimizer.state.get(self.parameter.tensor, {})
+        return {
+            name: self._select(state.get(name, torch.full_like(W, float("nan")))).to(
+                "cpu", copy=True
+            )
+            for name in MOMENTS
+            if state and name in self.variables
+        }
 
     def resume(self) -> None:
         """Take up the run that is to go on, after its last row; a new one is made later.
@@ -285,7 +301,9 @@ class ParameterRows:
         """Make the run of what the step in progress has shown, with all rows until now."""
         last_step, last = self._held[-1]
         required = self._planned.options.required
-        self.variables = tuple(name for name in self.variables if name in last or name in required)
+        asked = self.variables
+        self.variables = tuple(name for name in asked if name in last or name in required)
+        self.left_out = tuple(name for name in asked if name not in self.variables)
         for step, row in self._held:
             for name in MOMENTS:
                 if name in last and name not in row:  # skipped before there was any state
@@ -318,7 +336,7 @@ class ParameterRows:
         start = {"zero": 0.0, "nan": float("nan")}
         return {
             name: self._initial.get(name, self._initial_W).to("cpu", like[name].dtype)
-            if VARIABLES[name].row0 == "initial"
+            if VARIABLES[name].row0 == "initial" or name in self._initial
             else torch.full_like(like[name], start[VARIABLES[name].row0])
             for name in self.variables
         }

@@ -158,6 +158,22 @@ class Recorder:
         """Rows of the first parameter's run, those included that are not committed yet."""
         return self._parameters[0].rows if self._parameters else 0
 
+    def remarks(self) -> list[str]:
+        """Sentences on what the steps until now have not shown, or may not mean."""
+        found = []
+        if any("loss" in rows.left_out for rows in self._parameters):
+            found.append(
+                "loss is not recorded, as the model does not return it; tell it before each "
+                "optimizer.step() with observe(loss=loss)"
+            )
+        if self._forward.loss_looks_divided:
+            found.append(
+                "observe(loss=…) was told quotients, several in a step; where each is loss / "
+                "accumulation, the mean of them is recorded, a part of the loss: tell it the loss "
+                "before it is divided"
+            )
+        return found
+
     @property
     def at_block_end(self) -> bool:
         """Whether the last step has a row, and that row is the last one of a block."""
@@ -178,7 +194,8 @@ class Recorder:
         Parameters
         ----------
         loss : tensor, ()
-            Where the model does not return it. The mean over a step's micro-batches is recorded.
+            Where the model does not return it, of each micro-batch, and not divided by their
+            number. The mean over a step's micro-batches is recorded.
         logits : tensor, (batch, position, token) or (batch, token)
             Where they are not what the model returns or its unembedding makes.
         batch : array_like of int, (example,)

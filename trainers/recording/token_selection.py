@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import InvalidArgument
+from trajstore.nearest_name import did_you_mean
 
 __all__ = ["Tokens", "read_tokens", "select_tokens"]
 
@@ -80,8 +81,9 @@ def read_tokens(path: str | os.PathLike[str]) -> npt.NDArray[np.int64]:
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
+        near = did_you_mean(str(path), ("all", "dead", "live"))
         raise InvalidArgument(
-            f"tokens: {path} is not all, dead or live, and cannot be read as a file: {error}"
+            f"tokens: {path} is not all, dead or live{near}, and cannot be read as a file: {error}"
         ) from error
     ids = []
     for number, line in enumerate(lines, 1):

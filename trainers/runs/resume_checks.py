@@ -211,7 +211,8 @@ def notes(path: Location, config: RunConfig, taken: Checkpoint) -> list[str]:
             "a run that was never interrupted"
         )
     moved = decay_note(RunConfig.parse(taken.config), config, taken.step)
-    return [*found, moved] if moved else found
+    ended = _ended_note(config, taken.step)
+    return [*found, *(note for note in (moved, ended) if note)]
 
 
 def decay_note(old: RunConfig, new: RunConfig, step: int) -> str | None:
@@ -224,6 +225,18 @@ def decay_note(old: RunConfig, new: RunConfig, step: int) -> str | None:
         f"{_rate(old, step):.6g} to {_rate(new, step):.6g}; to keep the old "
         f"decay give --set schedule.steps={old.decay_steps}, and for one decay without a seam "
         f"record the first part with --set schedule.steps={new.decay_steps}"
+    )
+
+
+def _ended_note(config: RunConfig, step: int) -> str | None:
+    """What should be known of a run whose learning rate is 0 before its last step."""
+    end, steps = config.decay_steps, config.training.steps
+    if config.schedule.name == "constant" or end >= steps or _rate(config, end) != 0:
+        return None
+    return (
+        f"the decay of the learning rate ends at step {end} (schedule.steps), so the rate is 0 in "
+        f"steps {max(end, step) + 1} to {steps}; for a rate that goes on, fork the run at a step "
+        f"before with another schedule.steps (--fork RUN --at STEP --set schedule.steps={steps})"
     )
 
 

@@ -8,10 +8,13 @@ and anything by its sha256 where one is given. What was fetched is written down 
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import os
 import shutil
 import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +32,9 @@ _FINEWEB_BYTES = 2 << 20
 _GPT2 = "openai-community/gpt2"
 _GPT2_SHA256 = "66c45d6416f9a0db46be14a0ce962b7e0f281b953f5e64d35e842175b4100ff4"
 """Of GPT-2's vocabulary and merges, as `_vocabulary_sha256` takes it."""
+
+_PATIENCE = 8
+"""Seconds for a server to answer."""
 
 _START, _END = "*** START OF", "*** END OF"
 
@@ -95,6 +101,9 @@ def fetch(name: str, *, source: str | None = None, sha256: str | None = None) ->
         raise InvalidArgument(
             f"cannot fetch {name!r}{did_you_mean(name, FETCHED)}; choose from {', '.join(FETCHED)}"
         )
+    offline = name != "gatsby" and os.environ.get("HF_HUB_OFFLINE")  # from the hub's own cache
+    if (source is None or "://" in source) and not offline:
+        _check_reachable(source or _PLACES[name])
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / CACHED[name]
@@ -112,6 +121,22 @@ def fetch(name: str, *, source: str | None = None, sha256: str | None = None) ->
     facts = {"source": fetched.source, "sha256": fetched.sha256, "size": fetched.size}
     (folder / f"{name}.json").write_text(json.dumps(facts, indent=1))
     return replace(fetched, path=target)
+
+
+def _check_reachable(address: str) -> None:
+    """Insist that a server answers, whatever it says: the libraries would try for half a minute."""
+    server = "/".join(address.split("/")[:3])
+    request = urllib.request.Request(server, method="HEAD")
+    try:
+        urllib.request.urlopen(request, timeout=_PATIENCE).close()
+    except urllib.error.HTTPError:
+        return
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", None) or error
+        raise CorpusError(
+            f"{server} cannot be reached ({reason}); fetch where there is a network, or name a "
+            "local copy with --source"
+        ) from error
 
 
 def _fetch_gatsby(path: Path, source: str | None) -> Fetched:
@@ -235,3 +260,6 @@ FETCHED: dict[str, Callable[[Path, str | None], Fetched]] = {
     "gpt2": _fetch_gpt2,
 }
 """What can be fetched."""
+
+_HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+_PLACES = {"gatsby": _GATSBY, "fineweb": _HUB, "gpt2": _HUB}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shlex
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -405,9 +406,8 @@ def print_repair(found: Repair) -> None:
     for sentence in found.unrepaired:
         out.print(Text(f"  {sentence}."))
     if found.actions and not found.done:
-        out.print(
-            Text(f"Nothing has been changed. Do it with: trajstore repair {found.path} --yes")
-        )
+        run = shlex.quote(str(found.path))
+        out.print(Text(f"Nothing has been changed. Do it with: trajstore repair {run} --yes"))
 
 
 def _counted(number: int, noun: str) -> str:

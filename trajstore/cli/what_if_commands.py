@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import click
 from rich.text import Text
 
@@ -87,4 +89,4 @@ def what_if(
     )
     print_notes(found.notes)
     if tokens == "all":  # runs of other tokens cannot be compared value by value
-        out.print(Text(f"Compare them with: trajstore compare {run} {output}"))
+        out.print(Text(f"Compare them with: trajstore compare {shlex.join([run, output])}"))

@@ -185,7 +185,10 @@ def export(
 def _checked_format(format: str | None, layout: str, block_rows: int | None) -> str:
     """The format of an export that is possible."""
     if format is not None and format not in FORMATS:
-        raise InvalidArgument(f"cannot export to {format!r}; choose from {', '.join(FORMATS)}")
+        raise InvalidArgument(
+            f"cannot export to {format!r}{did_you_mean(format, FORMATS)}; choose from "
+            f"{', '.join(FORMATS)}"
+        )
     if layout not in EXPORT_LAYOUTS:
         raise InvalidArgument(
             f"there is no layout {layout!r}{did_you_mean(layout, EXPORT_LAYOUTS)}; "

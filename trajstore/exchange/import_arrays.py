@@ -116,7 +116,7 @@ def _check_anchor(file: ArrayFile, recognised: Recognised) -> None:
     if tables:
         more = f"; it tells tokens ({', '.join(tables)}), for --masks of another import"
     if file.passed_over:
-        more += f"; not read are {abridged(file.passed_over)}"
+        more += f"; not read: {abridged(f'{key} ({why})' for key, why in file.passed_over.items())}"
     raise FormatError(
         f"{file.path} holds no W of (step, token, hidden), nor its changes: {holds}{more}; --map "
         "W=NAME says which array it is"

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
+from trajstore.nearest_name import did_you_mean
 from trajstore.schema import VARIABLES
 from trajstore.store.tiled_reader import TiledRun, positions
 
@@ -220,7 +221,8 @@ def _variables(run: TiledRun, variables: str | Iterable[str] | None) -> tuple[st
     for name in names:
         if name not in VARIABLES:
             raise InvalidArgument(
-                f"there is no variable {name!r}; this run holds {', '.join(run.series)}"
+                f"there is no variable {name!r}{did_you_mean(name, run.series)}; this run holds "
+                f"{', '.join(run.series)}"
             )
         if name not in run.series:
             raise VariableNotRecorded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +119,7 @@ def upgrade(
     if "encoding" not in recorded.attributes or "block_rows" not in recorded.attributes:
         raise FormatError(
             f"the root of {run} has lost attributes that every run has; bring them back with: "
-            f"trajstore repair {run}"
+            f"trajstore repair {shlex.quote(str(run))}"
         )
     checkpoints = _checkpoints(source, target, overwrite=overwrite)
     status: Literal["complete", "interrupted"] = (

@@ -33,6 +33,7 @@ _MOST_ITEMS = 1 << 14
 _DEEPEST_GROUP = 4
 _MOST_NUMBERS = 1 << 12
 _LONGEST_TEXT = 1 << 12
+_COPIES_OF_A_CHUNK = 2
 
 
 class Hdf5File:
@@ -184,6 +185,8 @@ class Hdf5File:
         length, depth = dataset.shape[axis], dataset.chunks[axis]
         start, stop = start or 0, length if stop is None else stop
         need = depth * math.prod(dataset.shape[axis + 1 :]) * dataset.dtype.itemsize
+        # HDF5 itself holds a chunk before and after a filter.
+        need += _COPIES_OF_A_CHUNK * math.prod(dataset.chunks) * dataset.dtype.itemsize
         used = need + sum(held.nbytes for other, (_, held) in self._held.items() if other != key)
         if used > self._memory:
             raise InvalidArgument(

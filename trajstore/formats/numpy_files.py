@@ -262,11 +262,15 @@ class NpzFile(_NumpyFile):
                     self._members[name] = self._member(info)
                 except _Pickled as error:
                     self.passed_over[name] = str(error)
-            check_expansion(self.path, sum(info.file_size for info in self._zip.infolist()))
         except BaseException as error:
             self._close()
             if isinstance(error, _UNSOUND):
                 raise FormatError(f"{path} is not a sound .npz file: {error}") from None
+            raise
+        try:
+            check_expansion(self.path, sum(info.file_size for info in self._zip.infolist()))
+        except FormatError:
+            self._close()
             raise
         self._share(memory)
 

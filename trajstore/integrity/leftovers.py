@@ -11,6 +11,7 @@ from trajstore.byte_sizes import format_bytes
 from trajstore.integrity.array_json_checks import block_rows, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.store.atomic import PARTIAL_SUFFIX, leftovers
+from trajstore.store.inner_links import inner_links
 from trajstore.store.lock import lock_left
 from trajstore.store.object_keys import DOCUMENT, block_of
 from trajstore.store.remote_path import Location, RemotePath
@@ -36,6 +37,8 @@ class Leftovers:
         A sentence on each folder that the system did not let be read.
     lock : Path or RemotePath or None
         The lock of a writer that died.
+    links : list of Path
+        In the run, which readers follow.
     """
 
     temporaries: list[Location] = field(default_factory=list)
@@ -43,6 +46,7 @@ class Leftovers:
     unknown: list[Location] = field(default_factory=list)
     unlisted: list[str] = field(default_factory=list)
     lock: Location | None = None
+    links: list[Path] = field(default_factory=list)
 
     def notes(self) -> list[str]:
         """A sentence on each kind that is there."""
@@ -66,6 +70,11 @@ class Leftovers:
                 "has ended; the next one removes it"
             )
         notes += [f"{path.name} is not part of the run" for path in self.unknown]
+        notes += [
+            f"{path.name} is a link to {os.readlink(path)}: readers follow it, and nothing is "
+            "written, removed or repaired through it"
+            for path in self.links
+        ]
         return notes + self.unlisted
 
 
@@ -88,6 +97,8 @@ def find_leftovers(metadata: CheckedMetadata, rows: int | None = None) -> Leftov
             found.unknown.append(path)
     for name in metadata.own:
         _find_in_array(metadata, name, rows, found)
+    with contextlib.suppress(OSError):  # which is told of the folder
+        found.links = inner_links(metadata.path)
     return found
 
 

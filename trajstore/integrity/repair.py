@@ -19,6 +19,7 @@ from trajstore.integrity.metadata_checks import check_metadata
 from trajstore.integrity.repair_plan import RepairPlan, plan_repair
 from trajstore.integrity.verify import check_run
 from trajstore.store.atomic import put, sweep
+from trajstore.store.inner_links import refuse_links
 from trajstore.store.lock import RunLock, is_written_to
 from trajstore.store.remote_lock import RemoteLock, taken_over
 from trajstore.store.remote_path import Location, RemotePath, RunPath, location
@@ -86,7 +87,7 @@ def repair(
     Raises
     ------
     RunNotFound, FormatError
-        If there is no run at `path`, or one of a newer format.
+        If there is no run at `path`, one of a newer format, or one with a link inside.
     RunLocked
         If another process writes to it.
     InvalidArgument
@@ -113,6 +114,7 @@ def repair(
             "that, and put it in the place of this one"
         )
     check_metadata(path)  # before a lock is made beside what is no run
+    refuse_links(run)
     with RunLock.acquire(run) if yes or _has_place_for_lock(run) else _unlocked(run) as lock:
         checked = check_run(run, threads=threads, on_progress=on_progress)
         plan = plan_repair(checked)

@@ -15,7 +15,8 @@ Dataset.
 Before the first row, ``new_run`` makes what a run begins with, and ``create`` its folder;
 ``resumed_run`` says what of a run that is there is kept, and ``branched_run`` makes another of its
 first rows, of which ``fork_provenance`` tells who made them; ``annotated_run`` tells it of its
-tokens afterwards. ``lock`` lets in one writer at a time.
+tokens afterwards. ``inner_links`` are refused by all of them. ``lock`` lets in one writer at a
+time.
 
 Where a matrix is sharded over processes, each is a writer of its ``token_share``, for which
 ``shared_plan`` lays out the run, and ``shared_commits`` has the first of them commit what all have

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -102,7 +103,9 @@ def _make(
         if name in group:
             there[name] = np.asarray(group[name])
     if "token" not in there:
-        raise FormatError(f"{run} has lost its tokens; see: trajstore verify {run}")
+        raise FormatError(
+            f"{run} has lost its tokens; see: trajstore verify {shlex.quote(str(run))}"
+        )
     taken = sorted(wanted.keys() & there.keys())
     if taken and not overwrite:
         raise RunExists(f"{run} has {', '.join(taken)} already; replace them with --overwrite")

@@ -7,6 +7,7 @@ shards themselves, and `open_run` values without the way through zarr's event lo
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,7 +142,7 @@ class StoredArray:
         except FileNotFoundError:
             raise FormatError(
                 f"{self.name}, block {block}: the shard {path} is missing; bring the run back to "
-                f"what is whole with: trajstore repair {self.path}"
+                f"what is whole with: trajstore repair {shlex.quote(str(self.path))}"
             ) from None
 
     def tail(self, file: ObjectFile, block: int, part: int) -> Tail:

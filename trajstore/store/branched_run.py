@@ -29,6 +29,7 @@ from trajstore.store.block_writer import BlockWriter
 from trajstore.store.commit import Committer
 from trajstore.store.create import create_folder
 from trajstore.store.fingerprint import Fingerprint
+from trajstore.store.inner_links import refuse_links
 from trajstore.store.new_run import check_variables, new_arrays
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.open_group import open_group
@@ -107,6 +108,7 @@ def branch_run(
     path = Path(target).absolute()
     whole = Path(source).absolute()
     open_group(whole)
+    refuse_links(whole)
     stored = resumed_run(whole, rows, attributes=None, memory=memory, threads=None)
     _check_types(stored, types)
     branch = _Branch.planned(stored, path, types, attributes, memory=memory, fsync=fsync)

@@ -64,12 +64,16 @@ def opened(path: Location) -> Iterator[ObjectFile]:
     ------
     FileNotFoundError
         If there is none; for one of an object store when it is read first.
+    OSError
+        If it is no regular file.
     """
     if isinstance(path, RemotePath):
         yield _RemoteFile(path)
         return
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
         yield _LocalFile(descriptor)
     finally:
         os.close(descriptor)

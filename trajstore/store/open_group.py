@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import math
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from zarr.errors import NodeNotFoundError
 
 from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError, RunNotFound
+from trajstore.nearest_name import did_you_mean
 from trajstore.schema import FORMAT, STEP
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.remote_path import RemotePath, RunPath, location
@@ -42,7 +44,7 @@ def open_group(path: RunPath) -> zarr.Group:
     text = str(path)
     if isinstance(place, Path):
         if not place.exists():
-            raise RunNotFound(f"there is no run at {text}{_of_one_parameter(place)}")
+            raise RunNotFound(f"there is no run at {text}{_beside(place)}")
         _check_bounds(place)
     try:
         if isinstance(place, Path):
@@ -64,11 +66,20 @@ def open_group(path: RunPath) -> zarr.Group:
     return group
 
 
-def _of_one_parameter(path: Path) -> str:
-    """What to open instead, where several parameters were recorded under a name."""
+def _beside(path: Path) -> str:
+    """What to open instead: several parameters of the name, or a name that is nearly this."""
     stem = glob.escape(path.name.removesuffix(".zarr"))
     found = sorted(str(run) for run in path.parent.glob(f"{stem}.*.zarr"))
-    return f"; of that name there are {', '.join(found[:9])}" if found else ""
+    if found:
+        return f"; of that name there are {', '.join(found[:9])}"
+    try:
+        entries = sorted(path.parent.iterdir())
+    except OSError:
+        return ""
+    runs = [entry for entry in entries if (entry / DOCUMENT).exists()]
+    # Their endings are alike, and say nothing.
+    near = [run.name for run in runs if did_you_mean(path.stem, [run.stem])]
+    return did_you_mean(path.name, near)
 
 
 def _check_bounds(path: Path) -> None:
@@ -90,10 +101,30 @@ def _check_bounds(path: Path) -> None:
         ) from error
     except (OSError, KeyError, TypeError):
         return  # which zarr puts into words
+    _check_lengths(path, arrays)
     for name, array in arrays.items():
         if "\0" in name or {"", ".", ".."} & set(name.split("/")):
             raise FormatError(f"{path} is not a run: {name!r} is no name of an array in it")
         _check_sizes(path, name, array)
+
+
+def _check_lengths(path: Path, arrays: dict[str, Any]) -> None:
+    """Refuse arrays that do not agree on how many tokens, or others, there are."""
+    lengths: dict[str, tuple[str, int]] = {}
+    for name, array in arrays.items():
+        if "/" in name:
+            continue  # somebody else's, of a group of its own
+        try:
+            sizes = dict(zip(array["dimension_names"], array["shape"], strict=True))
+        except (KeyError, TypeError, ValueError):
+            continue  # which zarr puts into words
+        for dim, length in sizes.items():
+            other, known = lengths.setdefault(dim, (name, length))
+            if length != known and dim is not None:
+                raise FormatError(
+                    f"{path} is not a run: {name} has {length} along {dim}, and {other} {known}; "
+                    f"see what is wrong with: trajstore verify {shlex.quote(str(path))}"
+                )
 
 
 def _check_sizes(path: Path, name: str, array: Any) -> None:
@@ -117,7 +148,7 @@ def _check_sizes(path: Path, name: str, array: Any) -> None:
     if last and not (path / name / f"c.{last}").exists() and (path / name / "c.0").exists():
         raise FormatError(
             f"{path} says that it has {rows:,} rows, and the last of them are not stored; see what "
-            f"is wrong with: trajstore verify {path}"
+            f"is wrong with: trajstore verify {shlex.quote(str(path))}"
         )
 
 

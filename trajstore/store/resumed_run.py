@@ -7,6 +7,7 @@ to be written again with those that follow.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from trajstore.schema import STEP, VARIABLES, variable
 from trajstore.store.array_reader import StoredArray, stored_array
 from trajstore.store.block_plan import ArrayLayout, Layout, within
 from trajstore.store.fingerprint import Fingerprint, block_digest, coordinate_digests
+from trajstore.store.inner_links import refuse_links
 from trajstore.store.object_keys import DOCUMENT, block_of
 from trajstore.store.open_group import open_group, run_identity
 from trajstore.store.remote_path import REMOTE_REQUESTS, Location, RemotePath, RunPath, location
@@ -128,7 +130,8 @@ class ResumedRun:
                 if key not in sizes:
                     raise FormatError(
                         f"{name}, block {number}: the shard {self.path / key} is missing; bring "
-                        f"the run back to what is whole with: trajstore repair {self.path}"
+                        "the run back to what is whole with: trajstore repair "
+                        f"{shlex.quote(str(self.path))}"
                     )
                 size += sizes[key]
         return size
@@ -148,6 +151,7 @@ def check_run(path: RunPath) -> Location:
     if isinstance(place, RemotePath) and not place.listed:
         raise InvalidArgument(f"cannot add to {path}: a web server is only read from")
     open_group(place)
+    refuse_links(place)
     return place
 
 
@@ -192,7 +196,7 @@ def resumed_run(
     if committed is None or not root.get("consolidated_metadata"):
         raise FormatError(
             f"the root of {path} has been changed by another program and says no longer "
-            f"which rows are whole; bring that back with: trajstore repair {path}"
+            f"which rows are whole; bring that back with: trajstore repair {shlex.quote(str(path))}"
         )
     keep = committed if rows is None else rows
     if not 0 <= keep <= committed:
@@ -228,7 +232,7 @@ def _check_content(path: Location, root: Mapping[str, Any], found: Fingerprint) 
     if any(root["attributes"].get(name) != digest for name, digest in digests.items()):
         raise FormatError(
             f"what is stored of {path} is not what was committed, so no rows are added to it; see "
-            f"what is wrong with: trajstore verify {path}"
+            f"what is wrong with: trajstore verify {shlex.quote(str(path))}"
         )
 
 

@@ -13,6 +13,7 @@ from trajstore.schema import resolve_record, variable
         ("w", ["W", "grad"], " (did you mean 'W'?)"),
         ("exp-avg", ["exp_avg", "exp_avg_sq"], " (did you mean 'exp_avg'?)"),
         ("thimble7", ["thimble-6", "thimble-7"], " (did you mean 'thimble-7'?)"),
+        ("rl", ["name", "lr"], " (did you mean 'lr'?)"),
         ("nothing", ["W", "grad"], ""),
         ("", ["W"], ""),
         ("W", [], ""),

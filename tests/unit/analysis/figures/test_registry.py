@@ -71,7 +71,7 @@ def test_one_token_no_dead_ones_none_known_and_nan(name, run):
 @pytest.mark.parametrize("name", FIGURES)
 def test_options_that_it_does_not_have_are_refused(name, run):
     figure = FIGURES[name]
-    with pytest.raises(InvalidArgument, match="'colour_map', expected some of other, style, log"):
+    with pytest.raises(InvalidArgument, match=r"'colour_map'.*, expected some of other, style"):
         figure(run, colour_map="jet")
     with pytest.raises(InvalidArgument, match="expected light or dark"):
         figure(run, Canvas().subplots(), style="blue")
@@ -98,5 +98,5 @@ def test_kinds_by_name():
         "loss",
     ]
     assert len(figures_named(["loss", "all"])) == len(FIGURES)
-    with pytest.raises(InvalidArgument, match="got 'lss', expected some of all, loss"):
+    with pytest.raises(InvalidArgument, match=r"got 'lss' .*'loss'.*, expected some of all, loss"):
         figures_named(["lss"])

@@ -15,7 +15,7 @@ from list_recorder import HIDDEN, VOCAB, Lists, TinyModel, batches  # noqa: E402
 from still_timer import StillTimer, commit_now  # noqa: E402
 
 from trainers import capture  # noqa: E402
-from trajstore import InvalidArgument, RecordingError, RunExists, verify  # noqa: E402
+from trajstore import InvalidArgument, RecordingError, RunExists, open_run, verify  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -582,3 +582,51 @@ def test_none_commits_whole_blocks_only(tiny: Any, tmp_path: Path) -> None:
         tiny(**batches(1)[0])["loss"].backward()
         optimizer.step()
         assert run.writer._blocks._timer is None
+
+
+def test_what_is_attached_in_mid_training_begins_with_the_moments_there_are(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = TinyModel(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for batch in batches(2):
+        model(**batch)["loss"].backward()
+        optimizer.step()
+    W = model.embedding.weight
+    state = {name: optimizer.state[W][name].clone() for name in ("exp_avg", "exp_avg_sq")}
+    train(model, optimizer, tmp_path / "run.zarr", steps=2, first_step=2)
+    ds = open_run(tmp_path / "run.zarr")
+    assert ds.step.values.tolist() == [2, 3, 4]
+    for name, moment in state.items():
+        assert moment.any()
+        assert (ds[name].values[0] == moment.numpy()).all()
+
+
+def loop_of_ones_own(path: Path, notes: list[str], *, parts: int, divided: bool) -> None:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5))
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(0, 5, (4, 7))
+    with capture(model, optimizer, path, parameter="0.weight", on_note=notes.append) as run:
+        for _ in range(3):
+            for _ in range(parts):
+                loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+                part = loss / parts
+                part.backward()
+                if parts > 1:
+                    run.observe(loss=part if divided else loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("parts", "divided", "told"),
+    [(1, False, "loss is not recorded"), (2, True, "told quotients"), (2, False, "")],
+)
+def test_a_loss_that_is_not_seen_or_divided_is_told_once(
+    tmp_path: Path, parts: int, divided: bool, told: str
+) -> None:
+    notes: list[str] = []
+    loop_of_ones_own(tmp_path / "run.zarr", notes, parts=parts, divided=divided)
+    about = [note for note in notes if "loss" in note]
+    assert [told in note for note in about] == ([True] if told else [])
+    assert ("loss" in open_run(tmp_path / "run.zarr")) == (parts > 1)

@@ -411,5 +411,5 @@ def test_objects_of_numpy_are_left_out_and_named(tmp_path: Path) -> None:
     left = {line.name: line.why for line in done.table if not line.role}
     assert left["config"] == "it holds Python objects, which could run code and are never loaded"
     np.savez(tmp_path / "f.npz", W=np.array([series("W")[0], None], dtype=object))
-    with pytest.raises(FormatError, match=r"holds no W .* not read are W"):
+    with pytest.raises(FormatError, match=r"holds no W .* not read: W"):
         trajstore.import_file(tmp_path / "f.npz", tmp_path / "other.zarr")

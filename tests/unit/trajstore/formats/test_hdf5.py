@@ -207,3 +207,23 @@ def test_arrays_in_groups_go_by_their_last_names(tmp_path: Path) -> None:
         file["other/W"] = W
     with pytest.raises(FormatError, match="both have names of W"):
         trajstore.import_file(tmp_path / "f.h5", tmp_path / "run.zarr", overwrite=True)
+
+
+def test_references_compounds_and_virtual_datasets_are_named(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["grad"] = np.zeros((2, 3, 4), "f4")
+        file.create_dataset("W", (2, 3, 4), h5py.ref_dtype)[0, 0, 0] = file["grad"].ref
+        file.create_dataset("U", (2, 3), np.dtype([("a", "f4"), ("b", "f4")]))
+    told = r"W \(references to objects, which are not followed\)"
+    with pytest.raises(FormatError, match=rf"U \(of a compound type.*{told}"):
+        trajstore.import_file(tmp_path / "f.h5", tmp_path / "run.zarr")
+    layout = h5py.VirtualLayout((2, 3, 4), "f4")
+    layout[:] = h5py.VirtualSource("other.h5", "W", (2, 3, 4))
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        file.create_virtual_dataset("W", layout)
+    with pytest.raises(FormatError, match="W has its values in other files"):
+        trajstore.import_file(tmp_path / "v.h5", tmp_path / "run.zarr")
+    with h5py.File(tmp_path / "l.h5", "w") as file:
+        file["W"] = np.zeros((2, 3, 4), np.longdouble)
+    with pytest.raises(FormatError, match="W is of type "):
+        trajstore.import_file(tmp_path / "l.h5", tmp_path / "run.zarr")

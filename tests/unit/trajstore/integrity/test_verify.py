@@ -19,6 +19,7 @@ from trajstore import (
     RunNotFound,
     RunWriter,
     Verification,
+    open_run,
     repair,
     verify,
 )
@@ -490,3 +491,21 @@ def test_what_is_no_file_or_far_too_large_is_a_problem(run: Path) -> None:
     told = " ".join(map(str, verify(run).problems))
     assert "no regular file" in told
     assert "more than 268,435,456 bytes" in told
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_far_more_shards_than_there_are_are_not_looked_for(tmp_path: Path, axis: int) -> None:
+    run = wide_run(tmp_path / "run.zarr", "delta")
+    root = json.loads((run / "zarr.json").read_bytes())
+    entries = root["consolidated_metadata"]["metadata"]
+    for name, entry in entries.items():
+        if name == "W" or (axis == 0 and entry["dimension_names"][0] == "step"):
+            entry["shape"][axis] = 1 << 44
+            own = json.loads((run / name / "zarr.json").read_bytes())
+            own["shape"][axis] = 1 << 44
+            (run / name / "zarr.json").write_text(json.dumps(own))
+    (run / "zarr.json").write_text(json.dumps(root))
+    with pytest.raises(FormatError, match=r"announce [\d,]+ shards of \w+, and there are"):
+        verify(run)
+    with pytest.raises(FormatError, match=r"rows, and the last|along token"):
+        open_run(run)

@@ -138,3 +138,9 @@ def test_the_runs_of_several_parameters_are_named(tmp_path: Path) -> None:
         open_group(tmp_path / "c.zarr")
     with pytest.raises(RunNotFound, match=r"no run at .*other\.zarr$"):
         open_group(tmp_path / "other.zarr")
+
+
+def test_a_run_whose_name_is_mistyped_is_told(small_run: tuple[Path, Any]) -> None:
+    path = small_run[0]
+    with pytest.raises(RunNotFound, match=rf"did you mean '{path.name}'\?"):
+        open_group(path.with_name(path.name[:-1]))

@@ -1,0 +1,139 @@
+"""Give commands what somebody made to do harm: how long it takes, in what memory, what they say.
+
+`make hostile`; Linux.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import trials
+from hostile_inputs import FILES, STORES
+
+from trajstore.cli.main import main as command
+
+MOST_SECONDS = 10
+MOST_MEMORY = 300 << 20
+MOST_PATIENCE = 60
+
+OF_STORES = (
+    ("info", "run.zarr"),
+    ("verify", "run.zarr"),
+    ("repair", "run.zarr", "--yes"),
+    ("summary", "run.zarr"),
+    ("export", "run.zarr", "-o", "y.safetensors"),
+)
+OF_TEXTS = (
+    ("info", "run.zarr"),
+    ("summary", "run.zarr"),
+    ("analyze", "run.zarr", "freeze"),
+    ("report", "run.zarr", "-o", "page.html"),
+    ("compare", "run.zarr", "run.zarr"),
+)
+NEVER_PRINTED = ("\x1b[31m", "\x1b[2J", "\u202e", "\x07")
+
+
+def main() -> int:
+    """Try, and print a table."""
+    for module in ("h5py", "xarray", "dask.array", "zarr", "analysis.figures", "trajstore.accessor",
+                   "trajstore.exchange.import_file", "trajstore.exchange.export_run"):  # fmt: skip
+        __import__(module)  # what is imported is no memory of what is read
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    root = Path(tempfile.mkdtemp(prefix="hostile-"))
+    harm = []
+    print(f"{'input':34}{'command':10}{'seconds':>8}{'of CPU':>8}{'MB':>6}  what it says")
+    for name, make in STORES.items():
+        if wanted not in name:
+            continue
+        for arguments in OF_TEXTS if name == "texts with escapes" else OF_STORES:
+            harm += _row(root, name, make, arguments)
+    for name, make in FILES.items():
+        if wanted in name:
+            harm += _row(root, name, make, ("import", "x", "-o", "y.zarr"))
+    shutil.rmtree(root)
+    print(*harm, sep="\n")
+    return 1 if harm else 0
+
+
+def _row(
+    root: Path, name: str, make: Callable[[Path], None], arguments: tuple[str, ...]
+) -> list[str]:
+    """Carry out a command, print a row of the table, and tell what harm was done."""
+    folder = root / "work"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    trials.apart(lambda: _made(make, folder), folder)
+    begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    child = trials.forked(lambda: _measured(arguments, folder), folder, _reset_peak)
+    code = _ended(child, begun + MOST_PATIENCE)
+    seconds, after = time.monotonic() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
+    processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    said = folder.with_name("said").read_text(errors="surrogateescape")
+    memory = int(folder.with_name("peak").read_text()) if code != -signal.SIGKILL else 0
+    lines = [line.strip() for line in said.replace(f"{folder}/", "").splitlines() if line.strip()]
+    told = next((line for line in lines if line.startswith("trajstore:")), (lines or ["…"])[-1])
+    print(f"{name:34}{arguments[0]:10}{seconds:8.1f}{processor:8.1f}{memory / 1e6:6.0f}  {told}",
+          flush=True)  # fmt: skip
+    wrong = {
+        f"took {processor:.1f} s": processor > MOST_SECONDS,
+        f"took {memory >> 20} MiB": memory > MOST_MEMORY,
+        "was ended": code == -signal.SIGKILL,
+        "has a traceback": "Traceback" in said or code == 70,
+        "said nothing": not lines,
+        "printed what a terminal obeys": any(text in said for text in NEVER_PRINTED),
+        "touched what is somebody else's": _is_touched(folder),
+    }
+    return [f"{name}, {arguments[0]}: {what}" for what, is_so in wrong.items() if is_so]
+
+
+def _ended(child: int, end: float) -> int:
+    """Exit code of a process, which is killed if it does not end in time."""
+    while True:
+        process, status = os.waitpid(child, os.WNOHANG)
+        if process:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        time.sleep(0.02)
+
+
+def _made(make: Callable[[Path], None], folder: Path) -> list[str]:
+    make(folder)
+    return []
+
+
+def _measured(arguments: tuple[str, ...], folder: Path) -> None:
+    start = _memory("VmRSS")
+    try:
+        command([*arguments], prog_name="trajstore", standalone_mode=True)
+    finally:
+        folder.with_name("peak").write_text(str(_memory("VmHWM") - start))
+
+
+def _reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _memory(of: str) -> int:
+    """Bytes that this process has (VmRSS), or had at most (VmHWM)."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{of}:")[2].split()[0]) << 10
+
+
+def _is_touched(folder: Path) -> bool:
+    elsewhere = folder / "elsewhere"
+    names = ("c.9.0.0", ".mine.1.partial")
+    return elsewhere.exists() and not all((elsewhere / name).exists() for name in names)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
