@@ -177,10 +177,8 @@ def _distances(tokens: int, centre: Array, vectors: Callable[[slice], Array]) ->
 
 
 def _centroid_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
-    centre, earlier = (
-        _mean(row.shape, lambda part, row=row: row[part].astype(np.float64))
-        for row in (now, before)
-    )
+    centre = _mean(now.shape, lambda part: now[part].astype(np.float64))
+    earlier = _mean(before.shape, lambda part: before[part].astype(np.float64))
     radii = _distances(len(now), centre, lambda part: now[part].astype(np.float64))
     drift = centre - earlier
     return {
