@@ -25,8 +25,10 @@ Wide = npt.NDArray[np.float64]
 
 LAGS = (1, 2, 5, 10, 20)
 
-# Tokens of one task, which holds as many rows of them as the largest lag.
+# Tokens of one task, which holds as many rows of them as the largest lag, and how many such tasks
+# there are at least for each block.
 _TOKENS = 4096
+_CHAINS = 8
 
 
 @dataclass(eq=False)
@@ -212,11 +214,15 @@ def _even_spacing(history: Scan) -> int:
 
 
 def _in_pieces(blocks: da.Array) -> da.Array:
-    """Chunks of no more than some thousand tokens."""
+    """Chunks of no more than some thousand tokens, and more of them than there are workers.
+
+    Each is followed on its own. Those without one would read ahead, and hold what they read.
+    """
+    most = min(_TOKENS, -(-blocks.shape[1] // _CHAINS))
     sizes = tuple(
-        min(_TOKENS, size - start)
+        min(most, size - start)
         for size in blocks.chunks[1]
-        for start in range(0, max(size, 1), _TOKENS)
+        for start in range(0, max(size, 1), most)
     )
     return blocks.rechunk({1: sizes})
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.nearest_name import did_you_mean
 
 __all__ = [
     "POPULATIONS",
@@ -108,7 +109,7 @@ def chosen_populations(
         if name not in names:
             known = dict.fromkeys((*POPULATIONS, *names))
             raise InvalidArgument(
-                f"got population={name!r}, expected {', '.join(known)}"
+                f"got population={name!r}, expected {', '.join(known)}{did_you_mean(name, known)}"
                 + ("" if "dead" in names else "; there is no coordinate is_dead here")
             )
     return chosen, groups[[names.index(name) for name in chosen]]

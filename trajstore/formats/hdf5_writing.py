@@ -5,7 +5,9 @@ HDF5 has no bfloat16, so 16-bit types are uint16 bit patterns, with an attribute
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import errno
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +71,7 @@ def write_hdf5(
     done = 0
     # Parts of several compressed chunks are written in turn; each should be compressed once.
     cache = {"rdcc_nbytes": _COMPRESSED_AT_ONCE} if gzip else {}
-    with h5py.File(path, "w", libver=("earliest", "v110"), **cache) as file:
+    with _closed(h5py.File(path, "w", libver=("earliest", "v110"), **cache)) as file:
         # HDF5 keeps texts of any length in a heap, whose damage makes its library loop for ever,
         # and pads those of one length with the NUL that a token may end with.
         for key, text in texts.items():
@@ -88,6 +90,28 @@ def write_hdf5(
             if on_progress is not None:
                 on_progress(done, total)
     return rounded
+
+
+@contextmanager
+def _closed(file: Any) -> Iterator[Any]:
+    """Close a new file, whose last bytes are written then.
+
+    Raises
+    ------
+    OSError
+        If the system refuses them, which HDF5 tells as a fault of its own.
+    """
+    try:
+        yield file
+    except BaseException:
+        with suppress(RuntimeError):  # of the same cause, as a rule
+            file.close()
+        raise
+    name = file.filename
+    try:
+        file.close()
+    except RuntimeError as error:
+        raise OSError(errno.EIO, f"HDF5 cannot write its end ({error})", name) from error
 
 
 def _create(file: Any, tensor: Tensor, as_bits: Sequence[str], rows: int, gzip: int) -> Any:

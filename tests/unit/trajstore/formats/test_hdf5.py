@@ -227,3 +227,19 @@ def test_references_compounds_and_virtual_datasets_are_named(tmp_path: Path) -> 
         file["W"] = np.zeros((2, 3, 4), np.longdouble)
     with pytest.raises(FormatError, match="W is of type "):
         trajstore.import_file(tmp_path / "l.h5", tmp_path / "run.zarr")
+
+
+def test_a_file_whose_end_is_refused_is_an_error_of_the_system(
+    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(h5py.File):  # type: ignore[misc]
+        def close(self) -> None:
+            is_open = bool(self)
+            super().close()
+            if is_open:  # as h5py says it, of bytes that the system does not take
+                raise RuntimeError("Can't decrement id ref count")
+
+    monkeypatch.setattr(h5py, "File", Full)
+    with pytest.raises(OSError, match="cannot write its end"):
+        trajstore.export(small_run[0], tmp_path / "run.h5", format="hdf5")
+    assert list(tmp_path.glob("*.h5")) == list(tmp_path.glob(".*.partial")) == []
