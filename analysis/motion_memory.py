@@ -214,11 +214,11 @@ def _even_spacing(history: Scan) -> int:
 
 
 def _in_pieces(blocks: da.Array) -> da.Array:
-    """Chunks of no more than some thousand tokens, and more of them than there are workers.
+    """Chunks of no more than some thousand tokens, and `_CHAINS` of them at least.
 
     Each is followed on its own. Those without one would read ahead, and hold what they read.
     """
-    most = min(_TOKENS, -(-blocks.shape[1] // _CHAINS))
+    most = max(1, min(_TOKENS, -(-blocks.shape[1] // _CHAINS)))
     sizes = tuple(
         min(most, size - start)
         for size in blocks.chunks[1]

@@ -104,7 +104,11 @@ def _draw_counts(ax: Axes, paths: npt.NDArray[Any], colour: str, look: Look) -> 
 
     if not np.isfinite(paths).any():
         return
-    edges = [np.linspace(np.nanmin(axis), np.nanmax(axis), _CELLS + 1) for axis in paths]
+    limits = [(float(np.nanmin(axis)), float(np.nanmax(axis))) for axis in paths]
+    edges = [
+        np.linspace(low - (low == high) / 2, high + (low == high) / 2, _CELLS + 1)
+        for low, high in limits
+    ]
     counts = np.zeros((_CELLS, _CELLS))
     # Step by step: of all points at once, histograms have copies of many times their size.
     for x, y in paths.transpose(1, 0, 2):

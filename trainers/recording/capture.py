@@ -141,8 +141,11 @@ def recording(
     )
     try:
         yield recorder
-    except BaseException:
-        recorder.close(complete=False)
+    except BaseException as error:
+        try:
+            recorder.close(complete=False)
+        except RecordingError as failure:  # often of the same cause, or because of it
+            error.add_note(f"The recording has ended with: {failure}")
         raise
     recorder.close(complete=True)
 
@@ -154,7 +157,7 @@ def _remarking(
     told: set[str] = set()
 
     def after_step(recorder: Recorder) -> None:
-        new = [remark for remark in recorder.remarks() if remark not in told]
+        new = [one for one in recorder.remarks() if one not in told and _is_first_process()]
         told.update(new)
         tell(new, on_note)
         if on_step is not None:

@@ -86,7 +86,8 @@ class ParameterRows:
         self._ids = None if planned.ids is None else torch.from_numpy(planned.ids).to(W.device)
         self._initial_W = self._select(W).to("cpu", copy=True)
         self._initial: Row = {} if planned.model is None else planned.model.initial()
-        self._initial |= self._initial_moments(planned)
+        if existing is None:
+            self._initial |= self._initial_moments(planned)
         self._last_W: torch.Tensor | None = None  # of the last row, on the device
         if "W_step_norm" in self.variables or "W_ulp_l1" in self.variables:
             self._last_W = self._select(W).clone()
@@ -105,14 +106,13 @@ class ParameterRows:
 
     def _initial_moments(self, planned: PlannedRun) -> Row:
         """Moments of an optimizer that has taken steps already; NaN where it does not show them."""
-        W = self.parameter.tensor.detach()
         state = planned.optimizer.state.get(self.parameter.tensor, {})
+        names = [name for name in MOMENTS if state and name in self.variables]
         return {
-            name: self._select(state.get(name, torch.full_like(W, float("nan")))).to(
-                "cpu", copy=True
-            )
-            for name in MOMENTS
-            if state and name in self.variables
+            name: self.recorded_tokens(state[name]).to("cpu", copy=True)
+            if name in state
+            else torch.full_like(self._initial_W, float("nan"))
+            for name in names
         }
 
     def resume(self) -> None:
@@ -137,6 +137,7 @@ class ParameterRows:
             self._room |= dict(zip(VARIABLES[name].dims[1:], arrays[name].row, strict=True))
         self.rows, self.last_step = existing.rows, existing.last_step
         self._initial_W = self._initial_W.new_empty(0)
+        self._initial.clear()
 
     def recorded_tokens(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rows of the recorded tokens, of a tensor whose first dimension is the vocabulary.
@@ -330,6 +331,7 @@ class ParameterRows:
             self._remember_W()
         self._held.clear()
         self._initial_W = self._initial_W.new_empty(0)
+        self._initial.clear()
 
     def _initial_row(self, like: Row) -> Row:
         """Row of the state before the first step, with the types of another row."""

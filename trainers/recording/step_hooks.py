@@ -19,6 +19,7 @@ Each tensor is copied once, straight into its place in the writer's block (see `
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -222,8 +223,9 @@ class Recorder:
         self._handles.clear()
         if self._scaler is not None:
             del self._scaler.step  # the class's own is seen again
-        for rows in self._parameters:
-            rows.close(complete=complete)
+        with contextlib.ExitStack() as closing:  # each, also where another one fails
+            for rows in reversed(self._parameters):
+                closing.callback(rows.close, complete=complete)
 
     def _watch_passes(self, model: torch.nn.Module, head: torch.nn.Module | None) -> None:
         """Register the hooks of the forward and backward passes."""

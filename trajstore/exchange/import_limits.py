@@ -41,7 +41,7 @@ def check_size(path: Path, key: str, shape: tuple[int, ...], dtype: str, memory:
         raise FormatError(
             f"{path}: {key} has {rows:,} rows, and an import takes at most {_MOST_ROWS:,}"
         )
-    row = tokens * hidden * {"float32": 4, "float64": 8}.get(dtype, 2)
+    row = tokens * hidden * (8 if "64" in dtype else 4 if "32" in dtype else 2)
     need = _COPIES_OF_A_ROW * row + _BYTES_OF_A_TOKEN * tokens
     if need > memory:
         raise InvalidArgument(

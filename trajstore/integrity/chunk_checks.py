@@ -6,7 +6,6 @@ in the order of the arrays, whichever thread was first.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -56,7 +55,7 @@ def check_chunks(
     on_progress : callable, optional
         Called with the bytes of the shards that are done, and those there are.
     """
-    total = _size_of_shards(metadata)
+    total = 0 if on_progress is None else _size_of_shards(metadata)
     found = CheckedChunks()
     if isinstance(metadata.path, RemotePath):
         threads = threads or REMOTE_REQUESTS
@@ -91,9 +90,12 @@ def _size_of_shards(metadata: CheckedMetadata) -> int:
 
 def _size(path: Location) -> int:
     """Bytes of an object; 0 of one that is missing, which is a problem of its own."""
-    with contextlib.suppress(OSError):
+    try:
         return size_of(path)
-    return 0
+    except ObjectStoreError:
+        raise
+    except OSError:
+        return 0
 
 
 def _jobs(metadata: CheckedMetadata) -> Iterator[Job]:

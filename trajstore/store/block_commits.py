@@ -25,6 +25,8 @@ from trajstore.store.block_writer import BlockWriter
 from trajstore.store.commit import Committer
 from trajstore.store.commit_timer import CommitTimer
 from trajstore.store.fingerprint import Fingerprint, block_digest
+from trajstore.store.lock import RunLock
+from trajstore.store.remote_lock import RemoteLock
 from trajstore.store.remote_path import Location
 from trajstore.store.resumed_run import ResumedRun
 from trajstore.store.shared_commits import SharedCommits, Written
@@ -53,6 +55,8 @@ class BlockCommits:
         Have every commit survive a loss of power.
     share : TokenShare, optional
         Of this process, where several write the run; then only whole blocks are committed.
+    lock : RunLock or RemoteLock, optional
+        Of the run. It is kept as long as anything is written, also for a writer that was dropped.
 
     Attributes
     ----------
@@ -76,8 +80,10 @@ class BlockCommits:
         commit_every: float | None,
         fsync: bool,
         share: TokenShare | None = None,
+        lock: RunLock | RemoteLock | None = None,
     ) -> None:
         self.rows = 0
+        self._lock = lock
         self._layout = layout
         self._rows_lock = threading.Lock()  # the timer's thread asks how many there are
         self._committer = (

@@ -15,7 +15,7 @@ from zarr.errors import NodeNotFoundError
 from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError, RunNotFound
 from trajstore.nearest_name import did_you_mean
-from trajstore.schema import FORMAT, STEP
+from trajstore.schema import FORMAT, STEP, VARIABLES, coordinate
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.remote_path import RemotePath, RunPath, location
 from trajstore.strict_json import document_bytes, parse
@@ -92,6 +92,8 @@ def _check_bounds(path: Path) -> None:
     try:
         root = parse(document_bytes(path / DOCUMENT).decode())
         arrays = root["consolidated_metadata"]["metadata"]
+        if not isinstance(arrays, dict):
+            raise ValueError("its arrays are no object of JSON")
         for document in path.glob(f"*/{DOCUMENT}"):
             if document.stat().st_size > _LARGEST_ARRAY_DOCUMENT:
                 raise ValueError(f"{document.parent.name}/{DOCUMENT} is too large")
@@ -112,8 +114,8 @@ def _check_lengths(path: Path, arrays: dict[str, Any]) -> None:
     """Refuse arrays that do not agree on how many tokens, or others, there are."""
     lengths: dict[str, tuple[str, int]] = {}
     for name, array in arrays.items():
-        if "/" in name:
-            continue  # somebody else's, of a group of its own
+        if name not in VARIABLES and name != STEP.name and coordinate(name) is None:
+            continue  # somebody else's
         try:
             sizes = dict(zip(array["dimension_names"], array["shape"], strict=True))
         except (KeyError, TypeError, ValueError):
@@ -133,9 +135,9 @@ def _check_sizes(path: Path, name: str, array: Any) -> None:
         shape = array["shape"]
         block = array["chunk_grid"]["configuration"]["chunk_shape"]
         separator = array["chunk_key_encoding"]["configuration"]["separator"]
-        size = math.prod(block)
+        size = math.prod(map(int, block))
         rows, length = int(shape[0]), int(block[0])
-    except (KeyError, TypeError, IndexError, ValueError):
+    except (KeyError, TypeError, IndexError, ValueError, OverflowError):
         return  # which zarr puts into words
     if size > _LARGEST_BLOCK:
         raise FormatError(

@@ -9,6 +9,7 @@ missing, and where one process fails, all do, in the same block.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from trajstore.errors import RecordingError
@@ -79,7 +80,12 @@ class SharedCommits:
                 self._committer.commit(change, _whole_block(said))
             except BaseException as error:
                 failure = error
-        outcomes = self._share.exchange(None if failure is None else sentence(failure))
+        try:
+            outcomes = self._share.exchange(None if failure is None else sentence(failure))
+        except RecordingError:
+            if failure is not None:
+                raise failure from None
+            raise
         if failure is not None:
             raise failure
         raise_failure(outcomes)
@@ -87,7 +93,8 @@ class SharedCommits:
 
     def fail(self, error: BaseException) -> None:
         """Tell the others, who wait for this block, that it cannot be written."""
-        self._share.exchange(_Said(failure=sentence(error)))
+        with suppress(RecordingError):  # they have ended, and the error is on its way
+            self._share.exchange(_Said(failure=sentence(error)))
 
 
 def _check_alike(said: Sequence[_Said]) -> None:

@@ -111,7 +111,12 @@ def together(share: TokenShare | None) -> Iterator[None]:
     except BaseException as caught:
         error = caught
     if share is not None:
-        failures = share.exchange(None if error is None else sentence(error))
+        try:
+            failures = share.exchange(None if error is None else sentence(error))
+        except RecordingError:
+            if error is not None:
+                raise error from None  # the others may have ended because of it
+            raise
         if error is None:
             raise_failure(failures)
     if error is not None:

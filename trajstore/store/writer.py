@@ -220,36 +220,41 @@ class RunWriter:
         check_commit_every(commit_every)
         if share is not None and not share.is_first:
             return cls._joined(path, share, fsync=fsync)
-        with together(share):
-            path = check_target(path, overwrite=overwrite)
-            coordinates = token_coordinates(
-                token, populations, is_dead=is_dead, token_count=token_count, token_text=token_text
-            )
-            check_variables(variables)
-            coordinates |= parameter_coordinate(parameter, variables)
-            planned = plan if share is None else partial(plan_shared, share)
-            layout = planned(
-                variables,
-                tokens=np.size(coordinates["token"]),
-                hidden=hidden,
-                examples=examples,
-                positions=positions,
-                parameters=np.size(coordinates.get("parameter", "")),
-                memory=parse_bytes(memory),
-                block_rows=block_rows,
-                encoding=encoding,
-                threads=threads,
-                buffers=buffers,
-            )
-            layout = replace(layout, runs=((0, new_identity()),))
-            own = layout if share is None else share.of_layout(layout)
-            metadata, chunks = new_run(
-                layout, coordinates, encoding=encoding, config=config, attributes=attributes
-            )
-            if isinstance(path, Path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-            lock = RunLock.acquire(path)
-            try:
+        lock: RunLock | RemoteLock | None = None
+        try:
+            with together(share):
+                path = check_target(path, overwrite=overwrite)
+                coordinates = token_coordinates(
+                    token,
+                    populations,
+                    is_dead=is_dead,
+                    token_count=token_count,
+                    token_text=token_text,
+                )
+                check_variables(variables)
+                coordinates |= parameter_coordinate(parameter, variables)
+                planned = plan if share is None else partial(plan_shared, share)
+                layout = planned(
+                    variables,
+                    tokens=np.size(coordinates["token"]),
+                    hidden=hidden,
+                    examples=examples,
+                    positions=positions,
+                    parameters=np.size(coordinates.get("parameter", "")),
+                    memory=parse_bytes(memory),
+                    block_rows=block_rows,
+                    encoding=encoding,
+                    threads=threads,
+                    buffers=buffers,
+                )
+                layout = replace(layout, runs=((0, new_identity()),))
+                own = layout if share is None else share.of_layout(layout)
+                metadata, chunks = new_run(
+                    layout, coordinates, encoding=encoding, config=config, attributes=attributes
+                )
+                if isinstance(path, Path):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                lock = RunLock.acquire(path)
                 sweep(path)
                 digests = {key: hashlib.sha256(data).digest() for key, data in chunks.items()}
                 fingerprint = metadata.fingerprint(digests, layout.block_rows)
@@ -269,12 +274,14 @@ class RunWriter:
                     commit_every=commit_every,
                     fsync=fsync,
                     share=share,
+                    lock=lock,
                 )
                 run = cls(path, own, blocks, lock, is_new=True)
                 blocks.start()
-            except BaseException:
+        except BaseException:
+            if lock is not None:
                 lock.release()
-                raise
+            raise
         if share is not None:
             run._welcome(share, layout)
         return run
@@ -365,6 +372,7 @@ class RunWriter:
                     commit_every=commit_every,
                     fsync=fsync,
                     share=share,
+                    lock=lock,
                 )
                 blocks.take_up(kept)
                 last_step = kept.last_step()
@@ -554,8 +562,8 @@ class RunWriter:
             self._blocks.close()
         finally:
             with self._lock or contextlib.nullcontext():  # lets go of it
-                held = self._lock is not None and self._lock.is_held()
-                if remove_empty and not self.rows and held:
+                empty = remove_empty and not self.rows
+                if empty and self._lock is not None and self._lock.is_held():
                     remove_folder(self.path)
 
     def _check_open(self) -> None:
@@ -573,7 +581,7 @@ def _check_seen(path: Location, layout: Layout) -> None:
         If it does not.
     """
     found = None
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         found = json.loads((path / DOCUMENT).read_bytes())["attributes"]["runs"]
     if found != [list(entry) for entry in layout.runs or ()]:
         raise InvalidArgument(

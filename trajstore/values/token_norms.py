@@ -146,7 +146,9 @@ def token_norm(vectors: Array, order: float = 2) -> Array:
     ndarray of float32, (…, token)
     """
     if order == 2 and result_dtype(vectors.dtype) == np.float32:
-        return _rounded_lengths(vectors.astype(np.float64, order="C"))
+        with np.errstate(invalid="ignore"):  # of a signalling NaN
+            wide = vectors.astype(np.float64, order="C")
+        return _rounded_lengths(wide)
     return _rounded(vector_norm(vectors, order), vectors.dtype)
 
 

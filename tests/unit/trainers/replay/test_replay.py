@@ -283,9 +283,8 @@ def test_runs_that_begin_late(tmp_path: Path) -> None:
         optimizer.step()
     assert recorder is not None
     recorder.close(complete=True)
-    ((reason, steps),) = left_out(tmp_path / "run.zarr").items()
-    assert "the run begins here" in reason
-    assert steps == (1, 6, 6)
+    # Its first row holds the moments that the optimizer had by then.
+    assert left_out(tmp_path / "run.zarr") == {}
 
 
 DEFAULTS = {"lr": 0.01, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
