@@ -15,7 +15,7 @@ from analysis import input_checks
 from analysis.collective_motion import per_population
 from analysis.running_state import fold_rows
 from analysis.streaming_scan import Scan
-from analysis.token_populations import chosen_populations
+from analysis.token_populations import one_population
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum, result_dtype
 
@@ -193,7 +193,7 @@ def build_pca(
     hidden = blocks.shape[2]
     if not 1 <= components <= hidden:
         raise InvalidArgument(f"got components={components}, expected 1 to {hidden}")
-    _, (group,) = chosen_populations(history.ds, population)
+    group = one_population(history.ds, population)
     made = fold_rows(
         blocks[_rows_of_basis(history, basis)],
         _scatters,

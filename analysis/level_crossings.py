@@ -22,28 +22,24 @@ Wide = npt.NDArray[np.float64]
 LEVELS = (0.5, 0.9, 0.99)
 
 
-def _follow(state: Any, curves: Array, levels: Wide) -> tuple[Wide, Wide, Any, int]:
-    """First and last row at which each level was passed upward, (level, curve); −1 is none.
+def _follow(state: Any, curves: Array, levels: Wide, downward: bool) -> tuple[Wide, ...]:
+    """First and last row at which each level was passed, (level, curve); −1 is none.
 
-    With whether each curve is above it now, and the number of rows so far.
+    With the side of each level that each curve was last seen on (0 before it is a number), and the
+    number of rows so far.
     """
     shape = (levels.size, curves.shape[1])
-    first, last, above, rows = state or (
-        np.full(shape, -1.0),
-        np.full(shape, -1.0),
-        np.zeros(shape, bool),
-        0,
-    )
+    first, last, side, rows = state or (*np.full((2, *shape), -1.0), np.zeros(shape), np.zeros(()))
     for row in curves:
-        now = row >= levels[:, None]
-        passed = now & ~above
+        now = np.where(np.isnan(row), side, np.where(row >= levels[:, None], 1.0, -1.0))
+        passed = (side != 0) & (now != side) & ((now > 0) | downward)
         first = np.where(passed & (first < 0), rows, first)
         last = np.where(passed, rows, last)
-        above, rows = now, rows + 1
-    return first, last, above, rows
+        side, rows = now, rows + 1
+    return first, last, side, rows
 
 
-def _rows_of_both(state: tuple[Wide, Wide, Any, int]) -> Wide:
+def _rows_of_both(state: tuple[Wide, ...]) -> Wide:
     return np.stack(state[:2])
 
 
@@ -57,7 +53,7 @@ def _share_of_way(curves: Array, ends: Array) -> Wide:
 def level_crossings(
     curve: xr.DataArray, levels: Sequence[float] | float = LEVELS, of: str = "way"
 ) -> xr.Dataset:
-    """Steps at which curves pass levels from below.
+    """Steps at which curves pass levels: on their way from below, as values from either side.
 
     Parameters
     ----------
@@ -108,9 +104,14 @@ def level_crossings(
             dtype=np.float64,
             meta=np.empty((0, 0)),
         )
-    rows = fold_tokens([flat], _follow, _rows_of_both, (2, wanted.size), levels=wanted).reshape(
-        (2, wanted.size, *rest)
-    )
+    rows = fold_tokens(
+        [flat],
+        _follow,
+        _rows_of_both,
+        (2, wanted.size),
+        levels=wanted,
+        downward=of == "value",
+    ).reshape((2, wanted.size, *rest))
     found = rows.map_blocks(
         functools.partial(_steps_of, steps=steps),
         dtype=np.int64,

@@ -17,7 +17,7 @@ from analysis import input_checks
 from analysis.block_tasks import shared, whole_rows
 from analysis.identical_vectors import divide
 from analysis.streaming_scan import Scan
-from analysis.token_populations import chosen_populations
+from analysis.token_populations import one_population
 
 __all__ = ["build_nearest_distance", "nearest_distance"]
 
@@ -139,7 +139,7 @@ def build_nearest_distance(
     history: Scan, population: str = "all", steps: Sequence[int] | int | None = None
 ) -> xr.Dataset:
     """`nearest_distance` of a prepared Dataset."""
-    _, (group,) = chosen_populations(history.ds, population)
+    group = one_population(history.ds, population)
     rows = input_checks.rows_of_steps(history.ds, steps)
     blocks = whole_rows(history.blocks("W"), rows)
     tokens = blocks.shape[1]

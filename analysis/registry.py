@@ -103,9 +103,10 @@ def crossings(
     Returns
     -------
     Dataset, int64 (level, …)
-        ``first_crossing``, the first step at which the curve is at the level or beyond;
-        ``last_crossing``, the last one at which it comes there from below, after which it stays if
-        it ends there. −1 where it never does. With the other dimensions of the curve.
+        ``first_crossing``, the first step at which the curve is at the level or beyond, after one
+        at which it was not; ``last_crossing``, the last such one, after which it stays if it ends
+        there. On its way it comes from below; values are passed from either side. −1 where it never
+        does. With the other dimensions of the curve.
 
     Raises
     ------

@@ -18,6 +18,7 @@ __all__ = [
     "chosen_populations",
     "count_by_population",
     "members",
+    "one_population",
     "own_masks",
     "populations",
     "statistics",
@@ -113,6 +114,21 @@ def chosen_populations(
                 + ("" if "dead" in names else "; there is no coordinate is_dead here")
             )
     return chosen, groups[[names.index(name) for name in chosen]]
+
+
+def one_population(ds: xr.Dataset, population: str | None) -> npt.NDArray[np.bool_]:
+    """Members of one population, which is named.
+
+    Raises
+    ------
+    InvalidArgument
+        If there is none of that name, or another number of them is asked for.
+    """
+    names, groups = chosen_populations(ds, population)
+    if len(names) != 1:
+        raise InvalidArgument(f"got population={population!r}, expected one of {', '.join(names)}")
+    (group,) = groups
+    return np.asarray(group)
 
 
 def with_mostly_dead(ds: xr.Dataset) -> xr.Dataset:

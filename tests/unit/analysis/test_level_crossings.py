@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 
 import numpy as np
@@ -33,11 +34,11 @@ def test_against_a_walk_along_the_curve(values: np.ndarray, chunk: int, of: str)
             wide = (wide - start) / (wide[-1] - start)
     for number, level in enumerate((0.5, 1)):
         for token, one in enumerate(wide.T):
-            above = [False, *(one >= level)]
+            seen = [(int(step), v >= level) for step, v in zip(steps, one, strict=True) if v == v]
             passes = [
-                int(step)
-                for step, before, now in zip(steps, above, above[1:], strict=False)
-                if now and not before
+                step
+                for (_, before), (step, now) in itertools.pairwise(seen)
+                if now != before and (now or of == "value")
             ]
             first, last = (passes[0], passes[-1]) if passes else (-1, -1)
             assert got.first_crossing[number, token] == first
@@ -50,10 +51,13 @@ def test_curves_of_a_run(make_run, walk) -> None:
     frozen = analysis.crossings(ds, "freeze.frozen_fraction", 0.5, of="value").compute()
     fraction = analysis.freeze(ds).frozen_fraction.compute()
     for name in ("dead", "live", "all"):
-        passed = fraction.step[fraction.sel(population=name) >= 0.5].values
+        half = fraction.sel(population=name).dropna("step") >= 0.5
+        passed = half.step[1:][half.values[1:] != half.values[:-1]].values
         expected = passed[0] if passed.size else -1
         assert frozen.first_crossing.sel(population=name).values.tolist() == [expected]
     assert analysis.crossings(ds, "loss").first_crossing.values.tolist() == [6, 10, 11]
+    falling = analysis.crossings(ds, "loss", [5, 3.5, 2, 0], "value")
+    assert falling.first_crossing.values.tolist() == [-1, 2, 8, -1]
     census = analysis.crossings(ds, analysis.regimes(ds).census, 1, "value")
     assert census.first_crossing.dims == ("level", "population", "regime_name")
     again = analysis.answer(ds, ["crossings"], ["quantity=loss", "levels=0.5,0.9"])
