@@ -297,6 +297,10 @@ def _places_of_dead(ds: xr.Dataset, tokens: npt.NDArray[Any]) -> npt.NDArray[np.
 def _row_after(ds: xr.Dataset, step: int) -> int:
     """Row of a step whose row before is that of the step before."""
     row = input_checks.row_of_step(ds, step)
+    if step == 0:
+        raise StepNotFound(
+            "step 0 is before training, without a forward pass; ask about a later one"
+        )
     if row == 0 or int(ds["step"][row - 1]) != step - 1:
         raise StepNotFound(
             f"the forward pass of step {step} was with W of step {step - 1}, which is not in the "

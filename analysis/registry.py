@@ -52,6 +52,9 @@ from trajstore.nearest_name import did_you_mean
 __all__ = ["ACROSS_RUNS", "ALONE", "QUANTITIES", "Quantity", "answer", "compute", "crossings"]
 
 
+_NUMBERS = ("float", "Sequence[float]", "Sequence[float] | float")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
     """One question about a run.
@@ -74,6 +77,13 @@ class Quantity:
     def options(self) -> tuple[str, ...]:
         """Names of the options of the public function."""
         return tuple(inspect.signature(self.build).parameters)[1:]
+
+    def kind_of(self, option: str) -> str:
+        """What values of an option are: ``text``, ``numbers`` or ``whole numbers``."""
+        said = str(inspect.signature(self.build).parameters[option].annotation)
+        if "int" in said and "float" not in said and "str" not in said and "Literal" not in said:
+            return "whole numbers"
+        return "numbers" if said.removesuffix(" | None") in _NUMBERS else "text"
 
     def on(self, lattice: str) -> dict[str, Any]:
         """Options that ask it on a lattice; none if it knows of none."""
@@ -405,7 +415,11 @@ def _options(quantity: Quantity, name: str, assignments: Sequence[str]) -> dict[
                 f"got {assignment!r}{did_you_mean(key, known)}, expected name=value with a name "
                 f"among {', '.join(known) or 'none, for it has no options'} of {name}"
             )
-        options[key] = _value(text)
+        options[key] = value = _value(text)
+        kinds = {"whole numbers": (int,), "numbers": (int, float)}.get(quantity.kind_of(key))
+        parts = value if isinstance(value, tuple) else (value,)
+        if kinds and not all(isinstance(part, kinds) for part in parts):
+            raise InvalidArgument(f"got {assignment!r}, expected {quantity.kind_of(key)}")
     return options
 
 

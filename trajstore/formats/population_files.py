@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 __all__ = ["populations_from"]
 
+# Of what is a file even where there is none of that name.
+_SUFFIXES = (".txt", ".npy", ".npz", ".pt", ".h5", ".hdf5", ".safetensors")
+
 
 def populations_from(assignments: Sequence[str]) -> dict[str, Any]:
     """Populations as the command line gives them, for `analysis.with_populations`.
@@ -21,7 +24,7 @@ def populations_from(assignments: Sequence[str]) -> dict[str, Any]:
     ----------
     assignments : sequence of str
         ``NAME=EXPRESSION`` or ``NAME=FILE``: a file of one array, mask or ids, in any format that
-        is read here, or a ``.txt`` of one id in each line.
+        is read here, or a ``.txt`` of one id in each line, and what follows a ``#`` left out.
 
     Returns
     -------
@@ -43,6 +46,8 @@ def populations_from(assignments: Sequence[str]) -> dict[str, Any]:
                 "each name once"
             )
         text = text.strip()
+        if not Path(text).is_file() and Path(text).suffix in _SUFFIXES:
+            raise InvalidArgument(f"there is no file {text} for the population {name.strip()}")
         result[name.strip()] = _from_file(text) if Path(text).is_file() else text
     return result
 
@@ -55,16 +60,17 @@ def _from_file(path: str) -> npt.NDArray[Any]:
 
     if Path(path).suffix == ".txt":
         try:
-            lines = Path(path).read_text().split()
-            return np.array([int(line) for line in lines], np.int64)
+            lines = [line.partition("#")[0] for line in Path(path).read_text().splitlines()]
+            return np.array([int(line) for line in lines if line.strip()], np.int64)
         except ValueError as error:
             raise FormatError(f"{path} does not hold a whole number in each line") from error
     with open_file(path) as file:
         keys = list(file.keys)
         values = values_of(file, keys[0]) if len(keys) == 1 else None
     if values is None or values.ndim != 1 or values.dtype.kind not in "biu":
+        what = "" if values is None else f" of shape {values.shape} and type {values.dtype}"
         raise FormatError(
-            f"{path} holds {', '.join(keys) or 'nothing'}; a population is one array of one "
+            f"{path} holds {', '.join(keys) or 'nothing'}{what}; a population is one array of one "
             "dimension, of truth values or ids"
         )
     return np.asarray(values)

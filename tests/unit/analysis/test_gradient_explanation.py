@@ -135,7 +135,7 @@ def test_what_cannot_be_explained_is_refused(run):
     refused(InvalidArgument, "token='e', expected a whole number", token="e")
     refused(InvalidArgument, "step=2.5", step=2.5)
     refused(StepNotFound, "step 17 is not in the run", step=17)
-    refused(StepNotFound, "with W of step -1", step=0)
+    refused(StepNotFound, "before training", step=0)
     refused(StepNotFound, "with W of step 3", run.isel(step=[0, 2, 4]), step=4)
     refused(InvalidArgument, "targets='none'", targets="none")
     refused(InvalidArgument, "precision='int8'", precision="int8")

@@ -13,7 +13,7 @@ def test_files(tmp_path: Path) -> None:
     mask = np.arange(8) == 2
     np.save(tmp_path / "mask.npy", mask)
     np.savez(tmp_path / "ids.npz", ids=np.array([4, 9]))
-    (tmp_path / "ids.txt").write_text("0\n3\n")
+    (tmp_path / "ids.txt").write_text("0\n# a comment\n3 # another\n")
     given = [f"one={tmp_path}/mask.npy", f"two={tmp_path}/ids.npz", f"three={tmp_path}/ids.txt"]
     got = populations_from([*given, "four = token == 3"])
     assert got["one"].tolist() == mask.tolist()
@@ -32,3 +32,8 @@ def test_what_is_no_population() -> None:
     for assignments in (["odd"], ["=token > 3"], ["a=token > 3", "a=token > 4"]):
         with pytest.raises(InvalidArgument, match="NAME=EXPRESSION"):
             populations_from(assignments)
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(InvalidArgument, match=r"there is no file nowhere\.txt"):
+        populations_from(["one=nowhere.txt"])
