@@ -101,9 +101,9 @@ def fetch(name: str, *, source: str | None = None, sha256: str | None = None) ->
         raise InvalidArgument(
             f"cannot fetch {name!r}{did_you_mean(name, FETCHED)}; choose from {', '.join(FETCHED)}"
         )
-    offline = name != "gatsby" and os.environ.get("HF_HUB_OFFLINE")  # from the hub's own cache
-    if (source is None or "://" in source) and not offline:
-        _check_reachable(source or _PLACES[name])
+    address = _PLACES[name] if source is None else source
+    if address.startswith(("http://", "https://")) and not _is_kept(name, source):
+        _check_reachable(address)
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / CACHED[name]
@@ -121,6 +121,16 @@ def fetch(name: str, *, source: str | None = None, sha256: str | None = None) ->
     facts = {"source": fetched.source, "sha256": fetched.sha256, "size": fetched.size}
     (folder / f"{name}.json").write_text(json.dumps(facts, indent=1))
     return replace(fetched, path=target)
+
+
+def _is_kept(name: str, source: str | None) -> bool:
+    """Whether the hub's own cache has it, or is all that may be asked."""
+    if name == "gatsby":
+        return False
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+        return True
+    cached = _hub("huggingface_hub").try_to_load_from_cache
+    return name == "gpt2" and source is None and isinstance(cached(_GPT2, "tokenizer.json"), str)
 
 
 def _check_reachable(address: str) -> None:
