@@ -14,7 +14,7 @@ from dask.tokenize import tokenize
 
 __all__ = [
     "in_turn",
-    "last_row",
+    "last_rows",
     "over_hidden",
     "per_row",
     "rows_before",
@@ -91,10 +91,11 @@ def whole_rows(blocks: da.Array, rows: npt.NDArray[np.int64]) -> da.Array:
 def rows_before(blocks: da.Array, first: da.Array | None = None) -> da.Array:
     """Row before each block, (1 per block, …); of the first, `first`, or its own first row."""
     first = blocks[:1] if first is None else first
-    return da.concatenate([first, _last_rows(blocks)[:-1]])
+    return da.concatenate([first, last_rows(blocks)[:-1]])
 
 
-def _last_rows(blocks: da.Array) -> da.Array:
+def last_rows(blocks: da.Array) -> da.Array:
+    """Last row of each block of rows, (1 per block, token, hidden)."""
     steps, *others = blocks.chunks
     return blocks.map_blocks(
         _last_row,
@@ -102,11 +103,6 @@ def _last_rows(blocks: da.Array) -> da.Array:
         dtype=blocks.dtype,
         meta=np.empty((0,) * blocks.ndim, blocks.dtype),
     )
-
-
-def last_row(block: da.Array) -> da.Array:
-    """Last row of one block of rows, (1, token, hidden)."""
-    return _last_rows(block)
 
 
 def _last_row(block: Array) -> Array:

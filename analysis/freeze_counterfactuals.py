@@ -12,7 +12,7 @@ import xarray as xr
 
 from analysis import input_checks
 from analysis.adam_rule import AdamRule, next_weights
-from analysis.block_tasks import last_row, over_hidden, per_row, shared, waiting
+from analysis.block_tasks import last_rows, over_hidden, per_row, shared, waiting
 from analysis.consecutive_rows import tiles
 from analysis.lattice_points import chosen_type
 from analysis.moment_rule import MOMENTS
@@ -218,7 +218,7 @@ def _facts(recurrence: Recurrence, rule: AdamRule, window: int) -> da.Array:
         )
         # The next block of them waits until this one is judged.
         exact = {
-            moment: waiting(last_row(rows_of_block), facts)
+            moment: waiting(last_rows(rows_of_block), facts)
             for moment, rows_of_block in exact.items()
         }
         start += rows

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis import input_checks
-from analysis.block_tasks import last_row, over_hidden, shared, waiting
+from analysis.block_tasks import last_rows, over_hidden, shared, waiting
 from analysis.consecutive_rows import tiles
 from analysis.moment_rule import MOMENTS
 from analysis.moments import Recurrence
@@ -183,7 +183,7 @@ def _errors(
                 meta=np.empty((0, 0, 0), np.int64),
             )
             squares = over_hidden(_squares_kernel, recorded, exact, dtype=_SQUARES)
-            before[at] = last_row(exact)
+            before[at] = last_rows(exact)
             errors[at].append(_error(counts, squares, groups, levels))
         # The next block waits until this one is done with.
         before = [waiting(row, *(blocks[-1] for blocks in errors)) for row in before]

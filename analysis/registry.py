@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import typing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,9 +53,6 @@ from trajstore.nearest_name import did_you_mean
 __all__ = ["ACROSS_RUNS", "ALONE", "QUANTITIES", "Quantity", "answer", "compute", "crossings"]
 
 
-_NUMBERS = ("float", "Sequence[float]", "Sequence[float] | float")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
     """One question about a run.
@@ -80,14 +78,22 @@ class Quantity:
 
     def kind_of(self, option: str) -> str:
         """What values of an option are: ``text``, ``numbers`` or ``whole numbers``."""
-        said = str(inspect.signature(self.build).parameters[option].annotation)
-        if "int" in said and "float" not in said and "str" not in said and "Literal" not in said:
+        types = _types_in(typing.get_type_hints(self.build)[option]) - {type(None)}
+        if types == {int}:
             return "whole numbers"
-        return "numbers" if said.removesuffix(" | None") in _NUMBERS else "text"
+        return "numbers" if types <= {int, float} else "text"
 
     def on(self, lattice: str) -> dict[str, Any]:
         """Options that ask it on a lattice; none if it knows of none."""
         return {"lattice": lattice} if "lattice" in self.options else {}
+
+
+def _types_in(hint: Any) -> set[Any]:
+    """Types that a hint is made of; of a literal those of its values."""
+    parts = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return {type(part) for part in parts}
+    return set().union(*map(_types_in, parts)) if parts else {hint}
 
 
 def crossings(

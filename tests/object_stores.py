@@ -95,8 +95,8 @@ def faulty(address: str, fault: Fault) -> Iterator[tuple[str, list[str]]]:
             if wrong == "lose":  # carried out, and nobody hears of it
                 self.close_connection = True
                 return
-            if wrong == "slow":  # the fault itself: slower than the store, faster than a timeout
-                time.sleep(0.2)
+            if wrong == "slow":
+                time.sleep(0.2)  # the fault itself: slower than the store, faster than a timeout
             self.answer(answer.status, dict(answer.getheaders()), data)
 
         do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = forward  # noqa: N815

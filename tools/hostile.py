@@ -103,7 +103,7 @@ def _ended(child: int, end: float) -> int:
         if time.monotonic() > end:
             os.kill(child, signal.SIGKILL)
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        time.sleep(0.02)
+        time.sleep(0.02)  # between two looks: waitpid has no time limit
 
 
 def _made(make: Callable[[Path], None], folder: Path) -> list[str]:

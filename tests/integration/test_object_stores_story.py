@@ -96,7 +96,7 @@ def test_a_training_at_s3_survives_its_death(
                 while rows < STEPS // 3:
                     assert recorder.poll() is None, "it ended before it was killed"
                     rows, looks = rows_there(place, truth), looks + 1
-                    time.sleep(0.2)
+                    time.sleep(0.2)  # between two looks, as a reader has them beside a training
                 recorder.kill()
             lines = watcher.communicate()[0].splitlines()
         assert watcher.returncode == 1, lines  # as nobody records it any more

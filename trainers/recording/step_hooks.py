@@ -88,6 +88,8 @@ class Recorder:
         Or accelerate's wrapper of it.
     parameters : sequence of ParameterRows
         One for each recorded parameter; none in a process that does not record.
+    model_parameters : ModelParameters, optional
+        Where something of all parameters of the model is recorded.
     loop : TrainingLoop
     examples : StepExamples
         Of all processes of a distributed training, also in those that do not record.
@@ -111,7 +113,7 @@ class Recorder:
         model: torch.nn.Module,
         optimizer: Any,
         parameters: Sequence[ParameterRows],
-        whole: ModelParameters | None = None,
+        model_parameters: ModelParameters | None = None,
         *,
         loop: TrainingLoop,
         examples: StepExamples,
@@ -123,7 +125,7 @@ class Recorder:
         self.loss = torch.tensor(float("nan"))
         self._optimizer = real_optimizer(optimizer)
         self._parameters = tuple(parameters)
-        self._whole = whole
+        self._whole = model_parameters
         self._forward = ForwardPasses(
             logits_mode=logits_mode,
             loss_scale=loop.loss_scale,

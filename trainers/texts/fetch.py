@@ -23,6 +23,7 @@ from typing import Any
 from trainers.texts.cache import CACHED, cache_folder
 from trajstore.errors import CorpusError, InvalidArgument, MissingExtra
 from trajstore.nearest_name import did_you_mean
+from trajstore.store.hub_address import hub_endpoint
 
 __all__ = ["FETCHED", "Fetched", "clean_book", "fetch"]
 
@@ -101,7 +102,7 @@ def fetch(name: str, *, source: str | None = None, sha256: str | None = None) ->
         raise InvalidArgument(
             f"cannot fetch {name!r}{did_you_mean(name, FETCHED)}; choose from {', '.join(FETCHED)}"
         )
-    address = _PLACES[name] if source is None else source
+    address = source or (_GATSBY if name == "gatsby" else hub_endpoint())
     if address.startswith(("http://", "https://")) and not _is_kept(name, source):
         _check_reachable(address)
     folder = cache_folder()
@@ -270,6 +271,3 @@ FETCHED: dict[str, Callable[[Path, str | None], Fetched]] = {
     "gpt2": _fetch_gpt2,
 }
 """What can be fetched."""
-
-_HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-_PLACES = {"gatsby": _GATSBY, "fineweb": _HUB, "gpt2": _HUB}

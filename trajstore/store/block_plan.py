@@ -25,6 +25,7 @@ from trajstore.values.native_types import STEP_TYPE, NativeType, native_type
 __all__ = [
     "BLOCKS",
     "CHUNKS_AHEAD",
+    "FEWEST_ROWS",
     "LARGEST_TASK",
     "ArrayLayout",
     "Layout",
@@ -51,7 +52,9 @@ _CHUNK = 2 << 20
 _CHUNK_OF_HISTORIES = 3 << 19  # it is read and checked whole for each token
 _FEWEST_TOKENS = 128
 _MOST_ROWS = 256
-_FEWEST_ROWS = 8
+FEWEST_ROWS = 8
+"""Of a block that is planned: with fewer there is little left to take differences of."""
+
 # Where single tokens are quick to read, a row costs all rows of its chunk: few, but not so few
 # that the first of each, which is stored whole, outweighs the differences. The one that divides.
 _ROWS_OF_A_SNAPSHOT = (8, 7, 6, 5, 4)
@@ -252,11 +255,11 @@ def plan(
     if block_rows is None:
         # A chunk of few tokens must not be too large, nor what a snapshot of one step decodes.
         chunk, snapshot = min(tokens, _FEWEST_TOKENS) * hidden * 4, tokens * hidden * 4
-        while rows > _FEWEST_ROWS and (
+        while rows > FEWEST_ROWS and (
             rows * chunk > _LARGEST_CHUNK or rows * snapshot > _LARGEST_SNAPSHOT
         ):
             rows //= 2
-        while rows > _FEWEST_ROWS and arrange(rows).memory > memory:
+        while rows > FEWEST_ROWS and arrange(rows).memory > memory:
             rows //= 2
     layout = arrange(rows)
     return within(layout, memory, threads=chosen)

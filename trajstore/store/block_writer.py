@@ -24,7 +24,7 @@ from trajstore.store.object_keys import chunk_key
 from trajstore.store.remote_lock import taken_over
 from trajstore.store.remote_path import Location, RemotePath
 from trajstore.store.shard import Chunk, Shard, chunk_windows, encode_chunk
-from trajstore.store.shared_commits import Written
+from trajstore.store.shared_commits import ShardDigest, Written
 from trajstore.threads import submit
 
 __all__ = ["BlockWriter"]
@@ -156,8 +156,8 @@ class BlockWriter:
             future.cancel()
         self._ahead.clear()
 
-    def _write(self, number: int, rows: int) -> list[tuple[str, int, int, bytes]]:
-        """Write the shards of a block: array, part, rows and digest of each."""
+    def _write(self, number: int, rows: int) -> list[ShardDigest]:
+        """Write the shards of a block."""
         digests, size = [], 0
         uploads: deque[Future[int]] = deque()
         for name, array in self._layout.arrays.items():

@@ -13,7 +13,7 @@ from urllib.parse import quote, unquote
 
 from trajstore.errors import InvalidArgument
 
-__all__ = ["hub_headers", "hub_url", "split_hub_address"]
+__all__ = ["hub_endpoint", "hub_headers", "hub_url", "split_hub_address"]
 
 _HUB = "https://huggingface.co"
 _KINDS = ("datasets", "spaces")  # all other repositories are of models
@@ -49,18 +49,22 @@ def split_hub_address(address: str) -> tuple[str, str]:
     return f"hf://{'/'.join(repository)}", "/".join(path)
 
 
+def hub_endpoint() -> str:
+    """Address of the hub, or of the server that ``HF_ENDPOINT`` names in its place."""
+    return (os.environ.get("HF_ENDPOINT") or _HUB).rstrip("/")
+
+
 def hub_url(repository: str) -> str:
     """Where a server has the files of a repository.
 
     Parameters
     ----------
     repository : str
-        As `split_hub_address` returns it. ``HF_ENDPOINT`` names another server than the hub.
+        As `split_hub_address` returns it.
     """
-    endpoint = os.environ.get("HF_ENDPOINT") or _HUB
     name, _, revision = repository.removeprefix("hf://").partition("@")
     written = quote(unquote(revision) or _BRANCH, safe="")  # a branch may have slashes
-    return f"{endpoint.rstrip('/')}/{quote(name)}/resolve/{written}"
+    return f"{hub_endpoint()}/{quote(name)}/resolve/{written}"
 
 
 def hub_headers() -> dict[str, str]:

@@ -29,15 +29,31 @@ class ObjectFile(Protocol):
 
 
 class _LocalFile:
-    def __init__(self, descriptor: int) -> None:
+    """Of a file that is never written to once it is there: another one takes its place."""
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.size = size
         self._descriptor = descriptor
 
     def end(self, length: int) -> bytes:
-        start = max(os.fstat(self._descriptor).st_size - length, 0)
-        return os.pread(self._descriptor, length, start)
+        return self.read(max(self.size - length, 0), length)
 
     def read(self, offset: int, length: int) -> bytes:
         return os.pread(self._descriptor, length, offset)
+
+
+@contextmanager
+def _local_file(path: Path) -> Iterator[_LocalFile]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        yield _LocalFile(descriptor, found.st_size)
+    finally:
+        # Nothing was written: what was read is right, whatever closing it comes to.
+        with suppress(OSError):
+            os.close(descriptor)
 
 
 class _RemoteFile:
@@ -70,13 +86,8 @@ def opened(path: Location) -> Iterator[ObjectFile]:
     if isinstance(path, RemotePath):
         yield _RemoteFile(path)
         return
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        yield _LocalFile(descriptor)
-    finally:
-        os.close(descriptor)
+    with _local_file(path) as file:
+        yield file
 
 
 class HeldObject(Protocol):
@@ -92,15 +103,6 @@ class HeldObject(Protocol):
 
     def read(self, offset: int, length: int) -> bytes:
         """Bytes from an offset on; fewer where it ends."""
-
-
-class _HeldFile:
-    def __init__(self, descriptor: int, size: int) -> None:
-        self.size = size
-        self._descriptor = descriptor
-
-    def read(self, offset: int, length: int) -> bytes:
-        return os.pread(self._descriptor, length, offset)
 
 
 class _HeldRemote:
@@ -142,16 +144,8 @@ def held(path: Location) -> Iterator[HeldObject]:
     if isinstance(path, RemotePath):
         yield _HeldRemote(path)
         return
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would be waited for
-    try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
-        yield _HeldFile(descriptor, found.st_size)
-    finally:
-        # Nothing was written: what was read is right, whatever closing it comes to.
-        with suppress(OSError):
-            os.close(descriptor)
+    with _local_file(path) as file:
+        yield file
 
 
 def document_in(path: Location) -> bytes:

@@ -18,7 +18,7 @@ from trajstore.store.fingerprint import block_digest
 from trajstore.store.token_share import TokenShare, raise_failure, sentence
 from trajstore.store.zarr_json import Status
 
-__all__ = ["SharedCommits", "Written"]
+__all__ = ["ShardDigest", "SharedCommits", "Written"]
 
 ShardDigest = tuple[str, int, int, bytes]
 """Array, part, rows and digest of a shard."""

@@ -8,12 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from trajstore.byte_sizes import DEFAULT_MEMORY
-from trajstore.store.block_plan import Layout, plan, within
+from trajstore.store.block_plan import FEWEST_ROWS, Layout, plan, within
 from trajstore.store.token_share import TokenShare, has_tokens
 
 __all__ = ["plan_shared"]
-
-_FEWEST_ROWS = 8
 
 
 def plan_shared(
@@ -60,7 +58,7 @@ def plan_shared(
     layout = planned(block_rows)
     while (
         block_rows is None
-        and layout.block_rows > _FEWEST_ROWS
+        and layout.block_rows > FEWEST_ROWS
         and first.of_layout(layout).memory > memory
     ):
         layout = planned(layout.block_rows // 2)
