@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trajstore.optimizer_advice import advise_run
-from trajstore.schema import STEP, VARIABLES
+from trajstore.schema import COORDINATES, POPULATION, STEP, VARIABLES, along_token
 from trajstore.store.array_reader import block_form
 from trajstore.store.lock import is_written_to
 from trajstore.store.open_group import open_group
@@ -37,7 +37,8 @@ def information(path: RunPath) -> dict[str, Any]:
         ``bytes_native``, ``bytes_on_disk``, ``ratio``, ``files`` of the whole run. Bytes on disk
         may include a block that is being written. ``written_to``, whether a process writes to it
         (`trajstore.store.lock.is_written_to`). ``advice``, what the types of the optimizer's
-        state and of W keep it from doing (`trajstore.optimizer_advice.Advice`).
+        state and of W keep it from doing (`trajstore.optimizer_advice.Advice`). ``populations``,
+        by name the number of tokens of each that was named when the run was recorded.
 
     Raises
     ------
@@ -79,6 +80,11 @@ def information(path: RunPath) -> dict[str, Any]:
         "files": len(sizes),
         "written_to": written_to,
         "advice": [one.facts() for one in advice],
+        "populations": {
+            name.removeprefix(POPULATION): int(np.count_nonzero(np.asarray(group[name])))
+            for name in along_token(arrays)
+            if name not in COORDINATES
+        },
     }
 
 
