@@ -15,7 +15,7 @@ from rich.text import Text
 
 from trajstore.cli.tables import err
 from trajstore.errors import TrajstoreError
-from trajstore.schema import LATTICES
+from trajstore.schema import LATTICES, RECORDED, TIERS
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -25,6 +25,7 @@ __all__ = [
     "JSON",
     "LATTICE",
     "POPULATIONS",
+    "RECORD",
     "RUN",
     "opened",
     "runs_and_names",
@@ -49,6 +50,25 @@ POPULATIONS = click.option(
     help="One more population: an expression over the tokens' coordinates, such as "
     "'rare=token_count < 10', or a file with a mask or ids. Repeatable.",
 )
+
+
+def _recordable() -> str:
+    """Every variable that can be asked for, by tier, as the table of the variables has them."""
+    in_each = [n for n in RECORDED if all(n in held for held in TIERS.values()) and n != "W"]
+    in_some = {name for held in TIERS.values() for name in held}
+    tiers = (
+        f"{tier} ({', '.join(name for name in held if name not in in_each)})"
+        for tier, held in TIERS.items()
+    )
+    by_name = [name for name in RECORDED if name not in in_some]
+    return (
+        f"Tiers or variables, with commas between them. Tiers: {', '.join(tiers)}, each with "
+        f"{', '.join(in_each)}. By name only: {', '.join(by_name)}; cells also in place of W. "
+        "Default: what the configuration says."
+    )
+
+
+RECORD = click.option("--record", "variables", metavar="all,batch,…", help=_recordable())
 COMMON_STEPS = click.option(
     "--common-steps",
     is_flag=True,
