@@ -148,7 +148,10 @@ class PlannedCounterfactual:
         if not self.settings.keeps_state:
             found.append("the optimizer is of another class, and begins without a state")
         if self.left_out:
-            found.append(f"{', '.join(self.left_out)}: left out, as W and its gradient do not tell")
+            found.append(
+                f"{', '.join(self.left_out)}: left out, as the gradients of W do not tell what "
+                "they would be"
+            )
         if self.variables["W"].itemsize < self.rows.natives["W"].itemsize:
             found.append(f"gradients were rounded to {self.variables['W'].name} first")
         return tuple(found)

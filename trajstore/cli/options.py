@@ -8,13 +8,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import click
 from rich.text import Text
 
 from trajstore.cli.tables import err
-from trajstore.errors import TrajstoreError
+from trajstore.errors import InvalidArgument, TrajstoreError
 from trajstore.schema import LATTICES, RECORDED, TIERS
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ __all__ = [
     "POPULATIONS",
     "RECORD",
     "RUN",
+    "given_populations",
     "opened",
     "runs_and_names",
     "sentences",
@@ -95,6 +96,25 @@ def runs_and_names(words: Sequence[str], known: Collection[str]) -> tuple[list[s
 
 def _is_path(word: str) -> bool:
     return os.path.exists(word) or "/" in word or word.endswith(".zarr") or glob.has_magic(word)
+
+
+def given_populations(assignments: Sequence[str]) -> dict[str, Any]:
+    """Populations of ``--population``, for `analysis.with_populations`.
+
+    Raises
+    ------
+    InvalidArgument
+        For what is none; for a name alone also where to give it.
+    """
+    from trajstore.formats.population_files import populations_from
+
+    for one in assignments:
+        if "=" not in one:
+            raise InvalidArgument(
+                f"got the population {one!r}, expected NAME=EXPRESSION or NAME=FILE; to ask about "
+                f"one that is there: trajstore analyze RUN QUANTITY --set population={one}"
+            )
+    return populations_from(assignments)
 
 
 def opened(runs: Sequence[str], *, common_steps: bool = False) -> xr.Dataset:
