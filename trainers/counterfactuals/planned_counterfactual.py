@@ -309,7 +309,11 @@ def _placement(
         ids = select_tokens(tokens, len(held), source.coordinates.get("is_dead"))
         chosen = ids
     else:
-        wanted = np.unique(np.asarray(tokens, np.int64))
+        wanted = np.unique(np.asarray(tokens))
+        if wanted.dtype.kind not in "iu":
+            raise InvalidArgument(
+                f"tokens: got {tokens!r}, expected all, dead, live or a list of ids"
+            )
         missing = wanted[~np.isin(wanted, held)]
         if missing.size or not wanted.size:
             raise InvalidArgument(

@@ -332,6 +332,9 @@ def test_it_names_what_it_leaves_out_and_takes_settings_as_a_list(tmp_path: Path
     for wrong in ("optimizer.lr=1", {"optimizer.lr": 1}):
         with pytest.raises(InvalidArgument, match=r"got settings=.*, expected a list of texts"):
             what_if(run, tmp_path / "no.zarr", wrong)
+    for ids in ([1.5], ["a"]):
+        with pytest.raises(InvalidArgument, match="expected all, dead, live or a list of ids"):
+            what_if(run, tmp_path / "no.zarr", tokens=ids)
     with pytest.raises(InvalidArgument, match="got from_step='a', expected a whole number"):
         what_if(run, tmp_path / "no.zarr", from_step="a")  # type: ignore[arg-type]
 
