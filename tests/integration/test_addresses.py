@@ -82,7 +82,7 @@ LOCAL = "read and written in local folders; name one"
         ("import {out}/a.safetensors -o a.zarr", LOCAL),
         ("upgrade {here} -o {out}/newer.zarr", LOCAL),
         ("upgrade {run} -o newer.zarr", "copy the run to a local folder first"),
-        ("annotate {run} --masks {here}/../dead_mask.npy", "copy the run to a local folder first"),
+        ("annotate {run} --masks {here}/../dead_mask.npy", "and copy it to a new address"),
     ],
 )
 def test_it_says_what_to_do(
