@@ -37,7 +37,7 @@ class _Sums:
     """What is known of some tokens after some rows.
 
     `products` and `ends` are of each lag: Σ x_t·x_{t+τ}, and Σ x_t + x_{t+τ}, over its pairs; the
-    ends only where deviations from the mean are asked for.
+    ends, and the total, only where deviations from the mean are asked for.
     """
 
     first: Wide
@@ -51,18 +51,19 @@ class _Sums:
 
 def _take(sums: _Sums, x: Wide, lags: Sequence[int], centred: bool) -> None:
     """Add one more vector of each token."""
-    if sums.total is None or sums.products is None:
-        sums.total = np.zeros_like(x)
+    if sums.products is None:
         sums.products = np.zeros((len(lags), len(x)))
+        sums.total = np.zeros_like(x) if centred else None
         sums.ends = np.zeros((len(lags), *x.shape)) if centred else None
     sums.recent.append(x)
     sums.recent = sums.recent[-(max(lags) + 1) :]
-    sums.total += x
+    if sums.total is not None:
+        sums.total += x
     sums.rows += 1
     for number, lag in enumerate(lags):
         if lag < len(sums.recent):
             other = sums.recent[-1 - lag]
-            sums.products[number] += hidden_sum(x * other)
+            sums.products[number] += np.vecdot(x, other)
             if sums.ends is not None:
                 sums.ends[number] += x + other
 
@@ -95,17 +96,17 @@ class _End:
     lags: tuple[int, ...]
 
     def __call__(self, sums: _Sums) -> Wide:
-        if sums.total is None or sums.products is None:
+        if sums.products is None:
             return np.full((len(self.lags), len(sums.first)), np.nan)
         result = np.full(sums.products.shape, np.nan)
-        mean = sums.total / sums.rows
+        mean = None if sums.total is None else sums.total / sums.rows
         with np.errstate(invalid="ignore", over="ignore"):
             for number, lag in enumerate(self.lags):
                 pairs = sums.rows - lag
                 if pairs <= 0:
                     continue
                 products = sums.products[number]
-                if sums.ends is not None:
+                if sums.ends is not None and mean is not None:
                     products = products - hidden_sum(sums.ends[number] * mean)
                     products = products + pairs * hidden_sum(mean * mean)
                 result[number] = products / pairs

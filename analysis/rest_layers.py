@@ -29,13 +29,14 @@ def _starts(length: int, most: int) -> npt.NDArray[np.intp]:
 
 def _most_common(values: Array, rows: Array, columns: Array) -> npt.NDArray[np.int8]:
     """Regime that most tokens and steps of each group are in; of equally many, the wilder."""
-    best = np.zeros((rows.size, columns.size), np.int64)
-    result = np.zeros(best.shape, np.int8)
-    for regime in range(len(REGIMES)):
-        by_row = np.add.reduceat(values == regime, rows, axis=0, dtype=np.int64)
-        counted = np.add.reduceat(by_row, columns, axis=1)
-        result[counted >= best] = regime
-        best = np.maximum(best, counted)
+    kinds = len(REGIMES)
+    sizes = np.diff(columns, append=values.shape[1])
+    firsts = np.repeat(np.arange(columns.size) * kinds, sizes)
+    result = np.empty((rows.size, columns.size), np.int8)
+    for number, group in enumerate(np.split(values, rows[1:])):
+        found = np.bincount((firsts + group).ravel(), minlength=kinds * columns.size)
+        wildest_first = found.reshape(-1, kinds)[:, ::-1]
+        result[number] = kinds - 1 - wildest_first.argmax(1)
     return result
 
 

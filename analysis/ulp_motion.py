@@ -295,13 +295,11 @@ def _last_rows(
     regime: npt.NDArray[np.int8], numbers: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
     """Last row of each phase in one stretch of rows, (1, phase, token); −1 is none."""
-    names = np.array(REGIMES)[regime]
-    return np.stack(
-        [
-            np.where(np.isin(names, phase), numbers, -1).max(0, initial=-1)
-            for phase in _PHASES.values()
-        ]
-    )[None]
+    last = np.empty((1, len(_PHASES), regime.shape[1]), np.int64)
+    for number, phase in enumerate(_PHASES.values()):
+        inside = np.isin(np.arange(len(REGIMES)), [REGIMES.index(name) for name in phase])
+        last[0, number] = np.where(inside[regime], numbers, -1).max(0, initial=-1)
+    return last
 
 
 @checks_types

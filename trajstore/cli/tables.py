@@ -7,6 +7,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -268,7 +269,22 @@ def print_plan(facts: dict[str, Any]) -> None:
             str(totals["block_rows"]),
         )
     print_table(printed)
+    if "time" in facts:
+        out.print(_time_sentence(facts))
     print_notes([*facts["notes"], *(advice["sentence"] for advice in facts["advice"])])
+
+
+def _time_sentence(facts: dict[str, Any]) -> str:
+    """How long a planned run will take, and what that stands on."""
+    time = facts["time"]
+    return (
+        f"About {timedelta(seconds=max(round(time['seconds']), 1))} on this machine "
+        f"({time['device']}), {timedelta(seconds=round(time['seconds_recording']))} of it for "
+        f"recording: {time['step_seconds']:.2g} s a step and {time['row_seconds']:.2g} s a row, as "
+        f"{time['timed_steps']} steps took that were trained now, and {time['timed_rows']} rows "
+        f"({format_bytes(time['row_bytes'])} each on disk) that were recorded to a temporary "
+        "folder. Other programs that run meanwhile, and checkpoints, come on top."
+    )
 
 
 def print_replay(result: Replay) -> None:
