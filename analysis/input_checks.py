@@ -18,17 +18,22 @@ __all__ = ["dataset", "optimizer_of", "row_of_step", "rows_of_steps", "variables
 
 
 def dataset(given: object) -> None:
-    """Check that a question is asked of a Dataset.
+    """Check that a question is asked of a Dataset with tokens.
 
     Raises
     ------
     InvalidArgument
-        If it is anything else, such as the path of a run.
+        If it is anything else, such as the path of a run, or no token is left in it.
     """
     if not isinstance(given, xr.Dataset):
         raise InvalidArgument(
             f"got {type(given).__name__} where a Dataset of a run is expected, as "
             "trajstore.open_run opens it"
+        )
+    if given.sizes.get("token") == 0:
+        raise InvalidArgument(
+            "there is no token in this Dataset, so nothing can be asked of it; choose tokens that "
+            "the run holds (it may have no dead ones, or no live ones)"
         )
 
 

@@ -47,6 +47,12 @@ def test_of_no_dataset(asked, run):
             question(given)
 
 
+@pytest.mark.parametrize("name", analysis.QUANTITIES)
+def test_of_no_tokens(name, run):
+    with pytest.raises(InvalidArgument, match="there is no token in this Dataset"):
+        getattr(run.isel(token=slice(0)).traj, name)()
+
+
 @pytest.mark.parametrize("names", [3, [3], [["freeze"]]])
 def test_names_are_texts(names, run):
     with pytest.raises(InvalidArgument, match="expected names of quantities"):
