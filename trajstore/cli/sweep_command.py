@@ -83,7 +83,10 @@ def sweep(
     from trainers.sweeps.sweep_folder import settle_threads
 
     if "://" in output:
-        raise InvalidArgument(f"cannot record to {output}: runs are recorded to a local folder")
+        raise InvalidArgument(
+            f"cannot sweep to {output}: the runs of a sweep are recorded to a local folder; record "
+            "single runs there, or copy them when they are complete"
+        )
     folder = Path(output)
     places = {name: value for name, value in fields.items() if name in _FIELDS}
     common = settings_of((), variables, places)

@@ -56,7 +56,10 @@ def open_group(path: RunPath) -> zarr.Group:
         else:
             group = zarr.open_group(text, mode="r", zarr_format=3)
     except (NodeNotFoundError, ValueError, KeyError) as error:
-        raise FormatError(f"{text} is not a Zarr v3 group, so not a run: {error}") from error
+        within = _within(place) if isinstance(place, Path) else ""
+        raise FormatError(
+            f"{text} is not a Zarr v3 group, so not a run: {within or error}"
+        ) from error
     number = group.attrs.get("trajstore_format")
     if not isinstance(number, int):
         raise FormatError(f"{text} is a Zarr group, but no run: it has no trajstore_format")
@@ -82,6 +85,15 @@ def _beside(path: Path) -> str:
     # Their endings are alike, and say nothing.
     near = [run.name for run in runs if did_you_mean(path.stem, [run.stem])]
     return did_you_mean(path.name, near)
+
+
+def _within(path: Path) -> str:
+    """That a folder is one of runs, as a sweep makes it; empty if it is none."""
+    runs = sorted(document.parent.name for document in path.glob(f"*.zarr/{DOCUMENT}"))
+    if not runs or (path / DOCUMENT).exists():
+        return ""
+    many = f", or all of them with {shlex.quote(str(path / '*.zarr'))}" if len(runs) > 1 else ""
+    return f"there are runs in it; name {path / runs[0]}{many}"
 
 
 def _root_document(place: Location) -> bytes | None:

@@ -181,6 +181,13 @@ def test_the_runs_of_several_parameters_are_named(tmp_path: Path) -> None:
         open_group(tmp_path / "other.zarr")
 
 
+def test_a_folder_of_runs_is_told(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        _run(tmp_path / f"{name}.zarr")
+    with pytest.raises(FormatError, match=r"runs in it; name .*a\.zarr, or all .*/\*\.zarr'$"):
+        open_group(tmp_path)
+
+
 def test_a_run_whose_name_is_mistyped_is_told(small_run: tuple[Path, Any]) -> None:
     path = small_run[0]
     with pytest.raises(RunNotFound, match=rf"did you mean '{path.name}'\?"):
