@@ -92,7 +92,7 @@ def _within(path: Path) -> str:
     runs = sorted(document.parent.name for document in path.glob(f"*.zarr/{DOCUMENT}"))
     if not runs or (path / DOCUMENT).exists():
         return ""
-    many = f", or all of them with {shlex.quote(str(path / '*.zarr'))}" if len(runs) > 1 else ""
+    many = f", or all of them with {path / '*.zarr'}" if len(runs) > 1 else ""
     return f"there are runs in it; name {path / runs[0]}{many}"
 
 

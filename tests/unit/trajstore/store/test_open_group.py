@@ -184,7 +184,7 @@ def test_the_runs_of_several_parameters_are_named(tmp_path: Path) -> None:
 def test_a_folder_of_runs_is_told(tmp_path: Path) -> None:
     for name in ("a", "b"):
         _run(tmp_path / f"{name}.zarr")
-    with pytest.raises(FormatError, match=r"runs in it; name .*a\.zarr, or all .*/\*\.zarr'$"):
+    with pytest.raises(FormatError, match=r"runs in it; name .*a\.zarr, or all .*/\*\.zarr$"):
         open_group(tmp_path)
 
 
