@@ -17,6 +17,7 @@ from trajstore import (
     FormatError,
     InvalidArgument,
     MissingExtra,
+    ObjectStoreError,
     RunNotFound,
     RunWriter,
     open_run,
@@ -164,6 +165,22 @@ def test_rows_that_nobody_stored_are_missing_at_an_address(tmp_path: Path) -> No
     for read in (open_run, information):
         with pytest.raises(FormatError, match=r"step, block .* is missing"):
             read(far)
+
+
+def test_a_server_without_ends_is_asked_in_another_way(small_run: tuple[Path, Any]) -> None:
+    """As Azure is; most objects of this run are shorter than the end that is asked for."""
+    path = small_run[0]
+    with web_server(path.parent, ranges=r"bytes=\d") as (server, _):
+        xr.testing.assert_identical(
+            open_run(path).load(), open_run(f"{server}/{path.name}", chunks=None).load()
+        )
+
+
+def test_a_server_without_ranges_is_told(small_run: tuple[Path, Any]) -> None:
+    path = small_run[0]
+    told = pytest.raises(ObjectStoreError, match=r"^http://.*/c.*; runs are read in parts, so")
+    with web_server(path.parent, ranges="none") as (server, _), told:
+        open_run(f"{server}/{path.name}").load()
 
 
 def test_the_root_is_asked_for_once(tmp_path: Path) -> None:
