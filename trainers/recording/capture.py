@@ -115,6 +115,7 @@ def attach(
         raise
     if planned and not options.resume and _is_first_process():  # or it was told when the run began
         tell((one.sentence for one in advice), on_note)
+        tell((note for run in planned for note in run.notes), on_note)
     return recorder
 
 

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trajstore.optimizer_advice import advise_run
-from trajstore.schema import STEP, VARIABLES
+from trajstore.schema import COORDINATES, POPULATION, STEP, VARIABLES, along_token
 from trajstore.store.array_reader import block_form
 from trajstore.store.block_view import as_blocks
 from trajstore.store.lock import is_written_to
@@ -38,7 +40,8 @@ def information(path: RunPath) -> dict[str, Any]:
         may include a block that is being written; they, ratios and files are None on a web server,
         which does not say what there is. ``written_to``, whether a process writes to it
         (`trajstore.store.lock.is_written_to`). ``advice``, what the types of the optimizer's
-        state and of W keep it from doing (`trajstore.optimizer_advice.Advice`).
+        state and of W keep it from doing (`trajstore.optimizer_advice.Advice`). ``populations``,
+        by name the number of tokens of each that was named when the run was recorded.
 
     Raises
     ------
@@ -82,6 +85,11 @@ def information(path: RunPath) -> dict[str, Any]:
         "files": None if sizes is None else len(sizes),
         "written_to": written_to,
         "advice": [one.facts() for one in advice],
+        "populations": {
+            name.removeprefix(POPULATION): int(np.count_nonzero(np.asarray(group[name])))
+            for name in along_token(arrays)
+            if name not in COORDINATES
+        },
     }
 
 
