@@ -51,8 +51,9 @@ def open_group(path: RunPath) -> zarr.Group:
             group = zarr.open_group(text, mode="r", zarr_format=3)
         else:
             group = zarr.open_group(place.zarr_store(), path=place.key, mode="r", zarr_format=3)
-    except (NodeNotFoundError, ValueError, KeyError) as error:
-        if isinstance(place, RemotePath) and isinstance(error, NodeNotFoundError):
+    except (NodeNotFoundError, FileNotFoundError, ValueError, KeyError) as error:
+        remote = isinstance(place, RemotePath) and isinstance(error, NodeNotFoundError)
+        if remote or (isinstance(place, Path) and not place.exists()):  # it has just gone
             raise RunNotFound(f"there is no run at {text}") from error
         raise FormatError(f"{text} is not a Zarr v3 group, so not a run: {error}") from error
     number = group.attrs.get("trajstore_format")
