@@ -20,7 +20,7 @@ from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.remote_path import RemotePath, RunPath, location
 from trajstore.strict_json import document_bytes, parse
 
-__all__ = ["open_group", "run_identity"]
+__all__ = ["open_group", "run_identity", "runs_beside"]
 
 _LARGEST_BLOCK = 1 << 38
 """Values; 1 TiB of float32."""
@@ -44,7 +44,7 @@ def open_group(path: RunPath) -> zarr.Group:
     text = str(path)
     if isinstance(place, Path):
         if not place.exists():
-            raise RunNotFound(f"there is no run at {text}{_beside(place)}")
+            raise RunNotFound(f"there is no run at {text}{runs_beside(place)}")
         _check_bounds(place)
     try:
         if isinstance(place, Path):
@@ -67,8 +67,15 @@ def open_group(path: RunPath) -> zarr.Group:
     return group
 
 
-def _beside(path: Path) -> str:
-    """What to open instead: several parameters of the name, or a name that is nearly this."""
+def runs_beside(path: Path) -> str:
+    """What a message says of a run that is not there: what to open instead, or nothing.
+
+    That are the runs of several parameters of the name, or a name that is nearly this one.
+
+    Parameters
+    ----------
+    path : Path
+    """
     stem = glob.escape(path.name.removesuffix(".zarr"))
     found = sorted(str(run) for run in path.parent.glob(f"{stem}.*.zarr"))
     if found:
