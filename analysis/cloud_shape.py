@@ -16,6 +16,7 @@ from analysis.collective_motion import per_population
 from analysis.running_state import fold_rows
 from analysis.streaming_scan import Scan
 from analysis.token_populations import one_population
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum, result_dtype
 
@@ -65,8 +66,10 @@ def _scatters(chunks: list[Array], members: Array) -> list[tuple[int, Wide, Wide
     result = []
     with np.errstate(invalid="ignore", over="ignore"):
         for row in range(len(chunks[0])):
-            vectors = np.concatenate([chunk[row] for chunk in chunks])[members]
-            vectors = vectors[np.isfinite(vectors).all(1)]
+            vectors = np.concatenate([chunk[row] for chunk in chunks])
+            vectors = vectors if members.size == len(vectors) else vectors[members]
+            if not np.isfinite(vectors).all():  # rare, and looking is faster than choosing
+                vectors = vectors[np.isfinite(vectors).all(1)]
             if len(vectors):
                 result.append((len(vectors), *_scatter(vectors)))
     return result
@@ -117,11 +120,12 @@ def _with_first(made: Wide, first: Wide) -> Wide:
 def _scores(W: Array, axes: Wide, count: int, dtype: npt.DTypeLike) -> Array:
     """Coordinates along the first axes about the mean, (step, token, component)."""
     result = np.empty((*W.shape[:2], count), dtype)
+    along = np.empty(W.shape[1:])
     with np.errstate(invalid="ignore", over="ignore"):
         for row, vectors in enumerate(W):
-            about = vectors.astype(np.float64) - axes[0]
+            about = np.subtract(vectors, axes[0], dtype=np.float64)
             for number in range(count):
-                result[row, :, number] = hidden_sum(about * axes[2 + number])
+                result[row, :, number] = hidden_sum(np.multiply(about, axes[2 + number], out=along))
     return result
 
 
@@ -181,6 +185,7 @@ def pca(
     return build_pca(Scan(ds), population, components, basis, first)
 
 
+@checks_types
 def build_pca(
     history: Scan,
     population: str = "all",
@@ -345,6 +350,7 @@ def inertia(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
     return build_inertia(Scan(ds), population)
 
 
+@checks_types
 def build_inertia(history: Scan, population: str | None = None) -> xr.Dataset:
     """`inertia` of a prepared Dataset."""
     unit = history.units

@@ -16,9 +16,10 @@ import xarray as xr
 
 from analysis.block_tasks import in_turn, rows_before, shared
 from analysis.consecutive_rows import tiles
-from analysis.lattice_points import Points, lattice_attributes
+from analysis.lattice_points import Points, told_of_lattice
 from analysis.streaming_scan import Scan
 from analysis.token_populations import chosen_populations
+from trajstore.argument_types import checks_types
 from trajstore.values.token_norms import vector_norm
 from trajstore.values.ulp_lattice import unsigned_view
 
@@ -55,22 +56,23 @@ def _block_kernel(
     are_changes: bool,
 ) -> npt.NDArray[np.void]:
     parts = [part[0] for part in chunks]
-    before = _rows_of([part[0][0] for part in boundary])
+    first = _rows_of([part[0][0] for part in boundary])
     rows = parts[0].shape[0]
     result = np.empty((rows, len(groups)), record)
     members = [slice(None) if group.all() else np.nonzero(group)[0] for group in groups]
+    before = [np.zeros_like(first[at]) if are_changes else first[at] for at in members]
     for row in range(rows):
-        now = _rows_of([part[row] for part in parts])
-        before = np.zeros_like(now) if are_changes else before
+        whole = _rows_of([part[row] for part in parts])
         for number, (group, at) in enumerate(zip(groups, members, strict=True)):
-            if group.any():
-                # A NaN or an infinity among the tokens is an answer, not a mishap.
-                with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-                    facts = kernel(now[at], before[at], spacing[row])
-                result[row, number] = tuple(facts[name] for name in record.names or ())
-            else:
+            if not group.any():
                 result[row, number] = tuple(_nothing(record[name]) for name in record.names or ())
-        before = now
+                continue
+            now = whole[at]
+            # A NaN or an infinity among the tokens is an answer, not a mishap.
+            with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+                facts = kernel(now, before[number], spacing[row])
+            result[row, number] = tuple(facts[name] for name in record.names or ())
+            before[number] = before[number] if are_changes else now
     return result
 
 
@@ -165,10 +167,12 @@ def per_population(
 def _mean(shape: tuple[int, ...], vectors: Callable[[slice], Array]) -> Array:
     """Mean of vectors that are made a tile at a time; as of all at once, one after the other."""
     tokens, hidden = shape
-    total = np.zeros((1, hidden))
+    total = np.zeros(hidden)
     for part in tiles(1, tokens, hidden):
-        total = np.concatenate([total, vectors(part)]).sum(0, keepdims=True)
-    return np.asarray(total[0] / tokens)
+        made = vectors(part)
+        made[0] += total
+        total = made.sum(0)
+    return np.asarray(total / tokens)
 
 
 def _distances(tokens: int, centre: Array, vectors: Callable[[slice], Array]) -> Array:
@@ -178,13 +182,10 @@ def _distances(tokens: int, centre: Array, vectors: Callable[[slice], Array]) ->
 
 def _centroid_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
     centre = _mean(now.shape, lambda part: now[part].astype(np.float64))
-    earlier = _mean(before.shape, lambda part: before[part].astype(np.float64))
     radii = _distances(len(now), centre, lambda part: now[part].astype(np.float64))
-    drift = centre - earlier
     return {
         "centroid": centre,
         "centroid_norm": vector_norm(centre),
-        "drift": vector_norm(drift) / spacing,
         "mean_radius": radii.mean(),
         "max_radius": radii.max(),
     }
@@ -221,6 +222,7 @@ def centroid(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
     return build_centroid(Scan(ds), population)
 
 
+@checks_types
 def build_centroid(history: Scan, population: str | Sequence[str] | None = None) -> xr.Dataset:
     """`centroid` of a prepared Dataset."""
     unit = history.units
@@ -228,18 +230,41 @@ def build_centroid(history: Scan, population: str | Sequence[str] | None = None)
     facts = {
         "centroid": (f"({hidden},)f8", "mean of W", unit),
         "centroid_norm": ("f8", "norm of the centroid", unit),
-        "drift": ("f8", "change of the centroid per step", f"{unit} per step"),
         "mean_radius": ("f8", "mean distance from the centroid", unit),
         "max_radius": ("f8", "largest distance from the centroid", unit),
     }
     result = per_population(history, population, _centroid_kernel, facts, motion=False)
-    later = xr.DataArray(np.arange(history.rows) > 0, dims="step")
-    return result.assign(drift=result["drift"].where(later).assign_attrs(result["drift"].attrs))
+    return result.assign(drift=_drift(result["centroid"], history))
+
+
+def _drift(centroid: xr.DataArray, history: Scan) -> xr.DataArray:
+    later, earlier = centroid.data[1:], centroid.data[:-1]
+    lengths = da.map_blocks(
+        _way,
+        later,
+        earlier.rechunk(later.chunks),
+        drop_axis=later.ndim - 1,
+        dtype=np.float64,
+        meta=np.empty((0,) * (later.ndim - 1)),
+    )
+    spacing = history.spacing().values.reshape(-1, *(1,) * (lengths.ndim - 1))
+    none = da.full((1, *lengths.shape[1:]), np.nan)
+    data = da.concatenate([none, lengths / spacing]).rechunk(centroid.data.chunks[:-1])
+    drift = centroid.isel(hidden=0).copy(data=data)
+    return drift.assign_attrs(
+        long_name="change of the centroid per step", units=f"{history.units} per step"
+    )
+
+
+def _way(later: Array, earlier: Array) -> Array:
+    with np.errstate(invalid="ignore", over="ignore"):
+        return vector_norm(later - earlier)
 
 
 def _bulk_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
     def velocities(part: slice) -> Array:
-        return np.asarray(np.subtract(now[part], before[part], dtype=np.float64) / spacing)
+        ways: Array = np.subtract(now[part], before[part], dtype=np.float64)
+        return ways if spacing == 1 else ways / spacing
 
     bulk = _mean(now.shape, velocities)
     speed = vector_norm(bulk)
@@ -285,6 +310,7 @@ def bulk_thermal(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
     return build_bulk_thermal(Scan(ds), population)
 
 
+@checks_types
 def build_bulk_thermal(history: Scan, population: str | Sequence[str] | None = None) -> xr.Dataset:
     """`bulk_thermal` of a prepared Dataset."""
     unit = f"{history.units} per step"
@@ -338,6 +364,7 @@ def coherence(ds: xr.Dataset, population: str | None = None) -> xr.DataArray:
     return build_coherence(Scan(ds), population)
 
 
+@checks_types
 def build_coherence(history: Scan, population: str | None = None) -> xr.DataArray:
     """`coherence` of a prepared Dataset."""
     facts = {"coherence": ("f8", "mean cosine between ΔW and its mean", "1")}
@@ -383,6 +410,7 @@ def distinct(ds: xr.Dataset, population: str | None = None, lattice: str = "nati
     return build_distinct(Scan(ds), population, lattice)
 
 
+@checks_types
 def build_distinct(
     history: Scan, population: str | None = None, lattice: str = "native"
 ) -> xr.Dataset:
@@ -395,4 +423,4 @@ def build_distinct(
     result = per_population(
         history, population, _distinct_kernel, facts, motion=False, points=points
     )
-    return result.map(lambda counts: counts.assign_attrs(lattice_attributes(lattice)))
+    return told_of_lattice(result, lattice)

@@ -24,7 +24,16 @@ from trajstore.values.token_norms import (
 )
 from trajstore.values.ulp_lattice import binade, lattice_type, ordinal, ordinal_dtype, unsigned_view
 
-__all__ = ["MEASURES", "REGIMES", "measure_pairs", "measure_rows", "pair_dtype", "tiles"]
+__all__ = [
+    "MEASURES",
+    "REGIMES",
+    "changed_vectors",
+    "measure_pairs",
+    "measure_rows",
+    "moved_vectors",
+    "pair_dtype",
+    "tiles",
+]
 
 Array = npt.NDArray[Any]
 
@@ -120,31 +129,34 @@ def _in_vectors(block: Array) -> Array:
 def _measure_tile(
     earlier: Array, later: Array, measures: Sequence[str], native: str, out: npt.NDArray[np.void]
 ) -> None:
+    known = None
     if "regime" in measures:
-        out["regime"] = _regime(earlier, later, native)
+        out["regime"], known = _regime(earlier, later, native)
         if "moved" in measures:
             out["moved"] = out["regime"] != REGIMES.index("frozen")
         if all(measure in ("moved", "regime") for measure in measures):
             return
-    changed = _changed(earlier, later)
+    changed = changed_vectors(earlier, later)
     if "moved" in measures and "regime" not in measures:
-        out["moved"] = _moved(earlier, later, changed)
+        out["moved"] = moved_vectors(earlier, later, changed)
         if len(measures) == 1:
             return
     if "step_norm" in measures and not (np.isfinite(earlier).all() and np.isfinite(later).all()):
         # Where an infinity or NaN stays, no bit changes, and yet the length of its way is NaN.
         changed = np.ones_like(changed)
-    at = np.nonzero(changed)
-    earlier, later = earlier[at], later[at]
+    ulp = [measure for measure in measures if measure.startswith("ulp")]
+    if ulp == ["ulp_1"] and known is not None:
+        out["ulp_1"] = known
+        _measure_hops(earlier, later, np.isnan(known), ulp, native, out)
+        ulp = []
+    if ulp:
+        _measure_hops(earlier, later, changed, ulp, native, out)
+    whole = [measure for measure in measures if measure.startswith("ordinal")]
+    if not whole and "step_norm" not in measures:
+        return
+    at, earlier, later = _those(changed, earlier, later)
     if "step_norm" in measures:
         out["step_norm"][at] = step_norm(earlier, later)
-    ulp = [measure for measure in measures if measure.startswith("ulp")]
-    if ulp:
-        hops = ulp_hops(earlier, later, native)
-        for name, norm in zip(ulp, vector_norms(hops, [_order(name) for name in ulp]), strict=True):
-            with np.errstate(over="ignore"):
-                out[name][at] = norm
-    whole = [measure for measure in measures if measure.startswith("ordinal")]
     if whole:
         wide = ordinal_dtype(native)
         points = np.abs(ordinal(later, native).astype(wide) - ordinal(earlier, native))
@@ -157,6 +169,28 @@ def _measure_tile(
                 out[measure][at] = vector_norm(points, 2)
 
 
+def _measure_hops(
+    earlier: Array,
+    later: Array,
+    chosen: npt.NDArray[np.bool_],
+    measures: Sequence[str],
+    native: str,
+    out: npt.NDArray[np.void],
+) -> None:
+    """Norms of the hops of the chosen vectors."""
+    at, earlier, later = _those(chosen, earlier, later)
+    norms = vector_norms(ulp_hops(earlier, later, native), [_order(name) for name in measures])
+    for name, norm in zip(measures, norms, strict=True):
+        with np.errstate(over="ignore"):
+            out[name][at] = norm
+
+
+def _those(chosen: npt.NDArray[np.bool_], *values: Array) -> tuple[Any, ...]:
+    """Where the chosen vectors are, and they themselves; of all of them there is no copy."""
+    at = ... if chosen.all() else np.nonzero(chosen)
+    return at, *(each[at] for each in values)
+
+
 def _any(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """Whether any flag of each vector is set."""
     words, rest = divmod(flags.shape[-1], 8)
@@ -166,7 +200,7 @@ def _any(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     return np.asarray(np.einsum("...i->...", flags.view(np.uint64)) != 0)
 
 
-def _changed(earlier: Array, later: Array) -> npt.NDArray[np.bool_]:
+def changed_vectors(earlier: Array, later: Array) -> npt.NDArray[np.bool_]:
     """Whether any bit of each vector differs, (row, token)."""
     before, after = unsigned_view(earlier), unsigned_view(later)
     if before.itemsize * before.shape[-1] % 8 == 0:
@@ -175,7 +209,9 @@ def _changed(earlier: Array, later: Array) -> npt.NDArray[np.bool_]:
     return _any(before != after)
 
 
-def _moved(earlier: Array, later: Array, changed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def moved_vectors(
+    earlier: Array, later: Array, changed: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
     """Which of the vectors that changed differ in more than the sign of a zero."""
     if _holds_negative_zero(earlier) or _holds_negative_zero(later):
         at = np.nonzero(changed)
@@ -192,15 +228,25 @@ def _holds_negative_zero(stored: Array) -> bool:
     return bool(stored.view(signed).min(initial=0) == np.iinfo(signed).min)
 
 
-def _regime(earlier: Array, later: Array, native: str) -> npt.NDArray[np.int8]:
-    """Index of the regime of every vector, (row, token)."""
+def _regime(
+    earlier: Array, later: Array, native: str
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32] | None]:
+    """Index of the regime of every vector, (row, token).
+
+    Returns
+    -------
+    regime : ndarray of int8
+    lengths : ndarray of float32, optional
+        L1 norms of the hops in spacings, where they were told on the way; NaN where they were not.
+    """
+    lengths = None
     hidden = later.shape[-1]
     # The short way takes a stored form that is wider than the type.
     if lattice_type(native).itemsize == later.itemsize or hidden > _LONGEST_VECTOR:
-        unknown = _changed(earlier, later)
+        unknown = changed_vectors(earlier, later)
         regime = np.full(unknown.shape, REGIMES.index("frozen"), np.int8)
     else:
-        regime, unknown = _regime_of_short_hops(earlier, later, native)
+        regime, unknown, lengths = _regime_of_short_hops(earlier, later, native)
     at = np.nonzero(unknown)
     if at[0].size:
         hops = ulp_hops(earlier[at], later[at], native)
@@ -212,12 +258,12 @@ def _regime(earlier: Array, later: Array, native: str) -> npt.NDArray[np.int8]:
         found[l1 <= 1] = REGIMES.index("single")
         found[l1 == 0] = REGIMES.index("frozen")
         regime[at] = found
-    return regime
+    return regime, lengths
 
 
 def _regime_of_short_hops(
     earlier: Array, later: Array, native: str
-) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.bool_]]:
+) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.bool_], npt.NDArray[np.float32]]:
     """Regimes of a 16-bit type, in float32: five times as fast, and the same.
 
     A hop of at most √hidden spacings, at most 64, ends no lower than a binade below its start: it
@@ -230,6 +276,8 @@ def _regime_of_short_hops(
     regime : ndarray of int8, (row, token)
     unknown : ndarray of bool, (row, token)
         Where an infinity or NaN is met.
+    lengths : ndarray of float32, (row, token)
+        L1 norms of the hops, in spacings; NaN of jumps, and where an infinity or NaN is met.
     """
     # In units of the binade, not of the spacing: that saves a pass, and scales exactly.
     spacing = np.float32(lattice_type(native).epsilon)
@@ -247,7 +295,9 @@ def _regime_of_short_hops(
     regime[near] = REGIMES.index("neighbour")
     regime[near & (sums <= spacing)] = REGIMES.index("single")
     regime[squares == 0] = REGIMES.index("frozen")
-    return regime, unknown
+    sums[regime == REGIMES.index("jump")] = np.nan
+    lengths = sums / spacing
+    return regime, unknown, lengths
 
 
 def measure_rows(block: Array, reference: Array | None = None, order: float = 2) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import dask.array as da
@@ -13,9 +13,10 @@ import xarray as xr
 from analysis import input_checks
 from analysis.adam_rule import AdamRule, next_weights
 from analysis.block_tasks import in_turn, over_hidden
-from analysis.consecutive_rows import tiles
+from analysis.consecutive_rows import changed_vectors, moved_vectors, tiles
 from analysis.lattice_points import lattice_attributes
 from analysis.streaming_scan import Scan, native_dtype
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.rounding import cast
 from trajstore.values.token_norms import result_dtype
@@ -45,6 +46,10 @@ CAUSES = (
 _EVIDENCE = np.dtype(
     [(name, bool) for name in ("still", "cell_still", "no_gradient", "back", "stepped", "force")]
 )
+"""Of each token, and ``stepped`` and ``force`` of any token of the chunk in that row."""
+
+_LOOKED_AT = 1 << 14
+"""Elements that are looked at together for one that suffices."""
 
 
 def _second_moment(history: Scan, rule: AdamRule) -> da.Array:
@@ -151,6 +156,7 @@ def adam_update(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> x
     return build_adam_update(Scan(ds), optimizer)
 
 
+@checks_types
 def build_adam_update(history: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
     """`adam_update` of a prepared Dataset."""
     input_checks.variables(history.ds, "W", "exp_avg", "exp_avg_sq", "lr")
@@ -190,15 +196,41 @@ def build_adam_update(history: Scan, optimizer: Mapping[str, Any] | None = None)
     )
 
 
-def _changed(block: Array, boundary: Array, part: slice) -> npt.NDArray[np.bool_]:
-    later = unsigned_view(np.ascontiguousarray(block[:, part]))
-    return np.asarray((later != unsigned_view(_earlier(block, boundary, part))).any(-1))
-
-
 def _still(before: Array, after: Array) -> npt.NDArray[np.bool_]:
     """Which vectors have equal bits, −0.0 and +0.0 being equal."""
-    same = unsigned_view(before) == unsigned_view(after)
-    return np.asarray((same | ((before == 0) & (after == 0))).all(-1))
+    return ~moved_vectors(before, after, changed_vectors(before, after))
+
+
+def _rows_in_which(
+    holds: Callable[..., npt.NDArray[np.bool_]], *blocks: Array
+) -> npt.NDArray[np.bool_]:
+    """Rows in which something holds of any token, (row, 1); looked for until it is found."""
+    rows, tokens, hidden = blocks[0].shape
+    found = np.zeros(rows, bool)
+    for part in tiles(rows, tokens, hidden, most=_LOOKED_AT):
+        left = np.nonzero(~found)[0]
+        if not left.size:
+            break
+        found[left] = holds(*(block[left, part] for block in blocks)).any((1, 2))
+    return found[:, None]
+
+
+def _not_zero(values: Array) -> npt.NDArray[np.bool_]:
+    return np.asarray(values != 0)  # NaN is not 0
+
+
+def _differ(later: Array, earlier: Array) -> npt.NDArray[np.bool_]:
+    return np.asarray(unsigned_view(later) != unsigned_view(earlier))
+
+
+def _rows_that_differ(block: Array, boundary: Array) -> npt.NDArray[np.bool_]:
+    """Rows that are not the one before them, bit for bit, (row, 1)."""
+    return np.concatenate(
+        [
+            _rows_in_which(_differ, block[:1], boundary),
+            _rows_in_which(_differ, block[1:], block[:-1]),
+        ]
+    )
 
 
 def _evidence_kernel(
@@ -218,6 +250,10 @@ def _evidence_kernel(
 ) -> npt.NDArray[np.void]:
     rows, tokens, hidden = block.shape
     result = np.zeros((rows, tokens), _EVIDENCE)
+    result["force"] = _rows_in_which(_not_zero, grad)
+    result["stepped"] = _rows_that_differ(exp_avg, exp_avg_boundary) | _rows_that_differ(
+        exp_avg_sq, exp_avg_sq_boundary
+    )
     for part in tiles(rows, tokens, hidden):
         out = result[:, part]
         W = _earlier(block, boundary, part)
@@ -227,22 +263,12 @@ def _evidence_kernel(
         out["cell_still"] = (
             still if chosen == native else _still(cast(W, chosen), cast(later, chosen))
         )
-        out["force"] = (grad[:, part] != 0).any(-1)  # NaN is not 0
-        out["stepped"] = _changed(exp_avg, exp_avg_boundary, part) | _changed(
-            exp_avg_sq, exp_avg_sq_boundary, part
-        )
-        moments = (exp_avg[:, part] != 0).any(-1) | (exp_avg_sq[:, part] != 0).any(-1)
-        out["no_gradient"] = ~moments & ~out["force"]
+        # Of what moves nothing else is asked.
         at = np.nonzero(still)
-        kept = W[at]
-        change = rule.change(
-            kept,
-            exp_avg[:, part][at],
-            second[:, part][at],
-            lr[at[0], 0],
-            step[at[0], 0],
-            native,
-        )
+        kept, first = W[at], exp_avg[:, part][at]
+        forces = [grad[:, part][at], first, exp_avg_sq[:, part][at]]
+        out["no_gradient"][at] = ~np.any([_not_zero(each).any(-1) for each in forces], axis=0)
+        change = rule.change(kept, first, second[:, part][at], lr[at[0], 0], step[at[0], 0], native)
         out["back"][at] = (next_weights(kept, change, native) == kept).all(-1)
     return result
 
@@ -318,6 +344,7 @@ def freeze_cause(
     return build_freeze_cause(Scan(ds), optimizer, lattice)
 
 
+@checks_types
 def build_freeze_cause(
     history: Scan, optimizer: Mapping[str, Any] | None = None, lattice: str = "native"
 ) -> xr.DataArray:

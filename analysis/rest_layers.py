@@ -13,6 +13,7 @@ from analysis.consecutive_rows import REGIMES
 from analysis.freezing import build_freeze
 from analysis.streaming_scan import Scan
 from analysis.ulp_motion import build_lattice_displacement, build_regimes
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 
 __all__ = ["build_stratigraphy", "pool_layers", "stratigraphy"]
@@ -28,13 +29,14 @@ def _starts(length: int, most: int) -> npt.NDArray[np.intp]:
 
 def _most_common(values: Array, rows: Array, columns: Array) -> npt.NDArray[np.int8]:
     """Regime that most tokens and steps of each group are in; of equally many, the wilder."""
-    best = np.zeros((rows.size, columns.size), np.int64)
-    result = np.zeros(best.shape, np.int8)
-    for regime in range(len(REGIMES)):
-        by_row = np.add.reduceat(values == regime, rows, axis=0, dtype=np.int64)
-        counted = np.add.reduceat(by_row, columns, axis=1)
-        result[counted >= best] = regime
-        best = np.maximum(best, counted)
+    kinds = len(REGIMES)
+    sizes = np.diff(columns, append=values.shape[1])
+    firsts = np.repeat(np.arange(columns.size) * kinds, sizes)
+    result = np.empty((rows.size, columns.size), np.int8)
+    for number, group in enumerate(np.split(values, rows[1:])):
+        found = np.bincount((firsts + group).ravel(), minlength=kinds * columns.size)
+        wildest_first = found.reshape(-1, kinds)[:, ::-1]
+        result[number] = kinds - 1 - wildest_first.argmax(1)
     return result
 
 
@@ -56,6 +58,7 @@ def _shares(last: Array, members: Array, columns: Array) -> Array:
     return _mean(members[None, np.argsort(last[0], kind="stable")], np.zeros(1, np.intp), columns)
 
 
+@checks_types
 def stratigraphy(
     ds: xr.Dataset,
     of: Literal["regime", "hop"] = "regime",
@@ -103,6 +106,7 @@ def stratigraphy(
     return build_stratigraphy(Scan(ds), of, lattice, most_steps, most_layers)
 
 
+@checks_types
 def build_stratigraphy(
     history: Scan,
     of: Literal["regime", "hop"] = "regime",

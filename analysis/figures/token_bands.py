@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import xarray as xr
 
 from analysis.figures.axes_marks import (
@@ -19,7 +20,7 @@ from analysis.figures.figure import Figure, Look, Options
 from analysis.motion import build_speed
 from analysis.norms import build_displacement, build_grad_norms
 from analysis.streaming_scan import Scan
-from analysis.token_populations import by_population, populations
+from analysis.token_populations import chosen_populations, statistics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,14 +33,9 @@ _BAND = (0.05, 0.95)
 def _bands(values: xr.DataArray, history: Scan, options: Options) -> xr.Dataset:
     """Mean and quantiles of the populations to be shown, and how many tokens they have."""
     shown = options.populations(history)
-    names, groups = populations(history.ds)
-    if "is_dead" not in values.coords:  # all of them are the only population
-        values = values.assign_coords(is_dead=("token", ~groups[0]))
-    statistics = by_population(values, _BAND).sel(population=shown)
-    tokens = {name: int(group.sum()) for name, group in zip(names, groups, strict=True)}
-    return statistics[["mean", "quantiles"]].assign(
-        tokens=("population", [tokens[name] for name in shown])
-    )
+    _, groups = chosen_populations(history.ds, shown)
+    found = statistics(values, np.array(_BAND), shown)
+    return found[["mean", "quantiles"]].assign(tokens=("population", groups.sum(1)))
 
 
 def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:

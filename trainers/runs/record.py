@@ -120,11 +120,11 @@ def record(
         if before.has_all(config.training.steps):
             _finish(target, before, on_note, fsync=fsync)
             return target
-        resume = before.rows > 0
+        resume = before.last_step > 0
     else:
         resume = False
     if not resume:
-        # What is there has no rows: whoever made it was killed before the first commit.
+        # What is there has no steps: whoever made it was killed before the first was committed.
         target = check_target(path, overwrite=overwrite or before is not None)
         CheckpointFolder(target).check()
     taken = before.taken if before is not None else None

@@ -67,7 +67,7 @@ def train_again(
     taken : Checkpoint or None
         Of the run, at an earlier step, to begin from; None for its start.
     step : int
-        That is to be reached, which has a row.
+        That is to be reached, which has a row; 1 or more.
     sources : mapping of str to str
         Paths of the text and the tokenizer, where they were given.
     go_on : callable, optional

@@ -31,6 +31,9 @@ __all__ = ["RunLock", "is_written_to", "lock_left"]
 
 _TRIES = 3
 
+_LOOKS = 1000
+"""Tries while others look at the lock, ten seconds of them."""
+
 _held: set[int] = set()
 """Descriptors of the locks of this process."""
 
@@ -188,15 +191,17 @@ def _lock_file(run: Path) -> Path:
 
 
 def _take(descriptor: int, run: Path) -> None:
-    """Lock a file, if need be after an instant: `is_written_to` holds it for microseconds."""
-    for left in reversed(range(_TRIES)):
+    """Lock a file, if need be after an instant: `is_written_to` holds it while it looks."""
+    refused = 0
+    for left in reversed(range(_LOOKS)):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            if not left:
+            refused += not _is_looked_at(descriptor)
+            if refused == _TRIES or not left:
                 raise
-            if left == 1 and _is_here(_owner(descriptor)):
+            if refused == _TRIES - 1 and _is_here(_owner(descriptor)):
                 gc.collect()  # a writer that was dropped may still lie about
             time.sleep(0.01)  # flock has no time limit, and waiting without one may be for hours
         except OSError as error:
@@ -207,6 +212,16 @@ def _take(descriptor: int, run: Path) -> None:
             if owner.get("host") == socket.gethostname() and _lives(owner):
                 raise BlockingIOError from error
             return
+
+
+def _is_looked_at(descriptor: int) -> bool:
+    """Whether nobody holds a lock but those who look at it, who may have been put to sleep."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return True
 
 
 def _warn_once(run: Path, error: OSError) -> None:

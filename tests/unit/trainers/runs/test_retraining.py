@@ -170,17 +170,18 @@ def test_what_is_of_no_training_cannot_go_on(
     assert contents(lost) == before
 
 
-def test_a_run_that_is_not_there_or_has_no_rows_begins(
+def test_a_run_that_is_not_there_or_has_no_step_begins(
     stopped: Path, text: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.zarr"
     record(config_of("trainer"), path, corpus=text, resume=True, stop=stop_after(6))
     same(stopped, path)
     config = xr.open_zarr(path).attrs["config"]
-    RunWriter.resume(path, rows=0).close("interrupted")
-    shutil.rmtree(checkpoint_folder(path))
-    record(RunConfig.parse(config), path, corpus=text, resume=True, stop=stop_after(6))
-    same(stopped, path)
+    for rows in (0, 1):  # the row of step 0 is that of the start
+        RunWriter.resume(path, rows=rows).close("interrupted")
+        shutil.rmtree(checkpoint_folder(path))
+        record(RunConfig.parse(config), path, corpus=text, resume=True, stop=stop_after(6))
+        same(stopped, path)
 
 
 def test_nobody_else_may_write_while_it_is_proven(lost: Path, text: Path) -> None:

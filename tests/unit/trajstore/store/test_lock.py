@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import json
 import os
 import signal
@@ -144,9 +145,16 @@ def test_a_look_at_the_lock_does_not_keep_a_writer_from_it(
     path.write_text("{}")
     looking = os.open(path, os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_SH)
-    monkeypatch.setattr("trajstore.store.lock.time.sleep", lambda _: os.close(looking))
+    waits = itertools.count(1)
+
+    def wait(_: float) -> None:
+        if next(waits) == 30:  # it was put to sleep while it looked
+            os.close(looking)
+
+    monkeypatch.setattr("trajstore.store.lock.time.sleep", wait)
     with RunLock.acquire(run):
         assert is_written_to(run) is True
+    assert next(waits) == 31
 
 
 def test_a_lock_that_was_dropped_is_let_go(run: Path) -> None:
