@@ -26,6 +26,9 @@ from trajstore.values.ulp_lattice import ordinal
 
 __all__ = ["adjacency", "build_adjacency"]
 
+_ALL_CELLS = 1 << 32
+"""No two values of 32 bits are further from each other."""
+
 Array = npt.NDArray[Any]
 Numbers = npt.NDArray[np.int64]
 Groups = npt.NDArray[np.bool_]
@@ -267,6 +270,7 @@ def build_adjacency(
     """`adjacency` of a prepared Dataset."""
     if k < 1:
         raise InvalidArgument(f"got k={k}, expected at least 1 cell")
+    k = min(k, _ALL_CELLS)
     names, groups = chosen_populations(history.ds, population)
     looked_at = groups if population is not None else _with_all_last(names, groups)
     points, rows = history.points(lattice), input_checks.rows_of_steps(history.ds, steps)

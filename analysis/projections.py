@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Hashable
 from typing import Any
 
@@ -142,8 +143,8 @@ def _directions(history: Scan, axes: Axes) -> xr.DataArray:
             vectors = np.atleast_2d(np.asarray(axes, np.float64))
         except (TypeError, ValueError) as error:
             raise InvalidArgument(
-                f"got axes={axes!r}, expected 'centroid', 'hidden_mean' or vectors of {hidden} "
-                "numbers"
+                f"got axes={reprlib.repr(axes)}, expected 'centroid', 'hidden_mean' or vectors of "
+                f"{hidden} numbers"
             ) from error
         if vectors.ndim != 2 or vectors.shape[1] != hidden or not len(vectors):
             raise InvalidArgument(

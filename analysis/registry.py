@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
+from analysis import input_checks
 from analysis.alignments import build_alignment
 from analysis.cloud_shape import build_inertia, build_pca
 from analysis.collective_motion import (
@@ -50,6 +51,7 @@ from analysis.ulp_motion import (
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
+from trajstore.schema import RECORDED
 
 __all__ = ["ACROSS_RUNS", "ALONE", "QUANTITIES", "Quantity", "answer", "compute", "crossings"]
 
@@ -129,6 +131,8 @@ def crossings(
     ------
     InvalidArgument
         For a quantity that is unknown, has several variables, or is no curve.
+    VariableNotRecorded
+        For a variable that was not recorded.
 
     Examples
     --------
@@ -154,6 +158,8 @@ def _curve(history: Scan, quantity: str) -> xr.DataArray:
     name, _, variable = quantity.partition(".")
     if name not in QUANTITIES and not variable and name in history.ds.data_vars:
         return history.ds[name]
+    if name in RECORDED and not variable and name not in QUANTITIES:
+        input_checks.variables(history.ds, name)  # which says how it is recorded
     if name not in QUANTITIES or name == "crossings":
         raise InvalidArgument(
             f"got quantity={quantity!r}, expected a recorded variable or one of "
@@ -422,8 +428,9 @@ def _options(quantity: Quantity, name: str, assignments: Sequence[str]) -> dict[
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals or key not in known:
+            meant = "" if key in known else did_you_mean(key, known)
             raise InvalidArgument(
-                f"got {assignment!r}{did_you_mean(key, known)}, expected name=value with a name "
+                f"got {assignment!r}{meant}, expected name=value with a name "
                 f"among {', '.join(known) or 'none, for it has no options'} of {name}"
             )
         options[key] = value = _value(text)

@@ -110,8 +110,9 @@ def chosen_populations(
     for name in chosen:
         if name not in names:
             known = dict.fromkeys((*POPULATIONS, *names))
+            meant = "" if name in known else did_you_mean(name, known)
             raise InvalidArgument(
-                f"got population={name!r}, expected {', '.join(known)}{did_you_mean(name, known)}"
+                f"got population={name!r}, expected {', '.join(known)}{meant}"
                 + ("" if "dead" in names else "; there is no coordinate is_dead here")
             )
     return chosen, groups[[names.index(name) for name in chosen]]

@@ -308,9 +308,8 @@ class RunConfig(_Section):
         ConfigError
             If an assignment has another form, or names an unknown field or impossible value.
         """
-        if isinstance(assignments, str | Mapping) or not all(
-            isinstance(one, str) for one in assignments
-        ):
+        listed = isinstance(assignments, Sequence) and not isinstance(assignments, str)
+        if not listed or not all(isinstance(one, str) for one in assignments):
             raise ConfigError(
                 f"got {assignments!r}, expected a list of section.field=value, such as "
                 "['optimizer.lr=3e-4']"

@@ -14,6 +14,7 @@ from trainers.config import (
     ScheduleConfig,
     TrainingConfig,
 )
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 
@@ -94,6 +95,7 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
 }
 
 
+@checks_types
 def preset(name: str) -> RunConfig:
     """Configuration of that name.
 

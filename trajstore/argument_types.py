@@ -93,7 +93,9 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _kind(value: Any) -> str:
     """Kind of NumPy of a number or an array; nothing of what is neither."""
-    number = isinstance(value, bool | int | float) or hasattr(value, "dtype")
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "i"  # however large
+    number = isinstance(value, bool | float) or hasattr(value, "dtype")
     return str(np.asarray(value).dtype.kind) if number else " "
 
 
@@ -122,7 +124,8 @@ def _expected(hint: Any) -> list[str]:
         return [_CALLED[hint][0]]
     if origin is not None and issubclass(origin, Mapping):
         return ["a mapping"]
-    return [f"a {getattr(origin or hint, '__name__', hint)}"]
+    name = str(getattr(origin or hint, "__name__", hint))
+    return [f"{'an' if name[0] in 'AEIOU' else 'a'} {name}"]
 
 
 def _shown(value: Any) -> str:

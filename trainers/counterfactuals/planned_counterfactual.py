@@ -148,7 +148,10 @@ class PlannedCounterfactual:
         if not self.settings.keeps_state:
             found.append("the optimizer is of another class, and begins without a state")
         if self.left_out:
-            found.append(f"{', '.join(self.left_out)}: left out, as W and its gradient do not tell")
+            found.append(
+                f"{', '.join(self.left_out)}: left out, as the gradients of W do not tell what "
+                "they would be"
+            )
         if self.variables["W"].itemsize < self.rows.natives["W"].itemsize:
             found.append(f"gradients were rounded to {self.variables['W'].name} first")
         return tuple(found)
@@ -306,7 +309,11 @@ def _placement(
         ids = select_tokens(tokens, len(held), source.coordinates.get("is_dead"))
         chosen = ids
     else:
-        wanted = np.unique(np.asarray(tokens, np.int64))
+        wanted = np.unique(np.asarray(tokens))
+        if wanted.dtype.kind not in "iu":
+            raise InvalidArgument(
+                f"tokens: got {tokens!r}, expected all, dead, live or a list of ids"
+            )
         missing = wanted[~np.isin(wanted, held)]
         if missing.size or not wanted.size:
             raise InvalidArgument(

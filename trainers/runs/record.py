@@ -16,6 +16,7 @@ from trainers.runs.retraining import prove_last_row
 from trainers.runs.run_plan import numeric_advice
 from trainers.runs.training_setup import build_training, find_device
 from trainers.texts.corpus import Corpus, load_corpus
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.optimizer_advice import require_sound
 from trajstore.store.create import check_target
@@ -24,6 +25,7 @@ from trajstore.store.remote_path import Location, RunPath, location
 __all__ = ["record", "text_sources"]
 
 
+@checks_types
 def record(
     config: RunConfig,
     path: RunPath,

@@ -14,6 +14,7 @@ from trajstore.cli.options import (
     LATTICE,
     POPULATIONS,
     RUN,
+    given_populations,
     opened,
     runs_and_names,
     sentences,
@@ -92,10 +93,9 @@ def summary(run: str, lattice: str, populations: tuple[str, ...], as_json: bool)
       trajstore summary gatsby.zarr --population 'rare=0 < token_count <= 10'
     """
     import analysis
-    from trajstore.formats.population_files import populations_from
     from trajstore.store.open_run import open_run
 
-    ds = analysis.with_populations(open_run(run), populations_from(populations))
+    ds = analysis.with_populations(open_run(run), given_populations(populations))
     facts = analysis.summary(ds, lattice).compute()
     if as_json:
         print_json(
@@ -190,7 +190,6 @@ def analyze(
     from analysis.registry import ACROSS_RUNS, ALONE
     from analysis.token_populations import own_masks
     from analysis.write_results import describe, write_result
-    from trajstore.formats.population_files import populations_from
 
     runs, quantities = runs_and_names(words, {*analysis.QUANTITIES, *ALONE, *ACROSS_RUNS})
     if not quantities:
@@ -198,7 +197,7 @@ def analyze(
             "name a quantity after the run, such as freeze; trajstore analyze --list lists them"
         )
     ds = analysis.with_populations(
-        opened(runs, common_steps=common_steps), populations_from(populations)
+        opened(runs, common_steps=common_steps), given_populations(populations)
     )
     result = analysis.answer(
         ds, quantities, assignments, by_population=by_population, lattice=lattice

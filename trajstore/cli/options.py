@@ -14,9 +14,9 @@ import click
 from rich.text import Text
 
 from trajstore.cli.tables import err
-from trajstore.errors import TrajstoreError
+from trajstore.errors import InvalidArgument, TrajstoreError
 from trajstore.nearest_name import did_you_mean
-from trajstore.schema import LATTICES
+from trajstore.schema import LATTICES, RECORDED, TIERS
 
 if TYPE_CHECKING:
     import xarray as xr
@@ -26,8 +26,10 @@ __all__ = [
     "JSON",
     "LATTICE",
     "POPULATIONS",
+    "RECORD",
     "RUN",
     "Choice",
+    "given_populations",
     "opened",
     "runs_and_names",
     "sentences",
@@ -61,6 +63,25 @@ POPULATIONS = click.option(
     help="One more population: an expression over the tokens' coordinates, such as "
     "'rare=token_count < 10', or a file with a mask or ids. Repeatable.",
 )
+
+
+def _recordable() -> str:
+    """Every variable that can be asked for, by tier, as the table of the variables has them."""
+    in_each = [n for n in RECORDED if all(n in held for held in TIERS.values()) and n != "W"]
+    in_some = {name for held in TIERS.values() for name in held}
+    tiers = (
+        f"{tier} ({', '.join(name for name in held if name not in in_each)})"
+        for tier, held in TIERS.items()
+    )
+    by_name = [name for name in RECORDED if name not in in_some]
+    return (
+        f"Tiers or variables, with commas between them. Tiers: {', '.join(tiers)}, each with "
+        f"{', '.join(in_each)}. By name only: {', '.join(by_name)}; cells also in place of W. "
+        "Default: what the configuration says."
+    )
+
+
+RECORD = click.option("--record", "variables", metavar="all,batch,…", help=_recordable())
 COMMON_STEPS = click.option(
     "--common-steps",
     is_flag=True,
@@ -87,6 +108,25 @@ def runs_and_names(words: Sequence[str], known: Collection[str]) -> tuple[list[s
 
 def _is_path(word: str) -> bool:
     return os.path.exists(word) or "/" in word or word.endswith(".zarr") or glob.has_magic(word)
+
+
+def given_populations(assignments: Sequence[str]) -> dict[str, Any]:
+    """Populations of ``--population``, for `analysis.with_populations`.
+
+    Raises
+    ------
+    InvalidArgument
+        For what is none; for a name alone also where to give it.
+    """
+    from trajstore.formats.population_files import populations_from
+
+    for one in assignments:
+        if "=" not in one:
+            raise InvalidArgument(
+                f"got the population {one!r}, expected NAME=EXPRESSION or NAME=FILE; to ask about "
+                f"one that is there: trajstore analyze RUN QUANTITY --set population={one}"
+            )
+    return populations_from(assignments)
 
 
 def opened(runs: Sequence[str], *, common_steps: bool = False) -> xr.Dataset:

@@ -17,7 +17,7 @@ import click
 from rich.text import Text
 
 from trajstore.cli.next_commands import print_interrupted, print_recorded
-from trajstore.cli.options import JSON, Choice, sentences
+from trajstore.cli.options import JSON, RECORD, Choice, sentences
 from trajstore.cli.progress import RecordingProgress
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import err, out, print_json, print_plan
@@ -71,12 +71,7 @@ def configuration(command: Callable[..., Any]) -> Callable[..., Any]:
             type=click.Path(),
             help="Folder of a tokenizer; default: as fetched, or none.",
         ),
-        click.option(
-            "--record",
-            "variables",
-            metavar="W,grad,…",
-            help="Variables, or tiers: weights, weights+grads, all, model; cells in place of W.",
-        ),
+        RECORD,
         click.option("--every", type=int, metavar="K", help="Steps from one row to the next."),
         click.option("--tokens", metavar="all|dead|live|FILE", help="Which tokens to record."),
         click.option(

@@ -16,6 +16,7 @@ from dask.tokenize import tokenize
 from xarray.backends import BackendArray
 from xarray.core import indexing
 
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.store.array_reader import StoredArray, stored_array
 from trajstore.store.block_plan import LARGEST_TASK
@@ -30,6 +31,7 @@ __all__ = ["open_run"]
 _MATRIX = 3  # dimensions of what is worth reading without a detour
 
 
+@checks_types
 def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> xr.Dataset:
     """Open a run lazily, also while it is being recorded.
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument, RunNotFound
 from trajstore.schema import OF_RUN
 from trajstore.store.open_run import open_run
@@ -25,6 +26,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 _SHOWN = 5  # of what differs, in a message
 
 
+@checks_types
 def open_runs(paths: Paths, *, join: Literal["exact", "inner"] = "exact") -> xr.Dataset:
     """Open many runs as one lazy Dataset, along the dimension ``run``.
 

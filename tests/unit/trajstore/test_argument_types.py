@@ -41,6 +41,7 @@ def ask(
     [
         {"ds": xr.Dataset()},
         {"k": np.int64(3)},
+        {"k": 10**30},
         {"k": np.array(3)},
         {"k": xr.DataArray([4, 5])[1]},
         {"share": 1},

@@ -139,6 +139,18 @@ def test_populations_have_a_line_each_and_those_without_a_token_are_told(tmp_pat
     assert note in said
 
 
+def test_a_population_that_is_only_named_is_told_where_to_be_asked_of(tmp_path: Path) -> None:
+    run = recorded(tmp_path / "run.zarr")
+    for command in (["summary", run], ["analyze", run, "clusters"]):
+        told = call(*command, "--population", "dead", rc=2).stderr
+        assert "got the population 'dead', expected NAME=EXPRESSION or NAME=FILE; to ask" in told
+        assert told.endswith("--set population=dead\n")
+    told = call("analyze", run, "clusters", "--set", "population", rc=2).stderr
+    assert "got 'population', expected name=value" in told
+    told = call("analyze", run, "crossings", "--set", "quantity=batch", rc=1).stderr
+    assert told.endswith("record it with --record all,batch\n")
+
+
 def test_what_minus_one_means_is_told_where_it_is_found(tmp_path: Path) -> None:
     said = call("analyze", recorded(tmp_path / "run.zarr"), "clusters").stdout
     assert "Note: events: groups to which this happened since the row before; -1 in the" in said

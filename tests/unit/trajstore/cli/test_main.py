@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 from trajstore import RunWriter
 from trajstore.cli.main import main
 from trajstore.cli.tables import print_json
+from trajstore.schema import RECORDED, TIERS
 
 ROOT = Path(__file__).parents[4]
 
@@ -141,3 +143,12 @@ def test_an_address_is_refused_and_no_folder_is_made_of_it(
     assert result.exit_code == 2
     assert "an address of an unknown kind" in result.stderr.replace("\n", " ")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["record", "plan"])
+def test_the_help_names_every_variable_that_can_be_recorded(name: str) -> None:
+    (option,) = (one for one in main.commands[name].params if "--record" in one.opts)
+    assert isinstance(option, click.Option)
+    words = set(re.findall(r"[\w+]+", option.help or ""))
+    assert {*RECORDED, *TIERS} <= words
+    assert "delta" not in words
