@@ -13,6 +13,7 @@ import numpy.typing as npt
 from dask.tokenize import tokenize
 
 __all__ = [
+    "in_halves",
     "in_turn",
     "last_rows",
     "over_hidden",
@@ -86,6 +87,15 @@ def whole_rows(blocks: da.Array, rows: npt.NDArray[np.int64]) -> da.Array:
         for start in range(0, max(size, 1), most)
     ]
     return chosen.rechunk({0: tuple(parts), 1: -1})
+
+
+def in_halves(blocks: da.Array) -> da.Array:
+    """The same, with each block of rows in two, so that two threads are busy with it.
+
+    While one alone was, others would read ahead.
+    """
+    halves = ((size - size // 2, size // 2) for size in blocks.chunks[0])
+    return blocks.rechunk({0: tuple(part for pair in halves for part in pair if part)})
 
 
 def rows_before(blocks: da.Array, first: da.Array | None = None) -> da.Array:
