@@ -97,6 +97,6 @@ hostile: .venv  ## Give commands stores and files made to do harm: seconds, memo
 .PHONY: bench
 bench: .venv  ## Measure against what people use today; the first time it records for minutes
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
-	for name in ingest size read memory verify overhead stress analysis exchange seen; do \
+	for name in ingest object_store size read memory verify overhead stress analysis exchange seen; do \
 		$(BIN)/python benchmarks/$$name.py || exit 1; \
 	done

@@ -15,6 +15,7 @@ from analysis.block_tasks import over_hidden, rows_before, shared
 from analysis.collective_motion import build_centroid
 from analysis.streaming_scan import Scan
 from analysis.token_populations import chosen_populations
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum, vector_norm
 
@@ -73,7 +74,7 @@ def alignment(
     with_: str = "centroid",
     of: str = "W",
     population: str | None = None,
-    quantiles: Sequence[float] = QUANTILES,
+    quantiles: Sequence[float] | float = QUANTILES,
 ) -> xr.Dataset:
     """Cosines between a vector of each token and another vector, and their statistics.
 
@@ -88,7 +89,7 @@ def alignment(
         The vector: W, its motion since the row before, or its gradient.
     population : str, optional
         Only this one; the statistics then have no dimension population.
-    quantiles : sequence of float
+    quantiles : float or sequence of float
         Between 0 and 1, linearly interpolated.
 
     Returns
@@ -115,12 +116,13 @@ def alignment(
     return build_alignment(Scan(ds), with_, of, population, quantiles)
 
 
+@checks_types
 def build_alignment(
     history: Scan,
     with_: str = "centroid",
     of: str = "W",
     population: str | None = None,
-    quantiles: Sequence[float] = QUANTILES,
+    quantiles: Sequence[float] | float = QUANTILES,
 ) -> xr.Dataset:
     """`alignment` of a prepared Dataset."""
     if of not in VECTORS or with_ not in PARTNERS or of == with_:

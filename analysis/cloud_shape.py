@@ -16,6 +16,7 @@ from analysis.collective_motion import per_population
 from analysis.running_state import fold_rows
 from analysis.streaming_scan import Scan
 from analysis.token_populations import one_population
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum, result_dtype
 
@@ -184,6 +185,7 @@ def pca(
     return build_pca(Scan(ds), population, components, basis, first)
 
 
+@checks_types
 def build_pca(
     history: Scan,
     population: str = "all",
@@ -348,6 +350,7 @@ def inertia(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
     return build_inertia(Scan(ds), population)
 
 
+@checks_types
 def build_inertia(history: Scan, population: str | None = None) -> xr.Dataset:
     """`inertia` of a prepared Dataset."""
     unit = history.units

@@ -16,9 +16,10 @@ import xarray as xr
 
 from analysis.block_tasks import in_turn, rows_before, shared
 from analysis.consecutive_rows import tiles
-from analysis.lattice_points import Points, lattice_attributes
+from analysis.lattice_points import Points, told_of_lattice
 from analysis.streaming_scan import Scan
 from analysis.token_populations import chosen_populations
+from trajstore.argument_types import checks_types
 from trajstore.values.token_norms import vector_norm
 from trajstore.values.ulp_lattice import unsigned_view
 
@@ -221,6 +222,7 @@ def centroid(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
     return build_centroid(Scan(ds), population)
 
 
+@checks_types
 def build_centroid(history: Scan, population: str | Sequence[str] | None = None) -> xr.Dataset:
     """`centroid` of a prepared Dataset."""
     unit = history.units
@@ -308,6 +310,7 @@ def bulk_thermal(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
     return build_bulk_thermal(Scan(ds), population)
 
 
+@checks_types
 def build_bulk_thermal(history: Scan, population: str | Sequence[str] | None = None) -> xr.Dataset:
     """`bulk_thermal` of a prepared Dataset."""
     unit = f"{history.units} per step"
@@ -361,6 +364,7 @@ def coherence(ds: xr.Dataset, population: str | None = None) -> xr.DataArray:
     return build_coherence(Scan(ds), population)
 
 
+@checks_types
 def build_coherence(history: Scan, population: str | None = None) -> xr.DataArray:
     """`coherence` of a prepared Dataset."""
     facts = {"coherence": ("f8", "mean cosine between ΔW and its mean", "1")}
@@ -406,6 +410,7 @@ def distinct(ds: xr.Dataset, population: str | None = None, lattice: str = "nati
     return build_distinct(Scan(ds), population, lattice)
 
 
+@checks_types
 def build_distinct(
     history: Scan, population: str | None = None, lattice: str = "native"
 ) -> xr.Dataset:
@@ -418,4 +423,4 @@ def build_distinct(
     result = per_population(
         history, population, _distinct_kernel, facts, motion=False, points=points
     )
-    return result.map(lambda counts: counts.assign_attrs(lattice_attributes(lattice)))
+    return told_of_lattice(result, lattice)

@@ -13,6 +13,7 @@ from analysis.block_tasks import over_hidden
 from analysis.many_runs import each_run
 from analysis.streaming_scan import Scan
 from analysis.token_populations import populations
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 
 __all__ = ["divergence"]
@@ -20,6 +21,7 @@ __all__ = ["divergence"]
 Array = npt.NDArray[Any]
 
 
+@checks_types
 def divergence(ds: xr.Dataset) -> xr.Dataset:
     """How far W of each run is from that of the first, at each step and for each population.
 

@@ -16,6 +16,7 @@ from analysis.block_tasks import in_turn, over_hidden
 from analysis.consecutive_rows import changed_vectors, moved_vectors, tiles
 from analysis.lattice_points import lattice_attributes
 from analysis.streaming_scan import Scan, native_dtype
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.rounding import cast
 from trajstore.values.token_norms import result_dtype
@@ -155,6 +156,7 @@ def adam_update(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> x
     return build_adam_update(Scan(ds), optimizer)
 
 
+@checks_types
 def build_adam_update(history: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
     """`adam_update` of a prepared Dataset."""
     input_checks.variables(history.ds, "W", "exp_avg", "exp_avg_sq", "lr")
@@ -342,6 +344,7 @@ def freeze_cause(
     return build_freeze_cause(Scan(ds), optimizer, lattice)
 
 
+@checks_types
 def build_freeze_cause(
     history: Scan, optimizer: Mapping[str, Any] | None = None, lattice: str = "native"
 ) -> xr.DataArray:

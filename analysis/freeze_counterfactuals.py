@@ -19,6 +19,7 @@ from analysis.moment_rule import MOMENTS
 from analysis.moments import Recurrence
 from analysis.streaming_scan import Scan, native_dtype
 from analysis.token_populations import POPULATIONS, count_by_population, members
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import result_dtype, token_norm
 from trajstore.values.ulp_lattice import spacing, unsigned_view
@@ -109,6 +110,7 @@ def freeze_blame(
     return build_freeze_blame(Scan(ds), optimizer, window, lattice)
 
 
+@checks_types
 def build_freeze_blame(
     history: Scan,
     optimizer: Mapping[str, Any] | None = None,

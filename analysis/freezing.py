@@ -12,6 +12,7 @@ import xarray as xr
 from analysis.lattice_points import lattice_attributes
 from analysis.streaming_scan import Scan
 from analysis.token_populations import populations
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 
 __all__ = ["build_freeze", "freeze"]
@@ -121,6 +122,7 @@ def freeze(ds: xr.Dataset, min_still: int = 1, lattice: str = "native") -> xr.Da
     return build_freeze(Scan(ds), min_still, lattice)
 
 
+@checks_types
 def build_freeze(history: Scan, min_still: int = 1, lattice: str = "native") -> xr.Dataset:
     """`freeze` of a prepared Dataset."""
     if min_still < 1:

@@ -17,6 +17,7 @@ import xarray as xr
 
 from analysis import input_checks
 from analysis.streaming_scan import Scan
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.values.rounding import round_to
 
@@ -34,6 +35,7 @@ _PER_GRADIENT = {
 }
 
 
+@checks_types
 def explain_gradient(
     ds: xr.Dataset,
     step: int | Sequence[int],

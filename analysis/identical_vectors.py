@@ -15,9 +15,10 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis.block_tasks import in_halves, rows_before, shared
-from analysis.lattice_points import lattice_attributes
+from analysis.lattice_points import told_of_lattice
 from analysis.streaming_scan import Scan
 from analysis.token_populations import chosen_populations
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.ulp_lattice import unsigned_view
 
@@ -217,8 +218,9 @@ def clusters(
         that stayed together (of several, the one in the group of the smallest name), −1 if none;
         ``joined``, likewise, the group it came to. Over (step, population): int64 ``groups`` of
         two or more tokens, ``singles``, ``group_sizes`` (…, rank), 0 where there are fewer, and
-        ``events`` (…, event), −1 in the first row; float64 ``herfindahl``, Σ(n_k/n)² over all
-        groups and singles, the probability that two draws of a token are alike.
+        ``events`` (…, event), how many groups each happened to since the row before, −1 in the
+        first row, which has none before it (leave that out of sums); float64 ``herfindahl``,
+        Σ(n_k/n)² over all groups and singles, the probability that two draws of a token are alike.
         −0.0 and +0.0 are different bits.
 
     Raises
@@ -236,6 +238,7 @@ def clusters(
     return build_clusters(Scan(ds), population, lattice, ranks)
 
 
+@checks_types
 def build_clusters(
     history: Scan, population: str | None = None, lattice: str = "native", ranks: int = 10
 ) -> xr.Dataset:
@@ -262,7 +265,8 @@ def build_clusters(
     later = da.from_array(np.arange(history.rows) > 0, chunks=(ids.chunks[0],))
     result = {
         "cluster": history.wrap(ids, points.variable).assign_attrs(
-            long_name="group of bit-identical tokens, by its smallest token"
+            long_name="group of bit-identical tokens, by its smallest token; -1 outside the "
+            "population"
         )
     }
     for name, leaving in (("left", True), ("joined", False)):
@@ -284,9 +288,8 @@ def build_clusters(
             long_name=f"group that the token {name}, -1 if none"
         )
     result |= _of_populations(ids, boundaries, later, groups, ranks)
-    ds = xr.Dataset(result, coords={"step": history.ds["step"]}).map(
-        lambda array: array.assign_attrs(units="1", **lattice_attributes(lattice))
-    )
+    ds = xr.Dataset(result, coords={"step": history.ds["step"]})
+    ds = told_of_lattice(ds, lattice, units="1")
     ds = ds.assign_coords(population=names, rank=np.arange(1, ranks + 1), event=list(EVENTS))
     return ds.sel(population=population) if population is not None else ds
 
@@ -357,6 +360,8 @@ def _of_populations(
     result["events"] = xr.DataArray(
         events,
         dims=("step", "population", "event"),
-        attrs={"long_name": "groups to which this happened since the row before"},
+        attrs={
+            "long_name": "groups to which this happened since the row before; -1 in the first row"
+        },
     )
     return result

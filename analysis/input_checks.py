@@ -11,10 +11,25 @@ import xarray as xr
 
 from analysis.recorded_changes import hold_only_changes
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
-from trajstore.schema import TIERS
+from trajstore.schema import RECORDED, TIERS
 from trajstore.store.fork_provenance import steps_of_another_optimizer
 
-__all__ = ["optimizer_of", "row_of_step", "rows_of_steps", "variables"]
+__all__ = ["dataset", "optimizer_of", "row_of_step", "rows_of_steps", "variables"]
+
+
+def dataset(given: object) -> None:
+    """Check that a question is asked of a Dataset.
+
+    Raises
+    ------
+    InvalidArgument
+        If it is anything else, such as the path of a run.
+    """
+    if not isinstance(given, xr.Dataset):
+        raise InvalidArgument(
+            f"got {type(given).__name__} where a Dataset of a run is expected, as "
+            "trajstore.open_run opens it"
+        )
 
 
 def variables(ds: xr.Dataset, *names: str) -> None:
@@ -23,15 +38,12 @@ def variables(ds: xr.Dataset, *names: str) -> None:
     Raises
     ------
     VariableNotRecorded
-        Which are missing, and which tier records them.
+        Which are missing, and what to record to have them.
     """
     missing = [name for name in names if name not in ds]
     if missing:
-        tier = next(
-            (tier for tier, held in TIERS.items() if set(missing) <= set(held)),
-            None,
-        )
-        remedy = f"; record it with --record {tier}" if tier else ""
+        asked = _recording_of(missing)
+        remedy = f"; record it with --record {asked}" if asked else ""
         if "W" in missing and hold_only_changes(ds):
             remedy = (
                 "; it holds delta, the changes of W, which answer how far tokens move (velocity, "
@@ -47,6 +59,19 @@ def variables(ds: xr.Dataset, *names: str) -> None:
         raise VariableNotRecorded(
             f"this question needs {', '.join(missing)}, which the run does not hold{remedy}"
         )
+
+
+def _recording_of(names: Sequence[str]) -> str:
+    """What ``--record`` is given to have these variables; nothing if it has not all of them."""
+    if not set(names) <= set(RECORDED):
+        return ""
+    in_tiers = set().union(*TIERS.values())
+    by_name = [name for name in names if name not in in_tiers]
+    tier = next(
+        (tier for tier, held in TIERS.items() if set(names) - set(by_name) <= set(held)),
+        "all,model",
+    )
+    return ",".join([tier if len(by_name) < len(names) else "all", *by_name])
 
 
 def optimizer_of(ds: xr.Dataset, given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -83,11 +108,13 @@ def row_of_step(ds: xr.Dataset, step: int) -> int:
     row = int(np.searchsorted(steps, step))
     if row < steps.size and steps[row] == step:
         return row
-    nearest = ", ".join(str(s) for s in steps[max(row - 1, 0) : row + 1])
-    raise StepNotFound(
-        f"step {step} is not in the run"
-        + (f"; the nearest recorded ones are {nearest}" if nearest else ", which has no rows")
-    )
+    nearest = [str(s) for s in steps[max(row - 1, 0) : row + 1]]
+    told = {
+        0: ", which has no rows",
+        1: f"; the nearest recorded one is {''.join(nearest)}",
+        2: f"; the nearest recorded ones are {' and '.join(nearest)}",
+    }
+    raise StepNotFound(f"step {step} is not in the run{told[len(nearest)]}")
 
 
 def rows_of_steps(ds: xr.Dataset, steps: Sequence[int] | int | None) -> npt.NDArray[np.int64]:

@@ -12,6 +12,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
+import xarray as xr
 
 from trajstore.errors import InvalidArgument
 from trajstore.schema import LATTICES
@@ -19,7 +20,14 @@ from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.rounding import cast, is_of_type, is_within
 from trajstore.values.ulp_lattice import lattice_type
 
-__all__ = ["Points", "chosen_type", "lattice_attributes", "on_lattice", "place_on_lattice"]
+__all__ = [
+    "Points",
+    "chosen_type",
+    "lattice_attributes",
+    "on_lattice",
+    "place_on_lattice",
+    "told_of_lattice",
+]
 
 Array = npt.NDArray[Any]
 
@@ -112,6 +120,17 @@ def place_on_lattice(blocks: da.Array, variable: str, native: str, chosen: str) 
         chosen=chosen,
         dtype=dtype,
         meta=np.empty((0,) * blocks.ndim, dtype),
+    )
+
+
+def told_of_lattice(result: xr.Dataset, lattice: str, **others: str) -> xr.Dataset:
+    """Result all of whose variables say their lattice, and other attributes.
+
+    Not by `Dataset.map`, which may give the variables the attributes back that they had before.
+    """
+    attributes = {**others, **lattice_attributes(lattice)}
+    return result.assign(
+        {name: array.assign_attrs(attributes) for name, array in result.data_vars.items()}
     )
 
 

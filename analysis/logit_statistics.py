@@ -10,6 +10,7 @@ import xarray as xr
 
 from analysis import input_checks
 from analysis.streaming_scan import Scan
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 
 __all__ = ["build_logit_stats", "logit_stats"]
@@ -74,6 +75,7 @@ def logit_stats(ds: xr.Dataset) -> xr.Dataset:
     return build_logit_stats(Scan(ds))
 
 
+@checks_types
 def build_logit_stats(history: Scan) -> xr.Dataset:
     """`logit_stats` of a prepared Dataset."""
     ds = history.ds

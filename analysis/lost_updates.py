@@ -16,6 +16,7 @@ from analysis.moment_rule import MOMENTS, MomentRule
 from analysis.moments import Recurrence
 from analysis.streaming_scan import Scan
 from analysis.token_populations import populations
+from trajstore.argument_types import checks_types
 
 __all__ = ["build_moment_stuck", "moment_stuck"]
 
@@ -141,6 +142,7 @@ def moment_stuck(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> 
     return build_moment_stuck(Scan(ds), optimizer)
 
 
+@checks_types
 def build_moment_stuck(history: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
     """`moment_stuck` of a prepared Dataset."""
     ds = history.ds

@@ -7,6 +7,7 @@ from typing import Any
 
 import xarray as xr
 
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.schema import OF_RUN
 
@@ -17,6 +18,7 @@ RUN = "run"
 _ARRAY = "result"
 
 
+@checks_types
 def each_run(ds: xr.Dataset) -> list[xr.Dataset]:
     """Runs of a Dataset, each as `trajstore.open_run` gives it.
 
@@ -80,6 +82,7 @@ def with_own_attributes(ds: xr.Dataset) -> xr.Dataset:
     return single
 
 
+@checks_types
 def over_runs(
     ds: xr.Dataset,
     function: Callable[..., xr.DataArray | xr.Dataset],

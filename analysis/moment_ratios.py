@@ -19,6 +19,7 @@ from analysis.ratio_histogram import CLASSES, classes
 from analysis.ratio_histogram import quantiles as quantiles_of_counts
 from analysis.streaming_scan import Scan
 from analysis.token_populations import populations
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 
 __all__ = ["build_moment_error", "moment_error"]
@@ -85,7 +86,7 @@ def _error_kernel(
 def moment_error(
     ds: xr.Dataset,
     optimizer: Mapping[str, Any] | None = None,
-    quantiles: Sequence[float] = (0.05, 0.25, 0.5, 0.75, 0.95),
+    quantiles: Sequence[float] | float = (0.05, 0.25, 0.5, 0.75, 0.95),
 ) -> xr.Dataset:
     """How far the recorded moments are from what they would be without rounding.
 
@@ -95,7 +96,7 @@ def moment_error(
         With what `exact_moments` needs, and ``exp_avg`` and ``exp_avg_sq``.
     optimizer : mapping, optional
         ``class`` and ``hyperparameters``; by default the attribute ``optimizer`` of the run.
-    quantiles : sequence of float
+    quantiles : float or sequence of float
         Between 0 and 1.
 
     Returns
@@ -122,10 +123,11 @@ def moment_error(
     return build_moment_error(Scan(ds), optimizer, quantiles)
 
 
+@checks_types
 def build_moment_error(
     history: Scan,
     optimizer: Mapping[str, Any] | None = None,
-    quantiles: Sequence[float] = (0.05, 0.25, 0.5, 0.75, 0.95),
+    quantiles: Sequence[float] | float = (0.05, 0.25, 0.5, 0.75, 0.95),
 ) -> xr.Dataset:
     """`moment_error` of a prepared Dataset."""
     levels = np.atleast_1d(np.asarray(quantiles, np.float64))
@@ -147,16 +149,22 @@ def build_moment_error(
             "norm_ratio": (
                 dims[:3],
                 errors[..., 0],
-                {"long_name": "norm of the recorded moment over that of the exact one"},
+                {
+                    "long_name": "norm of the recorded moment over that of the exact one",
+                    "units": "1",
+                },
             ),
             "ratio_quantiles": (
                 dims,
                 errors[..., 1:],
-                {"long_name": "quantiles of the recorded over the exact moment, by element"},
+                {
+                    "long_name": "quantiles of the recorded over the exact moment, by element",
+                    "units": "1",
+                },
             ),
         },
         coords=coords,
-    ).map(lambda array: array.assign_attrs(units="1"), keep_attrs=True)
+    )
 
 
 def _errors(

@@ -19,6 +19,7 @@ from analysis.block_tasks import per_row
 from analysis.consecutive_rows import tiles
 from analysis.moment_rule import MOMENTS, MomentRule
 from analysis.streaming_scan import Scan, native_dtype
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.schema import variable
 
@@ -335,6 +336,7 @@ def exact_moments(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) ->
     return build_exact_moments(Scan(ds), optimizer)
 
 
+@checks_types
 def build_exact_moments(history: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
     """`exact_moments` of a prepared Dataset."""
     recurrence = Recurrence.of(history, optimizer, "exact_moments")

@@ -9,6 +9,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis.streaming_scan import Scan
+from trajstore.argument_types import checks_types
 from trajstore.values.token_norms import result_dtype
 
 __all__ = [
@@ -62,6 +63,7 @@ def velocity(ds: xr.Dataset) -> xr.DataArray:
     return build_velocity(Scan(ds))
 
 
+@checks_types
 def build_velocity(history: Scan) -> xr.DataArray:
     """`velocity` of a prepared Dataset."""
     return _result(_velocity(history), history, "velocity", "change of W per step")
@@ -88,6 +90,7 @@ def speed(ds: xr.Dataset) -> xr.DataArray:
     return build_speed(Scan(ds))
 
 
+@checks_types
 def build_speed(history: Scan) -> xr.DataArray:
     """`speed` of a prepared Dataset."""
     norm = history.step_norm()
@@ -121,6 +124,7 @@ def acceleration(ds: xr.Dataset) -> xr.DataArray:
     return build_acceleration(Scan(ds))
 
 
+@checks_types
 def build_acceleration(history: Scan) -> xr.DataArray:
     """`acceleration` of a prepared Dataset."""
     velocities = _velocity(history)

@@ -15,6 +15,7 @@ from analysis.block_tasks import shared
 from analysis.running_state import fold_tokens
 from analysis.streaming_scan import Scan
 from analysis.token_populations import populations
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum
 
@@ -129,20 +130,22 @@ def autocorrelation(
     ds : Dataset
         With ``W`` (step, token, hidden), rows evenly spaced in steps.
     lags : int or sequence of int
-        τ, in rows, at least 1. As many rows as the largest are held.
+        τ, in rows, from 1 to the number of rows less one (of velocity: less two). As many rows as
+        the largest are held.
     of : {'velocity', 'position'}
 
     Returns
     -------
     Dataset, float64
         ``token_autocorrelation`` (lag, token) and ``autocorrelation`` (lag, population); the
-        coordinate ``lag_steps`` are the lags in optimizer steps. NaN where there are no two such
-        rows, where nothing moves, or W is not finite.
+        coordinate ``lag_steps`` are the lags in optimizer steps. NaN where nothing moves, W is not
+        finite, or one of the usual lags is longer than the run.
 
     Raises
     ------
     InvalidArgument
-        If the rows are not evenly spaced; for other lags, or anything else than these two.
+        If the rows are not evenly spaced; for lags below 1 or longer than the run, or anything
+        else than these two.
 
     Examples
     --------
@@ -153,6 +156,7 @@ def autocorrelation(
     return build_autocorrelation(Scan(ds), lags, of)
 
 
+@checks_types
 def build_autocorrelation(
     history: Scan,
     lags: Sequence[int] | int = LAGS,
@@ -165,6 +169,8 @@ def build_autocorrelation(
     if not chosen or not all(isinstance(lag, int) and lag > 0 for lag in chosen):
         raise InvalidArgument(f"got lags={lags!r}, expected numbers of rows, at least 1")
     history.require_rows(1, "autocorrelation")
+    if lags is not LAGS:  # the usual ones are asked of short runs, too, among other questions
+        _check_lags(chosen, history.rows, of)
     spacing = _even_spacing(history)
     every = (0, *chosen)
     blocks = _in_pieces(history.blocks("W"))
@@ -200,6 +206,16 @@ def build_autocorrelation(
             ),
         }
     )
+
+
+def _check_lags(lags: Sequence[int], rows: int, of: str) -> None:
+    """Refuse lags that no two rows are apart."""
+    largest = rows - 1 if of == "position" else rows - 2
+    if max(lags) > largest:
+        raise InvalidArgument(
+            f"got a lag of {max(lags)}, expected at most {max(largest, 0)}, for the {of} is known "
+            f"in {max(largest + 1, 0)} rows here"
+        )
 
 
 def _even_spacing(history: Scan) -> int:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Mapping, Set
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from analysis import input_checks
 from analysis.population_expressions import select_tokens
 from analysis.token_populations import POPULATIONS
 from trajstore.errors import InvalidArgument
+from trajstore.schema import POPULATION_FILES
 
 __all__ = ["with_populations"]
 
@@ -31,10 +35,10 @@ def with_populations(
     ds : Dataset
         A run.
     populations : mapping, optional
-        By name: a mask, bool (token); whole numbers, the ids of its tokens, as in ``token``; texts,
-        a label of each token, which make a population NAME_LABEL each, for all labels but the
-        empty one; or a str, an expression such as ``token_count < quantile(token_count, 0.25)``
-        (see docs/analysis.md).
+        By name: a mask, bool (token); whole numbers, also a set of them, the ids of its tokens, as
+        in ``token``; texts, a label of each token, which make a population NAME_LABEL each, for all
+        labels but the empty one; or a str, an expression such as
+        ``token_count < quantile(token_count, 0.25)`` (see docs/analysis.md).
     **named
         More of them.
 
@@ -45,8 +49,8 @@ def with_populations(
     Raises
     ------
     InvalidArgument
-        If a name is taken or no name, an expression is none, or a mask or labels are not one for
-        each token, or there is no such token.
+        If a name is taken or no name, an expression is none, a mask or labels are not one for each
+        token, there is no such token, or it is a file.
 
     Examples
     --------
@@ -57,12 +61,20 @@ def with_populations(
     >>> int(some.is_rare.sum())
     5
     """
+    input_checks.dataset(ds)
+    if not isinstance(populations, Mapping | None):
+        raise InvalidArgument(
+            f"got {populations!r}, expected populations by name: a mapping, or NAME=… as keywords, "
+            "such as rare='token_count < 10'"
+        )
     for name, given in {**(populations or {}), **named}.items():
+        if not isinstance(name, str):
+            raise InvalidArgument(f"got {name!r} as the name of a population, expected a text")
         for one, mask in _masks(ds, name, given).items():
             if not one.isidentifier() or one in (*POPULATIONS, "mostly_dead"):
                 raise InvalidArgument(
-                    f"got a population named {one!r}, expected letters, digits and _, and none of "
-                    f"{', '.join(POPULATIONS)}, mostly_dead"
+                    f"got a population named {one!r}; a name is of letters, digits and _, begins "
+                    f"with no digit, and is none of {', '.join(POPULATIONS)}, mostly_dead"
                 )
             if f"is_{one}" in ds.coords or one in ds.coords:
                 raise InvalidArgument(f"there is a coordinate named {one!r} or 'is_{one}' already")
@@ -71,14 +83,15 @@ def with_populations(
 
 
 def _masks(ds: xr.Dataset, name: str, given: Any) -> dict[str, npt.NDArray[np.bool_]]:
+    if isinstance(given, PurePath) or (isinstance(given, str) and _is_file_name(given)):
+        raise InvalidArgument(
+            f"got the file {given} for the population {name}, expected what is in it, ids or a "
+            f"mask; only the command line reads files: --population {name}={given}"
+        )
     if isinstance(given, str):
         return {name: select_tokens(ds, given)}
-    values = np.asarray(given.values if isinstance(given, xr.DataArray) else given)
+    values = _values(name, given)
     tokens = ds.sizes["token"]
-    if values.ndim != 1:
-        raise InvalidArgument(
-            f"got the population {name} of shape {values.shape}, expected one dimension"
-        )
     if values.dtype.kind in "iu" or not values.size:
         return {name: _of_ids(ds, name, values.astype(np.int64))}
     if values.dtype.kind == "f" or len(values) != tokens:
@@ -91,6 +104,25 @@ def _masks(ds: xr.Dataset, name: str, given: Any) -> dict[str, npt.NDArray[np.bo
     texts = values.astype(object)
     labels = [label for label in dict.fromkeys(texts.tolist()) if label]
     return {f"{name}_{label}": np.asarray(texts == label, bool) for label in sorted(labels)}
+
+
+def _is_file_name(text: str) -> bool:
+    return PurePath(text).suffix in POPULATION_FILES
+
+
+def _values(name: str, given: Any) -> Array:
+    """What was given, as an array of one dimension."""
+    try:
+        values = np.asarray(list(given) if isinstance(given, Set) else given)
+    except ValueError:  # lists of several lengths
+        values = np.empty((0, 0))
+    if values.ndim != 1:
+        shape = f" of shape {values.shape}" if values.size > 1 else ""
+        raise InvalidArgument(
+            f"got {reprlib.repr(given)}{shape} for the population {name}, expected an expression, "
+            "or one dimension: a mask, ids, or a label of each token"
+        )
+    return values
 
 
 def _of_ids(ds: xr.Dataset, name: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

@@ -17,9 +17,10 @@ import xarray as xr
 from analysis import input_checks
 from analysis.block_tasks import shared, whole_rows
 from analysis.identical_vectors import divide, token_labels
-from analysis.lattice_points import lattice_attributes
+from analysis.lattice_points import told_of_lattice
 from analysis.streaming_scan import Scan
 from analysis.token_populations import chosen_populations
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument, MissingExtra
 from trajstore.values.ulp_lattice import ordinal
 
@@ -255,6 +256,7 @@ def adjacency(
     return build_adjacency(Scan(ds), k, steps, population, lattice)
 
 
+@checks_types
 def build_adjacency(
     history: Scan,
     k: int = 1,
@@ -307,10 +309,8 @@ def build_adjacency(
     ):
         data = _column(found, name, None, tokens, "i8")
         array = history.wrap(data, points.variable, rows=rows)
-        result[name] = array.assign_attrs(long_name=long_name)
-    ds = xr.Dataset(result).map(
-        lambda array: array.assign_attrs(units="1", **lattice_attributes(lattice))
-    )
+        result[name] = array.assign_attrs(long_name=f"{long_name}; -1 outside the population")
+    ds = told_of_lattice(xr.Dataset(result), lattice, units="1")
     return ds.sel(population=population) if population is not None else ds
 
 

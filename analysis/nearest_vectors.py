@@ -18,6 +18,7 @@ from analysis.block_tasks import shared, whole_rows
 from analysis.identical_vectors import divide
 from analysis.streaming_scan import Scan
 from analysis.token_populations import one_population
+from trajstore.argument_types import checks_types
 
 __all__ = ["build_nearest_distance", "nearest_distance"]
 
@@ -135,6 +136,7 @@ def nearest_distance(
     return build_nearest_distance(Scan(ds), population, steps)
 
 
+@checks_types
 def build_nearest_distance(
     history: Scan, population: str = "all", steps: Sequence[int] | int | None = None
 ) -> xr.Dataset:

@@ -13,6 +13,7 @@ from analysis.block_tasks import over_hidden
 from analysis.consecutive_rows import measure_rows
 from analysis.recorded_changes import cumulated, hold_only_changes
 from analysis.streaming_scan import Scan
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import result_dtype
 
@@ -89,6 +90,7 @@ def grad_norms(ds: xr.Dataset, ord: float = 2) -> xr.DataArray:
     return build_grad_norms(Scan(ds), ord)
 
 
+@checks_types
 def build_grad_norms(history: Scan, ord: float = 2) -> xr.DataArray:
     """`grad_norms` of a prepared Dataset."""
     order = check_order(ord)
@@ -137,6 +139,7 @@ def displacement(ds: xr.Dataset, since: int | Literal["previous"] = 0) -> xr.Dat
     return build_displacement(Scan(ds), since)
 
 
+@checks_types
 def build_displacement(history: Scan, since: int | Literal["previous"] = 0) -> xr.DataArray:
     """`displacement` of a prepared Dataset."""
     if isinstance(since, bool) or not (since == "previous" or isinstance(since, int | np.integer)):

@@ -15,6 +15,7 @@ from analysis.collective_motion import build_centroid
 from analysis.running_state import fold_tokens
 from analysis.streaming_scan import Scan
 from analysis.token_populations import chosen_populations
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum, result_dtype, vector_norm
 
@@ -97,7 +98,7 @@ def path_efficiency(ds: xr.Dataset, window: int | None = None) -> xr.Dataset:
     Raises
     ------
     InvalidArgument
-        For a window below 1.
+        For a window below 1, or of more ways than there are between the rows.
 
     Examples
     --------
@@ -107,12 +108,16 @@ def path_efficiency(ds: xr.Dataset, window: int | None = None) -> xr.Dataset:
     return build_path_efficiency(Scan(ds), window)
 
 
+@checks_types
 def build_path_efficiency(history: Scan, window: int | None = None) -> xr.Dataset:
     """`path_efficiency` of a prepared Dataset."""
-    if window is not None and window < 1:
-        raise InvalidArgument(f"got window={window}, expected at least 1 row")
     history.require_rows(1, "path_efficiency")
     steps, ways = history.steps, max(history.rows - 1, 1)
+    if window is not None and not 1 <= window <= ways:
+        raise InvalidArgument(
+            f"got window={window}, expected 1 to {ways}, as many ways as there are between the "
+            "rows; leave it out for one window of all"
+        )
     length = window or ways
     starts = np.arange(0, history.rows - 1, length)
     both = fold_tokens(
@@ -207,6 +212,7 @@ def radial_tangential(ds: xr.Dataset, about: str = "origin", population: str = "
     return build_radial_tangential(Scan(ds), about, population)
 
 
+@checks_types
 def build_radial_tangential(
     history: Scan, about: str = "origin", population: str = "all"
 ) -> xr.Dataset:

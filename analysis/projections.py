@@ -13,6 +13,7 @@ import xarray as xr
 from analysis import input_checks
 from analysis.collective_motion import build_centroid
 from analysis.streaming_scan import Scan
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum, vector_norm
 
@@ -88,6 +89,7 @@ def projection(ds: xr.Dataset, axes: Axes = "centroid") -> xr.Dataset:
     return build_projection(Scan(ds), axes)
 
 
+@checks_types
 def build_projection(history: Scan, axes: Axes = "centroid") -> xr.Dataset:
     """`projection` of a prepared Dataset."""
     blocks = history.blocks("W")
@@ -136,7 +138,13 @@ def _directions(history: Scan, axes: Axes) -> xr.DataArray:
     if isinstance(axes, str):
         return _named_direction(history, axes).expand_dims("axis").assign_coords(axis=[axes])
     if not isinstance(axes, xr.DataArray):
-        vectors = np.atleast_2d(np.asarray(axes, np.float64))
+        try:
+            vectors = np.atleast_2d(np.asarray(axes, np.float64))
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(
+                f"got axes={axes!r}, expected 'centroid', 'hidden_mean' or vectors of {hidden} "
+                "numbers"
+            ) from error
         if vectors.ndim != 2 or vectors.shape[1] != hidden or not len(vectors):
             raise InvalidArgument(
                 f"got axes of shape {np.shape(axes)}, expected vectors of {hidden} elements"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ from analysis.ulp_motion import (
     build_regimes,
     build_ulp,
 )
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 
@@ -137,6 +138,7 @@ def crossings(
     return build_crossings(Scan(ds), quantity, levels, of)
 
 
+@checks_types
 def build_crossings(
     history: Scan,
     quantity: str | xr.DataArray = "displacement",
@@ -251,7 +253,10 @@ def compute(ds: xr.Dataset, names: Sequence[str], lattice: str = "native") -> xr
     >>> list(result)[:4]
     ['grad_norms', 'speed', 'logit_min', 'logit_max']
     """
-    names = [names] if isinstance(names, str) else list(names)
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        raise InvalidArgument(f"got {names!r}, expected names of quantities, such as 'freeze'")
+    names = list(names)
     alone = [name for name in names if name in ALONE]
     if alone:
         raise InvalidArgument(

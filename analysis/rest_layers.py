@@ -13,6 +13,7 @@ from analysis.consecutive_rows import REGIMES
 from analysis.freezing import build_freeze
 from analysis.streaming_scan import Scan
 from analysis.ulp_motion import build_lattice_displacement, build_regimes
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 
 __all__ = ["build_stratigraphy", "pool_layers", "stratigraphy"]
@@ -57,6 +58,7 @@ def _shares(last: Array, members: Array, columns: Array) -> Array:
     return _mean(members[None, np.argsort(last[0], kind="stable")], np.zeros(1, np.intp), columns)
 
 
+@checks_types
 def stratigraphy(
     ds: xr.Dataset,
     of: Literal["regime", "hop"] = "regime",
@@ -104,6 +106,7 @@ def stratigraphy(
     return build_stratigraphy(Scan(ds), of, lattice, most_steps, most_layers)
 
 
+@checks_types
 def build_stratigraphy(
     history: Scan,
     of: Literal["regime", "hop"] = "regime",

@@ -10,6 +10,7 @@ import xarray as xr
 
 from analysis.motion import build_speed
 from analysis.streaming_scan import Scan
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 
 __all__ = ["build_seams", "seams"]
@@ -85,6 +86,7 @@ def seams(ds: xr.Dataset, window: int = 10, threshold: float = 8.0) -> xr.Datase
     return build_seams(Scan(ds), window, threshold)
 
 
+@checks_types
 def build_seams(history: Scan, window: int = 10, threshold: float = 8.0) -> xr.Dataset:
     """`seams` of a prepared Dataset."""
     if window < 2:

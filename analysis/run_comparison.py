@@ -11,6 +11,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from analysis.block_tasks import over_hidden
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.schema import MODEL, VARIABLES
 from trajstore.values.ulp_lattice import unsigned_view
@@ -108,6 +109,7 @@ def _difference(a: xr.DataArray, b: xr.DataArray) -> da.Array:
     )
 
 
+@checks_types
 def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
     """First step at which two runs differ bitwise, in what, and how far apart they are after.
 

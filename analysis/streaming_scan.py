@@ -75,10 +75,11 @@ class Scan:
     Raises
     ------
     InvalidArgument
-        If steps do not increase.
+        If it is no Dataset, or steps do not increase.
     """
 
     def __init__(self, ds: xr.Dataset, measures: Mapping[str, Sequence[str]] | None = None) -> None:
+        input_checks.dataset(ds)
         check_single_run(ds)
         self.ds = ds = with_mostly_dead(with_own_attributes(ds))
         input_checks.variables(ds, "step")

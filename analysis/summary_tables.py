@@ -13,6 +13,7 @@ from analysis.norms import displacement, grad_norms
 from analysis.recorded_changes import hold_only_changes
 from analysis.streaming_scan import Scan
 from analysis.token_populations import populations, statistics, with_mostly_dead
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import vector_norm
 
@@ -55,6 +56,7 @@ def _ends(ds: xr.Dataset, groups: npt.NDArray[np.bool_], populations: int) -> xr
     return result
 
 
+@checks_types
 def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     """First and last step at a glance: gradients, displacement, centroid, logits, loss.
 

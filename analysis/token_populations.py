@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.nearest_name import did_you_mean
 
@@ -211,8 +212,9 @@ def _statistics(
     return result
 
 
+@checks_types
 def by_population(
-    da: xr.DataArray, quantiles: Sequence[float] = (0.05, 0.25, 0.75, 0.95)
+    da: xr.DataArray, quantiles: Sequence[float] | float = (0.05, 0.25, 0.75, 0.95)
 ) -> xr.Dataset:
     """Statistics over the tokens of each population: dead, live, all, and those of the user.
 
@@ -220,7 +222,7 @@ def by_population(
     ----------
     da : DataArray, (…, token)
         Anything per token, with the coordinate ``is_dead``, and those of other populations.
-    quantiles : sequence of float
+    quantiles : float or sequence of float
         Between 0 and 1, linearly interpolated.
 
     Returns
@@ -246,9 +248,11 @@ def by_population(
     """
     if "token" not in da.dims:
         raise InvalidArgument(f"got dimensions {da.dims}, expected token among them")
-    levels = np.asarray(quantiles, np.float64)
-    if ((levels < 0) | (levels > 1)).any():
-        raise InvalidArgument(f"got quantiles {tuple(quantiles)}, expected values from 0 to 1")
+    levels = np.atleast_1d(np.asarray(quantiles, np.float64))
+    if not ((levels >= 0) & (levels <= 1)).all():
+        raise InvalidArgument(
+            f"got quantiles {tuple(levels.tolist())}, expected values from 0 to 1"
+        )
     members(da)  # says what is missing
     return statistics(da, levels)
 

@@ -14,6 +14,7 @@ from analysis.lattice_points import chosen_type, lattice_attributes, on_lattice
 from analysis.norms import check_order, order_label
 from analysis.streaming_scan import Scan, native_dtype
 from analysis.token_populations import count_by_population
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.token_norms import ulp_hops
@@ -92,6 +93,7 @@ def _spacing_on_lattice(
     return spacing(on_lattice(whole, name, native, chosen), chosen)
 
 
+@checks_types
 def build_ulp(history: Scan, lattice: str = "native") -> xr.DataArray:
     """`ulp` of a prepared Dataset."""
     cells = history.lattice_type(lattice) and "W" not in history.ds
@@ -158,6 +160,7 @@ def lattice_displacement(
     return build_lattice_displacement(Scan(ds), metric, ord, lattice)
 
 
+@checks_types
 def build_lattice_displacement(
     history: Scan,
     metric: Literal["ulp", "ordinal"] = "ulp",
@@ -247,6 +250,7 @@ def regimes(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     return build_regimes(Scan(ds), lattice)
 
 
+@checks_types
 def build_regimes(history: Scan, lattice: str = "native") -> xr.Dataset:
     """`regimes` of a prepared Dataset."""
     regime = _regime(history, lattice)
@@ -298,6 +302,7 @@ def _last_rows(
     return last
 
 
+@checks_types
 def build_lifecycle(history: Scan, lattice: str = "native") -> xr.Dataset:
     """`lifecycle` of a prepared Dataset."""
     regime = _regime(history, lattice)

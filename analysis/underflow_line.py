@@ -16,6 +16,7 @@ from analysis.block_tasks import shared
 from analysis.log_histograms import log_edges
 from analysis.streaming_scan import Scan, native_dtype
 from analysis.token_populations import populations
+from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.ulp_lattice import spacing
 
@@ -48,6 +49,7 @@ def _thresholds(W: Array, native: str, per_spacing: Array) -> npt.NDArray[np.flo
     return np.asarray(0.5 * spacings[:, None] * per_spacing)
 
 
+@checks_types
 def moment_plane(
     ds: xr.Dataset, step: int | None = None, optimizer: Mapping[str, Any] | None = None
 ) -> xr.Dataset:
@@ -93,6 +95,7 @@ def moment_plane(
     return build_moment_plane(Scan(ds), step, optimizer)
 
 
+@checks_types
 def build_moment_plane(
     history: Scan, step: int | None = None, optimizer: Mapping[str, Any] | None = None
 ) -> xr.Dataset:

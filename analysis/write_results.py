@@ -47,34 +47,69 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
     Returns
     -------
     dict
-        Per variable: ``sizes``, ``units``, ``nan`` (how many), and ``min``, ``mean`` and ``max``
-        of the others; NaN if there is none. Of a small table of counts also ``values``, and
-        ``labels`` along each dimension.
+        Per variable: ``sizes``, ``units``, ``long_name``, ``nan`` (how many), and ``min``,
+        ``mean`` and ``max`` of the others; NaN if there is none. Of one along population also
+        ``populations``: the same four of each by itself. Of a small table of counts also
+        ``values``, and ``labels`` along each dimension.
     """
+    parts: dict[tuple[Any, str | None], xr.DataArray] = {
+        (name, None): whole for name, whole in result.data_vars.items()
+    } | {
+        (name, population): array
+        for name, whole in result.data_vars.items()
+        for population, array in _populations(whole).items()
+    }
     lazy = {
-        (name, fact): value
-        for name, array in result.data_vars.items()
+        (*part, fact): value
+        for part, array in parts.items()
         if array.size
-        for fact, value in (
-            ("min", array.min()),
-            ("mean", array.astype(np.float64).mean()),
-            ("max", array.max()),
-            ("nan", array.isnull().sum()),
-        )
-    } | {(name, "values"): result[name] for name in result.data_vars if _is_census(result[name])}
+        for fact, value in _extremes(array).items()
+    } | {
+        (name, None, "values"): result[name]
+        for name in result.data_vars
+        if _is_census(result[name])
+    }
     values = dict(zip(lazy, compute_all([*lazy.values()], report), strict=True))
+
+    def told(name: Any, population: str | None) -> dict[str, Any]:
+        return {
+            fact: values[name, population, fact].item()
+            if (name, population, fact) in lazy
+            else none
+            for fact, none in _OF_NOTHING.items()
+        }
+
     return {
         str(name): {
             "sizes": {str(dim): size for dim, size in array.sizes.items()},
             "units": str(array.attrs.get("units", "")),
-            **{
-                fact: values[name, fact].item() if array.size else absent
-                for fact, absent in (("min", nan), ("mean", nan), ("max", nan), ("nan", 0))
-            },
-            **_census(values.get((name, "values"))),
+            "long_name": str(array.attrs.get("long_name", name)),
+            **told(name, None),
+            "populations": {one: told(name, one) for one in _populations(array)},
+            **_census(values.get((name, None, "values"))),
         }
         for name, array in result.data_vars.items()
     }
+
+
+_OF_NOTHING: dict[str, float] = {"min": nan, "mean": nan, "max": nan, "nan": 0}
+
+
+def _extremes(array: xr.DataArray) -> dict[str, xr.DataArray]:
+    return {
+        "min": array.min(),
+        "mean": array.astype(np.float64).mean(),
+        "max": array.max(),
+        "nan": array.isnull().sum(),
+    }
+
+
+def _populations(array: xr.DataArray) -> dict[str, xr.DataArray]:
+    """Of a variable along population, what is of each."""
+    if "population" not in array.dims or "population" not in array.coords:
+        return {}
+    names = array["population"].values.tolist()
+    return {str(name): array.isel(population=at) for at, name in enumerate(names)}
 
 
 def _is_census(array: xr.DataArray) -> bool:

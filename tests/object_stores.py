@@ -16,7 +16,7 @@ import pytest
 
 from trajstore.store.remote_path import RemotePath, _store, location
 
-__all__ = ["Fault", "copied", "faulty", "s3_server", "to_s3", "web_server"]
+__all__ = ["Fault", "copied", "faulty", "s3_server", "serving", "to_s3", "web_server"]
 
 BUCKET = "bucket"
 
@@ -114,7 +114,7 @@ def faulty(address: str, fault: Fault) -> Iterator[tuple[str, list[str]]]:
         def log_message(self, *arguments: Any) -> None:
             return
 
-    with _serving(Handler) as address:
+    with serving(Handler) as address:
         yield address, seen
 
 
@@ -157,12 +157,14 @@ def web_server(folder: Path, token: str = "") -> Iterator[tuple[str, list[str]]]
         def log_message(self, *arguments: Any) -> None:
             return
 
-    with _serving(Handler) as address:
+    with serving(Handler) as address:
         yield address, seen
 
 
 @contextmanager
-def _serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Address of a server that answers so."""
+
     class Server(ThreadingHTTPServer):
         daemon_threads = True
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainers.runs.record import record
     from trainers.runs.resume_checks import recorded_config
     from trainers.runs.run_plan import plan
+    from trainers.runs.timed_steps import time_steps
     from trainers.texts.fetch import fetch
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "preset",
     "record",
     "recorded_config",
+    "time_steps",
     "what_if",
 ]
 
@@ -45,6 +47,7 @@ _HOME = {
     "preset": "trainers.presets",
     "record": "trainers.runs.record",
     "recorded_config": "trainers.runs.resume_checks",
+    "time_steps": "trainers.runs.timed_steps",
     "what_if": "trainers.counterfactuals.what_if",
 }
 

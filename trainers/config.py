@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from trajstore.byte_sizes import parse_bytes
 from trajstore.errors import ConfigError, InvalidArgument
@@ -54,6 +62,20 @@ def _record(names: tuple[str, ...]) -> tuple[str, ...]:
     # Tiers stay what they are: of a tier, what a run does not have is left out.
     resolve_record(names)
     return names
+
+
+def _populations(given: Any) -> Any:
+    """Texts NAME=EXPRESSION as they are; a table of them as such texts."""
+    if isinstance(given, Mapping):
+        given = [f"{name}={text}" for name, text in given.items()]
+    if not isinstance(given, list | tuple) or not all(
+        isinstance(one, str) and "=" in one for one in given
+    ):
+        raise ValueError(
+            'expected NAME=EXPRESSION or NAME=FILE, a list such as ["rare=token_count < 10"], or a '
+            'table [recording.populations] with rare = "token_count < 10"'
+        )
+    return given
 
 
 class ModelConfig(_Section):
@@ -184,8 +206,8 @@ class RecordingConfig(_Section):
     """Steps from one row to the next; the last step is always recorded."""
     tokens: str = "all"
     """all, dead, live, or a file of token ids."""
-    populations: tuple[str, ...] = ()
-    """Groups of tokens, NAME=EXPRESSION over what is known of them, or NAME=FILE."""
+    populations: Annotated[tuple[str, ...], BeforeValidator(_populations)] = ()
+    """Groups of tokens, NAME=EXPRESSION over what is known of them, or NAME=FILE; also a table."""
     logits_mode: Literal["last", "mean"] = "last"
     """Logits at the last position: of the first sequence, or the mean over the step's sequences."""
     memory: Annotated[str, AfterValidator(_size)] = "1GiB"
@@ -285,6 +307,13 @@ class RunConfig(_Section):
         ConfigError
             If an assignment has another form, or names an unknown field or impossible value.
         """
+        if isinstance(assignments, str | Mapping) or not all(
+            isinstance(one, str) for one in assignments
+        ):
+            raise ConfigError(
+                f"got {assignments!r}, expected a list of section.field=value, such as "
+                "['optimizer.lr=3e-4']"
+            )
         values = self.model_dump()
         for assignment in assignments:
             name, equals, text = assignment.partition("=")

@@ -107,6 +107,9 @@ class TrajAccessor:
         import analysis
 
         self._is_dead()  # says what is missing
+        if not isinstance(da, xr.DataArray) or "token" not in da.dims:
+            got = getattr(da, "dims", type(da).__name__)
+            raise InvalidArgument(f"got {got}, expected a DataArray along token of this run")
         masks = {
             name: coordinate.variable
             for name, coordinate in self._ds.coords.items()

@@ -45,8 +45,10 @@ def parse_bytes(text: str | int) -> int:
     return size
 
 
-def format_bytes(size: float) -> str:
-    """Size in the largest binary unit that leaves at least 1."""
+def format_bytes(size: float | None) -> str:
+    """Size in the largest binary unit that leaves at least 1; ``unknown`` if it is None."""
+    if size is None:
+        return "unknown"
     for unit, factor in reversed(_UNITS.items()):
         if size >= factor:
             return f"{size / factor:.4g} {unit}"

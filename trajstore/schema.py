@@ -23,6 +23,7 @@ __all__ = [
     "OF_EXAMPLES",
     "OF_RUN",
     "POPULATION",
+    "POPULATION_FILES",
     "RECORDED",
     "STEP",
     "TIERS",
@@ -334,6 +335,9 @@ COORDINATES: dict[str, Coordinate] = {
 
 POPULATION = "is_"
 """What the names of populations begin with, as coordinates of truth values along token."""
+
+POPULATION_FILES = (".txt", ".npy", ".npz", ".pt", ".h5", ".hdf5", ".safetensors")
+"""What the names of files end with that populations are given in."""
 
 MODEL = tuple(name for name, entry in VARIABLES.items() if entry.dims == _MODEL)
 """Variables of every parameter of the model, one number for each."""

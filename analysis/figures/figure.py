@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
+from analysis import input_checks
 from analysis.figures.across_runs import Group, mean_and_spread, run_groups
 from analysis.figures.style import STYLES, Style, style
 from analysis.many_runs import each_run
@@ -231,6 +232,9 @@ class Figure:
             Without matplotlib.
         """
         check_matplotlib()
+        for run in (ds, ds if other is None else other):
+            input_checks.dataset(run)
+        _check_axes(ax)
         chosen = asked_for(options)
         self.check(chosen, other=other is not None, log=log)
         if "run" in ds.dims:
@@ -318,6 +322,15 @@ class Figure:
             )
             self.draw(ax, mean, look)
         _scale(ax, log)
+
+
+def _check_axes(ax: object) -> None:
+    from matplotlib.axes import Axes
+
+    if not isinstance(ax, Axes | None):
+        raise InvalidArgument(
+            f"got ax={ax!r}, expected Axes of matplotlib, as pyplot.subplots() makes them"
+        )
 
 
 def _scale(ax: Axes, log: str | None) -> None:

@@ -64,6 +64,7 @@ autocorrelation = Figure(
     title="How long motion keeps its direction",
     collect=_collect,
     draw=_draw,
+    rows=3,
     overlays=True,
     reading="lags",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from example_run import write_example_run
-from object_stores import copied
+from object_stores import copied, web_server
 
 from trajstore.cli.main import main
 
@@ -81,7 +82,7 @@ LOCAL = "read and written in local folders; name one"
         ("import {out}/a.safetensors -o a.zarr", LOCAL),
         ("upgrade {here} -o {out}/newer.zarr", LOCAL),
         ("upgrade {run} -o newer.zarr", "copy the run to a local folder first"),
-        ("annotate {run} --masks {here}/../dead_mask.npy", "copy the run to a local folder first"),
+        ("annotate {run} --masks {here}/../dead_mask.npy", "and copy it to a new address"),
     ],
 )
 def test_it_says_what_to_do(
@@ -92,3 +93,24 @@ def test_it_says_what_to_do(
     assert told in " ".join(result.output.split())
     assert "://" in result.output
     assert not list(tmp_path.iterdir())
+
+
+def test_sizes_that_a_web_server_does_not_say_are_unknown(
+    run: Callable[[str], Result], here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last test, as it ends the connections, and with them what ``memory://`` holds."""
+    monkeypatch.setattr("analysis.report.page._drawn", lambda ds, report: ([], {}))
+    with web_server(here.parent) as (server, _):
+        told = {}
+        for command in ("info", "info --json", "report", "watch"):
+            result = run(f"{command} {server}/here.zarr")
+            assert result.exit_code == 0, result.output
+            told[command] = result.output
+    assert "unknown" in told["info"]
+    assert "unknown on disk" in told["watch"]
+    facts = json.loads(told["info --json"])
+    arrays = facts["arrays"].values()
+    for fact in ("bytes_on_disk", "ratio"):
+        assert {facts[fact], *(array[fact] for array in arrays)} == {None}
+    assert facts["files"] is None
+    assert "<td>unknown</td>" in (tmp_path / "here.html").read_text()

@@ -51,7 +51,10 @@ def test_plan_says_what_record_then_does(trajstore_cli: Callable[..., Any], tmp_
         "--preset", "gatsby", "--steps", 10, "--every", 4, "--tokens", tokens,
         "--record", "all,W_ulp_l1", "--block-rows", 2, *SMALL,
     ]  # fmt: skip
-    planned = json.loads(trajstore_cli("plan", *call, "--json").stdout)
+    timed = trajstore_cli("plan", *call).stdout
+    assert re.search(r"About \d:\d\d:\d\d on this machine \(cpu\).* s a step", timed)
+    planned = json.loads(trajstore_cli("plan", *call, "--no-timing", "--json").stdout)
+    assert "time" not in planned
     path = tmp_path / "run.zarr"
     happened = json.loads(trajstore_cli("record", *call, "-o", path, "--json").stdout)
     for name in ("files", "bytes_native"):
@@ -61,7 +64,7 @@ def test_plan_says_what_record_then_does(trajstore_cli: Callable[..., Any], tmp_
     ds = xr.open_zarr(path)
     assert ds.step.values.tolist() == [0, 4, 8, 10]
     assert ds.token.values.tolist() == [7, 32, 101]
-    shown = trajstore_cli("plan", "--preset", "wordybird-1b").stdout
+    shown = trajstore_cli("plan", "--preset", "wordybird-1b", "--no-timing").stdout
     assert "201 rows of 50257 tokens" in shown
     assert "weights+grads" in shown
 
@@ -143,11 +146,12 @@ def test_advice_is_given_before_while_and_after(
     call = ["--preset", "gatsby", "--steps", 2, *SMALL]
     said = "Note: exp_avg_sq can never decay: 0.999·v rounds back to v for 100 % of bfloat16 values"
     path = tmp_path / "run.zarr"
-    assert said in trajstore_cli("plan", *call).stdout
+    assert said in trajstore_cli("plan", *call, "--no-timing").stdout
     assert trajstore_cli("record", *call, "-o", path).stderr.count(said) == 1
     assert said in trajstore_cli("info", path).stdout
     advice = json.loads(trajstore_cli("info", path, "--json").stdout)["advice"]
-    assert advice == json.loads(trajstore_cli("plan", *call, "--json").stdout)["advice"]
+    planned = trajstore_cli("plan", *call, "--no-timing", "--json").stdout
+    assert advice == json.loads(planned)["advice"]
     assert [one["cannot_decay"] for one in advice] == [1, 1]
     sound = ["--set", "model.dtype=float32", "--strict-numerics", "-o", tmp_path / "sound.zarr"]
     assert "Note" not in trajstore_cli("record", *call, *sound).stderr

@@ -68,6 +68,9 @@ PROGRAM = """
             columns = {key: np.stack([row[key] for row in rows]) for key in rows[0]}
             np.savez(f"{folder}/{name}.npz", **columns)
 
+    def groups():
+        return len(torch.distributed.distributed_c10d._world.pg_map)
+
     def refusal(model, optimizer, **options):
         try:
             with capture(model, optimizer, f"{folder}/refused.zarr", **options):
@@ -85,7 +88,9 @@ PROGRAM = """
     how = {"record": record, "block_rows": 4, "max_grad_norm": 0.1}
     def told(run):
         run.observe(example_loss=[float(rank), 0.5])
+    before = groups()
     with capture(model, optimizer, path, on_step=told, **how) as run:
+        assert groups() == before + 1
         told(run)
         rows = gathered(model, optimizer, run, range(6), 100 * rank, 0.1)
         assert run.writer.layout.arrays["W"].row == ((6, 4), (5, 4))[rank]
@@ -95,14 +100,22 @@ PROGRAM = """
         rows += gathered(model, optimizer, run, range(6, 9), 100 * rank, 0.1)
     keep("fsdp", rows)
 
+    # recorded from here on: its first row is what the training has come to
+    how = {"block_rows": 4, "max_grad_norm": 0.1, "first_step": 9}
+    with capture(model, optimizer, f"{folder}/late.zarr", **how) as run:
+        late = gathered(model, optimizer, run, range(9, 11), 100 * rank, 0.1)
+    keep("late", rows[-1:] + late)
+    how |= {"resume": True, "first_step": 11}
+
     # weights that are other ones in the second process only, and what is not known
     with torch.no_grad():
         model.embedding.weight.to_local()[0] += rank
     try:
-        with capture(model, optimizer, path, **(how | {"first_step": 9})):
+        with capture(model, optimizer, f"{folder}/late.zarr", **how):
             pass
     except TrajstoreError as error:
         print(type(error).__name__, error, file=open(f"{folder}/other{rank}", "w"))
+    assert groups() == before
     assert "all tokens are recorded" in refusal(model, optimizer, tokens=[1, 2])
     assert "no norms are recorded" in refusal(model, optimizer, record="model")
     across = fully_shard(
@@ -141,6 +154,12 @@ def test_two_processes_with_half_the_tokens_each(tmp_path: Path) -> None:
             for variable in gathered.keys() & ds.keys():
                 recorded = np.ascontiguousarray(ds[variable].values[1:])
                 assert np.array_equal(recorded.view("u4"), gathered[variable].view("u4")), variable
+    late = open_run(tmp_path / "late.zarr")
+    assert late.step.values.tolist() == [9, 10, 11]
+    with np.load(tmp_path / "late.npz") as gathered:
+        for variable in ("W", "exp_avg", "exp_avg_sq"):
+            assert np.array_equal(late[variable].values, gathered[variable]), variable
+            assert gathered[variable][0].any()
     ds = open_run(tmp_path / "fsdp.zarr")
     moved = np.linalg.norm(ds.grad.values.astype("f8"), axis=-1)
     np.testing.assert_allclose(ds.grad_token_norm, moved, rtol=1e-6)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 import analysis
+from trajstore.errors import InvalidArgument
 
 # Ties, both zeros, neighbours on the lattice, both signs; NaN only now and then.
 VALUES = st.sampled_from([0, 0x8000, 0x3F80, 0x3F80, 0x3F81, 0xBFC0, 0x3E00])
@@ -70,8 +71,12 @@ def _quiet() -> Any:
 @several
 @given(histories(), st.sampled_from([None, 1, 2]))
 def test_path_efficiency(ds: xr.Dataset, window: int | None) -> None:
-    got = analysis.path_efficiency(ds, window).compute(scheduler="sync")
     W, _ = values_of(ds)
+    if window is not None and window > max(len(W) - 1, 1):
+        with pytest.raises(InvalidArgument, match="expected 1 to 1"):
+            analysis.path_efficiency(ds, window)
+        return
+    got = analysis.path_efficiency(ds, window).compute(scheduler="sync")
     length = window or max(len(W) - 1, 1)
     starts = range(0, len(W) - 1, length)
     assert got.sizes["window"] == len(starts)
@@ -106,7 +111,12 @@ def test_radial_tangential(ds: xr.Dataset, about: str) -> None:
 @several
 @given(histories(), st.sampled_from(["velocity", "position"]))
 def test_autocorrelation(ds: xr.Dataset, of: Any) -> None:
-    lags = [1, 2, 9]
+    largest = ds.sizes["step"] - (2 if of == "velocity" else 1)
+    lags = [*range(1, largest + 1)]
+    with pytest.raises(InvalidArgument, match="at most"):
+        analysis.autocorrelation(ds, [*lags, largest + 1] if lags else 1, of)
+    if not lags:
+        return
     got = analysis.autocorrelation(ds, lags, of).compute(scheduler="sync")
     W, masks = values_of(ds)
     x = np.diff(W, axis=0) if of == "velocity" else W - W.mean(0)

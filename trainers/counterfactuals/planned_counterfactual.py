@@ -39,6 +39,8 @@ CAVEAT = (
 )
 """What everybody who looks at a counterfactual has to know."""
 
+_NOTHING_CHANGED = "nothing was changed, so this is the recorded run again"
+
 OF_THE_OPTIMIZER = ("W", *MOMENTS, "lr", "clip_coef", "W_step_norm", "W_ulp_l1", "cells")
 """Variables that settings of the optimizer change; all others are of the recorded path."""
 
@@ -142,16 +144,19 @@ class PlannedCounterfactual:
     @property
     def notes(self) -> tuple[str, ...]:
         """What should be known about it."""
-        if not self.settings.given:
-            return ("nothing was changed, so this is the recorded run again",)
-        found = [CAVEAT]
+        found = [CAVEAT if self.settings.given else _NOTHING_CHANGED]
         if not self.settings.keeps_state:
             found.append("the optimizer is of another class, and begins without a state")
-        if not self.rows.natives.keys().isdisjoint(MODEL):
-            found.append("what was recorded of all parameters of the model is left out")
+        if self.left_out:
+            found.append(f"{', '.join(self.left_out)}: left out, as W and its gradient do not tell")
         if self.variables["W"].itemsize < self.rows.natives["W"].itemsize:
             found.append(f"gradients were rounded to {self.variables['W'].name} first")
         return tuple(found)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Variables of the recorded run that the new one does not hold."""
+        return tuple(name for name in self.rows.natives if name not in self.variables)
 
     def attributes(self, origin: Mapping[str, Any]) -> dict[str, Any]:
         """Attributes of the root of the new run.

@@ -13,6 +13,7 @@ from trainers.counterfactuals.planned_counterfactual import PlannedCounterfactua
 from trainers.recording.token_selection import Tokens
 from trainers.replay.recorded_rows import RecordedRows
 from trainers.replay.replay_device import replay_device, torch_threads
+from trajstore.argument_types import checks_types
 from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
 from trajstore.store.create import check_local_target, staged_run
@@ -44,6 +45,7 @@ class WhatIf:
     notes: tuple[str, ...]
 
 
+@checks_types
 def what_if(
     run: str | os.PathLike[str],
     output: str | os.PathLike[str],

@@ -81,15 +81,20 @@ def attach(
     planned, whole = [], None
     all_tokens = isinstance(options.tokens, str) and options.tokens == "all"
     shares = find_shares(model, parameters, options.variables, all_tokens=all_tokens)
-    with together(shares[0]):
-        if _is_first_process() or shares[0] is not None:
-            device = parameters[0].tensor.device
-            whole = ModelParameters.of_recording(model, real, device, options.variables)
-            planned = plan_runs(path, parameters, real, options, loop, whole, shares)
-        rows = [
-            ParameterRows(run, ExistingRun.find(run, comparison) if options.resume else None)
-            for run in planned
-        ]
+    try:
+        with together(shares[0]):
+            if _is_first_process() or shares[0] is not None:
+                device = parameters[0].tensor.device
+                whole = ModelParameters.of_recording(model, real, device, options.variables)
+                planned = plan_runs(path, parameters, real, options, loop, whole, shares)
+            rows = [
+                ParameterRows(run, ExistingRun.find(run, comparison) if options.resume else None)
+                for run in planned
+            ]
+    except BaseException:
+        for share in filter(None, shares):
+            share.close()
+        raise
     recorder = Recorder(
         model,
         real,
@@ -110,6 +115,7 @@ def attach(
         raise
     if planned and not options.resume and _is_first_process():  # or it was told when the run began
         tell((one.sentence for one in advice), on_note)
+        tell((note for run in planned for note in run.notes), on_note)
     return recorder
 
 

@@ -15,8 +15,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from trainers.recording.capture import attach
 from trainers.recording.compared_run import Comparison
+from trainers.recording.data_set_tokens import facts_of_trainer
+from trainers.recording.numeric_advice import tell
 from trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
-from trainers.recording.step_hooks import Recorder
+from trainers.recording.parameters import find_parameters
+from trainers.recording.step_hooks import Recorder, real_optimizer
 from trajstore.errors import RecordingError
 from trajstore.store.remote_path import RunPath
 
@@ -30,7 +33,9 @@ class TrajectoryCallback(TrainerCallback):
     """Records a parameter of the trained model at every optimizer step.
 
     Gradient accumulation, clipping, mixed precision and distributed training are those of the
-    Trainer; the first process records.
+    Trainer; the first process records. Which tokens are dead, how often each occurs, and how it
+    reads, is taken from the Trainer's data set and tokenizer where nobody says so, and the data set
+    is a sized one, with ``input_ids``, that is counted in seconds.
 
     Attributes
     ----------
@@ -84,7 +89,8 @@ class TrajectoryCallback(TrainerCallback):
         on_step : callable, optional
             Called with the `Recorder` after every optimizer step.
         on_note : callable, optional
-            Called with each sentence of advice about the optimizer's types; logged without it.
+            Called with each sentence of advice about the optimizer's types, and about what is known
+            of the tokens; logged without it.
         **options
             Of `RecordingOptions`.
         """
@@ -135,16 +141,26 @@ class TrajectoryCallback(TrainerCallback):
             * args.gradient_accumulation_steps
             * args.world_size,
         )
+        facts = facts_of_trainer(
+            model,
+            find_parameters(model, real_optimizer(optimizer), self._options.parameter),
+            self._options,
+            data_set=getattr(kwargs.get("train_dataloader"), "dataset", None),
+            tokenizer=kwargs.get("processing_class"),
+            processes=args.world_size,
+        )
         self.recorder = attach(
             model,
             optimizer,
             self._path,
-            self._options,
+            facts.added_to(self._options),
             loop,
             on_step=self._on_step,
             on_note=self._on_note,
             comparison=self.comparison,
         )
+        if state.is_world_process_zero:
+            tell(facts.notes, self._on_note)
         # The Trainer tells no callback that it failed: what is whole is committed when the cell of
         # the notebook ends, when another callback begins the run anew or goes on with it, and at
         # the latest when the interpreter ends.

@@ -226,8 +226,14 @@ class ParameterRows:
 
     def close(self, *, complete: bool) -> None:
         """Commit the last step if it is whole, and close the run."""
-        if self.writer is None:
-            return
+        try:
+            if self.writer is not None:
+                self._close_run(self.writer, complete=complete)
+        finally:
+            if self._planned.share is not None:
+                self._planned.share.close()
+
+    def _close_run(self, writer: RowTarget, *, complete: bool) -> None:
         with self._full_disk():
             try:
                 if self._whole_step is not None:
@@ -235,7 +241,7 @@ class ParameterRows:
                 if self._transfer is not None:  # or it could not be opened
                     self._transfer.close()
             finally:
-                self.writer.close("complete" if complete else "interrupted")
+                writer.close("complete" if complete else "interrupted")
 
     def _set_missing_moments(self) -> None:
         """Set what the optimizer has not made yet, because every step until now was skipped."""

@@ -23,6 +23,7 @@ from trainers.recording.provenance import optimizer_attributes, provenance
 from trainers.recording.token_selection import select_tokens
 from trajstore.byte_sizes import parse_bytes
 from trajstore.errors import InvalidArgument
+from trajstore.schema import POPULATION
 from trajstore.store.remote_path import Location, RunPath, location
 from trajstore.store.token_share import TokenShare
 from trajstore.store.writer import RunWriter
@@ -67,6 +68,15 @@ class PlannedRun:
     populations: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
     model: ModelParameters | None = None
     share: TokenShare | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        """What should be known about it: populations that none of its tokens belongs to."""
+        return [
+            f"the population {name.removeprefix(POPULATION)} has no token"
+            for name, mask in self.populations.items()
+            if not mask.any()
+        ]
 
     @property
     def token(self) -> npt.NDArray[np.int32]:

@@ -8,8 +8,8 @@ run (`trajstore.store.token_share`); nobody gathers a matrix.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -212,24 +212,36 @@ def _check_variables(
 
 def _new_share() -> TokenShare:
     """Of this process, with a group of its own, through which the writer's thread speaks."""
-    group = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE)
     share = _share_of(torch.distributed.get_rank(), torch.distributed.get_world_size())
-    return TokenShare(
-        number=share.number, count=share.count, exchange=partial(_exchange, group, share.count)
-    )
+    channel = _Channel(share.count)
+    return replace(share, exchange=channel.exchange, close=channel.close)
 
 
 def _share_of(number: int, count: int) -> TokenShare:
     return TokenShare(number=number, count=count, exchange=lambda value: [value])
 
 
-def _exchange(group: Any, count: int, value: Any) -> list[Any]:
-    said: list[Any] = [None] * count
-    try:
-        torch.distributed.all_gather_object(said, value, group=group)
-    except RuntimeError as error:
-        raise RecordingError(
-            "another process that records the same run has ended, or has said nothing for "
-            f"{_PATIENCE.seconds // 60} minutes; what was committed is whole ({error})"
-        ) from error
-    return said
+class _Channel:
+    """A group of all processes, until it is closed."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._group: Any = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE)
+
+    def exchange(self, value: Any) -> list[Any]:
+        said: list[Any] = [None] * self._count
+        try:
+            torch.distributed.all_gather_object(said, value, group=self._group)
+        except RuntimeError as error:
+            raise RecordingError(
+                "another process that records the same run has ended, or has said nothing for "
+                f"{_PATIENCE.seconds // 60} minutes; what was committed is whole ({error})"
+            ) from error
+        return said
+
+    def close(self) -> None:
+        """End its connections and threads. Twice does no harm."""
+        group, self._group = self._group, None
+        # Whoever has left the training altogether has ended all groups.
+        if group is not None and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group(group)

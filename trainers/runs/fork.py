@@ -30,6 +30,7 @@ from trainers.runs.retraining import explained, train_again
 from trainers.runs.run_plan import numeric_advice
 from trainers.runs.training_setup import build_training
 from trainers.texts.corpus import Corpus, load_corpus
+from trajstore.argument_types import checks_types
 from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, StepNotFound
 from trajstore.optimizer_advice import require_sound
 from trajstore.schema import STEP, VARIABLES
@@ -44,6 +45,7 @@ from trajstore.values.native_types import as_bits, native_type
 __all__ = ["fork"]
 
 
+@checks_types
 def fork(
     run: str | os.PathLike[str],
     output: RunPath,

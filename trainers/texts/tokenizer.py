@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from trainers.token_texts import printable, token_texts
 from trajstore.errors import CorpusError, InvalidArgument
 
 __all__ = ["ASCII_SIZE", "AsciiTokenizer", "FileTokenizer", "Tokenizer"]
@@ -47,7 +48,7 @@ class AsciiTokenizer:
 
     def texts(self) -> tuple[str, ...]:
         """How each token reads."""
-        return tuple(_printable(chr(byte)) for byte in range(ASCII_SIZE))
+        return tuple(printable(chr(byte)) for byte in range(ASCII_SIZE))
 
 
 class FileTokenizer:
@@ -109,18 +110,7 @@ class FileTokenizer:
 
     def texts(self) -> tuple[str, ...]:
         """How each token reads; a token that is no whole character reads as its symbol."""
-        ids = range(self.vocab_size)
-        decoded = self._backend.decode_batch([[i] for i in ids], skip_special_tokens=False)
-        return tuple(
-            _printable(text)
-            if text and "\ufffd" not in text
-            else self._backend.id_to_token(i) or ""
-            for i, text in zip(ids, decoded, strict=True)
-        )
+        return token_texts(self._backend)
 
 
 Tokenizer = AsciiTokenizer | FileTokenizer
-
-
-def _printable(text: str) -> str:
-    return text if text.isprintable() else repr(text)[1:-1]

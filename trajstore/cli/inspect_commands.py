@@ -26,8 +26,10 @@ from trajstore.cli.tables import (
     print_description,
     print_information,
     print_json,
+    print_notes,
     print_runs,
     print_summary,
+    without_tokens,
 )
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 
@@ -186,6 +188,7 @@ def analyze(
     """
     import analysis
     from analysis.registry import ACROSS_RUNS, ALONE
+    from analysis.token_populations import own_masks
     from analysis.write_results import describe, write_result
     from trajstore.formats.population_files import populations_from
 
@@ -210,6 +213,8 @@ def analyze(
         print_json(facts)
     elif output is None:
         print_description(facts)
+        sizes = {name: int(mask.sum()) for name, mask in own_masks(ds).items()}
+        print_notes(without_tokens(sizes))
     elif as_json:
         print_json({"files": [str(file) for file in files], "variables": [*map(str, result)]})
     else:

@@ -21,7 +21,7 @@ from trajstore.cli.options import JSON, sentences
 from trajstore.cli.progress import RecordingProgress
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import err, out, print_json, print_plan
-from trajstore.errors import InvalidArgument, MissingExtra
+from trajstore.errors import InvalidArgument, MissingExtra, TrajstoreError
 from trajstore.schema import ENCODINGS
 
 if TYPE_CHECKING:
@@ -340,6 +340,11 @@ def _forked(source: str, changes: list[str]) -> Any:
 
 @click.command()
 @configuration
+@click.option(
+    "--no-timing",
+    is_flag=True,
+    help="Do not train a few steps on this machine to tell how long the whole will take.",
+)
 @JSON
 @sentences
 def plan(
@@ -349,14 +354,18 @@ def plan(
     corpus: str | None,
     tokenizer: str | None,
     variables: str | None,
+    no_timing: bool,
     as_json: bool,
     **fields: Any,
 ) -> None:
-    """Tell what a run will cost before it is made: rows, chunks, bytes, memory, files.
+    """Tell what a run will cost before it is made: rows, chunks, bytes, memory, files, time.
+
+    For the time, a few steps are trained here, and recorded to a temporary folder.
 
     \b
     Example:
       trajstore plan --preset wordybird-1b
+      trajstore plan --preset wordybird-1b --no-timing
     """
     import trainers
     from trajstore.schema import TIERS
@@ -369,6 +378,13 @@ def plan(
         alternative = config.model_copy(update={"recording": recording})
         tiers[tier] = trainers.plan(alternative, corpus=corpus, tokenizer=tokenizer)
     facts = wanted.facts() | {"tiers": {tier: made.totals() for tier, made in tiers.items()}}
+    if not no_timing:
+        try:
+            timed = trainers.time_steps(config, corpus=corpus, tokenizer=tokenizer)
+        except TrajstoreError as error:  # the plan may be of another machine
+            facts["notes"].append(f"no time was measured: {error}")
+        else:
+            facts["time"] = timed.facts(steps=wanted.steps, rows=wanted.rows)
     if as_json:
         print_json(facts)
     else:

@@ -6,7 +6,8 @@ import itertools
 import json
 import math
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,6 +41,7 @@ __all__ = [
     "print_table",
     "print_verification",
     "table",
+    "without_tokens",
 ]
 
 _SETTINGS = 12  # that differ and are named
@@ -71,6 +73,11 @@ def print_notes(notes: Iterable[str]) -> None:
         out.print(Text(f"Note: {note}."))
 
 
+def without_tokens(populations: Mapping[str, int]) -> list[str]:
+    """What should be known of populations, by their numbers of tokens: those that have none."""
+    return [f"the population {name} has no token" for name, n in populations.items() if not n]
+
+
 def print_json(facts: Any) -> None:
     """Print one JSON document; NaN and infinities, which JSON has not, become null."""
     click.echo(json.dumps(json_value(facts), indent=2))
@@ -88,13 +95,21 @@ def json_value(value: Any) -> Any:
 
 
 def print_description(facts: dict[str, Any]) -> None:
-    """Print what `analysis.write_results.describe` found."""
+    """Print what `analysis.write_results.describe` found: a line for each population."""
     printed = table("", "variable", "dimensions", "least", "mean", "largest", "NaN", "units")
     for name, fact in facts.items():
-        sizes = " × ".join(f"{dim} {size}" for dim, size in fact["sizes"].items())
-        numbers = (f"{fact[key]:.6g}" for key in ("min", "mean", "max"))
-        printed.add_row(name, sizes, *numbers, str(fact["nan"]), fact["units"])
+        parts = {f"{name} {one}": part for one, part in fact["populations"].items()}
+        dims = {d: size for d, size in fact["sizes"].items() if not (parts and d == "population")}
+        sizes = " × ".join(f"{dim} {size}" for dim, size in dims.items())
+        for row, part in (parts or {name: fact}).items():
+            numbers = (f"{part[key]:.6g}" for key in ("min", "mean", "max"))
+            printed.add_row(row, sizes, *numbers, str(part["nan"]), fact["units"])
     print_table(printed)
+    print_notes(
+        f"{name}: {fact['long_name']}"
+        for name, fact in facts.items()
+        if fact["min"] == -1 and "-1" in fact["long_name"]
+    )
     for name, fact in facts.items():
         if "values" in fact:
             _print_census(name, fact["labels"], fact["values"])
@@ -195,7 +210,11 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
             out.print(section, style="bold")
             for name, value in _flat(facts[section]):
                 out.print(Text(f"  {name} = {value}"))
+    if facts["populations"]:
+        told = (f"{name} {_counted(n, 'token')}" for name, n in facts["populations"].items())
+        out.print(Text(f"Populations: {', '.join(told)}."))
     print_notes(advice["sentence"] for advice in facts["advice"])
+    print_notes(without_tokens(facts["populations"]))
 
 
 def print_runs(found: dict[str, dict[str, Any]]) -> None:
@@ -250,7 +269,22 @@ def print_plan(facts: dict[str, Any]) -> None:
             str(totals["block_rows"]),
         )
     print_table(printed)
+    if "time" in facts:
+        out.print(_time_sentence(facts))
     print_notes([*facts["notes"], *(advice["sentence"] for advice in facts["advice"])])
+
+
+def _time_sentence(facts: dict[str, Any]) -> str:
+    """How long a planned run will take, and what that stands on."""
+    time = facts["time"]
+    return (
+        f"About {timedelta(seconds=max(round(time['seconds']), 1))} on this machine "
+        f"({time['device']}), {timedelta(seconds=round(time['seconds_recording']))} of it for "
+        f"recording: {time['step_seconds']:.2g} s a step and {time['row_seconds']:.2g} s a row, as "
+        f"{time['timed_steps']} steps took that were trained now, and {time['timed_rows']} rows "
+        f"({format_bytes(time['row_bytes'])} each on disk) that were recorded to a temporary "
+        "folder. Other programs that run meanwhile, and checkpoints, come on top."
+    )
 
 
 def print_replay(result: Replay) -> None:
@@ -359,6 +393,7 @@ def print_summary(summary: xr.Dataset) -> None:
             for loss, step in zip(summary["loss"].values, steps.values(), strict=True)
         )
         out.print(f"Loss: {losses}")
+    print_notes(without_tokens({n: tokens[n] for n in tokens if n not in ("dead", "live", "all")}))
     if "dead" not in tokens:
         out.print("Nothing says which tokens are dead; tell it with: trajstore annotate --help")
 

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trajstore.errors import FormatError, InvalidArgument
+from trajstore.schema import POPULATION_FILES
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
 __all__ = ["populations_from"]
-
-# Of what is a file even where there is none of that name.
-_SUFFIXES = (".txt", ".npy", ".npz", ".pt", ".h5", ".hdf5", ".safetensors")
 
 
 def populations_from(assignments: Sequence[str]) -> dict[str, Any]:
@@ -46,7 +44,7 @@ def populations_from(assignments: Sequence[str]) -> dict[str, Any]:
                 "each name once"
             )
         text = text.strip()
-        if not Path(text).is_file() and Path(text).suffix in _SUFFIXES:
+        if not Path(text).is_file() and Path(text).suffix in POPULATION_FILES:
             raise InvalidArgument(f"there is no file {text} for the population {name.strip()}")
         result[name.strip()] = _from_file(text) if Path(text).is_file() else text
     return result

@@ -23,7 +23,7 @@ Where a matrix is sharded over processes, each is a writer of its ``token_share`
 written.
 
 All of that is the same for a folder and for what lies in an object store: ``remote_path`` is to an
-address what a path is to a folder (``hub_address`` tells where a hub has its files),
-``object_file`` reads either in parts, and ``remote_lock`` is the lock where there are no file
-locks.
+address what a path is to a folder, by ``object_requests`` (``hub_address`` tells where a hub has
+its files), ``object_file`` reads either in parts, and ``remote_lock`` is the lock where there are
+no file locks.
 """

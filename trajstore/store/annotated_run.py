@@ -81,7 +81,12 @@ def annotate_run(
     """
     place = check_run(path)
     if isinstance(place, RemotePath):
-        raise InvalidArgument(f"cannot annotate {path}: copy the run to a local folder first")
+        # Of the documents of all arrays and the root, and of a coordinate that keeps its name, a
+        # store replaces one at a time: a reader in between would have some of the old and some new.
+        raise InvalidArgument(
+            f"cannot annotate {path}: an object store cannot exchange a run at once; copy the run "
+            "to a local folder first, annotate it there, and copy it to a new address"
+        )
     run = Path(os.path.realpath(place))
     given = {"is_dead": is_dead, "token_count": token_count, "token_text": token_text}
     wanted = {name: values for name, values in given.items() if values is not None}

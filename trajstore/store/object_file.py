@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trajstore.store.remote_path import Location, RemotePath
-from trajstore.strict_json import LARGEST_DOCUMENT, document_bytes, too_large
+from trajstore.strict_json import LARGEST_DOCUMENT, document_bytes
 
 __all__ = ["HeldObject", "ObjectFile", "document_in", "held", "opened", "size_of"]
 
@@ -160,10 +160,7 @@ def document_in(path: Location) -> bytes:
     """
     if isinstance(path, Path):
         return document_bytes(path)
-    with held(path) as document:
-        if document.size > LARGEST_DOCUMENT:
-            raise ValueError(too_large(document.size))
-        return document.read(0, document.size)
+    return path.read_bytes(LARGEST_DOCUMENT)
 
 
 def size_of(path: Location) -> int:

@@ -13,12 +13,13 @@ import zarr
 from zarr.errors import NodeNotFoundError
 
 from trajstore.codec.block_form import Runs
-from trajstore.errors import FormatError, RunNotFound
+from trajstore.errors import FormatError, ObjectStoreError, RunNotFound
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import FORMAT, STEP, VARIABLES, coordinate
+from trajstore.store.object_file import document_in
 from trajstore.store.object_keys import DOCUMENT
-from trajstore.store.remote_path import RemotePath, RunPath, location
-from trajstore.strict_json import document_bytes, parse
+from trajstore.store.remote_path import Location, RemotePath, RunPath, location
+from trajstore.strict_json import parse
 
 __all__ = ["open_group", "run_identity"]
 
@@ -42,18 +43,19 @@ def open_group(path: RunPath) -> zarr.Group:
     """
     place = location(path)
     text = str(path)
-    if isinstance(place, Path):
-        if not place.exists():
-            raise RunNotFound(f"there is no run at {text}{_beside(place)}")
-        _check_bounds(place)
+    if isinstance(place, Path) and not place.exists():
+        raise RunNotFound(f"there is no run at {text}{_beside(place)}")
+    document = _root_document(place)
+    if document is not None:
+        _check_bounds(place, document)
     try:
-        if isinstance(place, Path):
-            group = zarr.open_group(text, mode="r", zarr_format=3)
+        if isinstance(place, RemotePath):
+            known = {} if document is None else {(place / DOCUMENT).key: document}
+            store = place.zarr_store(known)
+            group = zarr.open_group(store, path=place.key, mode="r", zarr_format=3)
         else:
-            group = zarr.open_group(place.zarr_store(), path=place.key, mode="r", zarr_format=3)
+            group = zarr.open_group(text, mode="r", zarr_format=3)
     except (NodeNotFoundError, ValueError, KeyError) as error:
-        if isinstance(place, RemotePath) and isinstance(error, NodeNotFoundError):
-            raise RunNotFound(f"there is no run at {text}") from error
         raise FormatError(f"{text} is not a Zarr v3 group, so not a run: {error}") from error
     number = group.attrs.get("trajstore_format")
     if not isinstance(number, int):
@@ -82,25 +84,40 @@ def _beside(path: Path) -> str:
     return did_you_mean(path.name, near)
 
 
-def _check_bounds(path: Path) -> None:
+def _root_document(place: Location) -> bytes | None:
+    """The document of the root; None if the system does not let it be read, as zarr will say."""
+    try:
+        return document_in(place / DOCUMENT)
+    except ValueError as error:
+        raise _unreadable(place, error) from error
+    except FileNotFoundError as error:
+        if isinstance(place, RemotePath):
+            raise RunNotFound(f"there is no run at {place}") from error
+        return None
+    except ObjectStoreError:
+        raise
+    except OSError:
+        return None
+
+
+def _check_bounds(path: Location, document: bytes) -> None:
     """Refuse documents that would take memory, or time, out of proportion to what is stored.
+
+    Of a run at an address only the root is looked at: zarr reads no others.
 
     Raises
     ------
     FormatError
     """
     try:
-        root = parse(document_bytes(path / DOCUMENT).decode())
-        arrays = root["consolidated_metadata"]["metadata"]
+        arrays = parse(document.decode())["consolidated_metadata"]["metadata"]
         if not isinstance(arrays, dict):
             raise ValueError("its arrays are no object of JSON")
-        for document in path.glob(f"*/{DOCUMENT}"):
-            if document.stat().st_size > _LARGEST_ARRAY_DOCUMENT:
-                raise ValueError(f"{document.parent.name}/{DOCUMENT} is too large")
+        for own in path.glob(f"*/{DOCUMENT}") if isinstance(path, Path) else ():
+            if own.stat().st_size > _LARGEST_ARRAY_DOCUMENT:
+                raise ValueError(f"{own.parent.name}/{DOCUMENT} is too large")
     except ValueError as error:
-        raise FormatError(
-            f"{path} is not a Zarr v3 group, so not a run: {DOCUMENT} cannot be read: {error}"
-        ) from error
+        raise _unreadable(path, error) from error
     except (OSError, KeyError, TypeError):
         return  # which zarr puts into words
     _check_lengths(path, arrays)
@@ -110,7 +127,13 @@ def _check_bounds(path: Path) -> None:
         _check_sizes(path, name, array)
 
 
-def _check_lengths(path: Path, arrays: dict[str, Any]) -> None:
+def _unreadable(path: Location, error: ValueError) -> FormatError:
+    return FormatError(
+        f"{path} is not a Zarr v3 group, so not a run: {DOCUMENT} cannot be read: {error}"
+    )
+
+
+def _check_lengths(path: Location, arrays: dict[str, Any]) -> None:
     """Refuse arrays that do not agree on how many tokens, or others, there are."""
     lengths: dict[str, tuple[str, int]] = {}
     for name, array in arrays.items():
@@ -129,7 +152,7 @@ def _check_lengths(path: Path, arrays: dict[str, Any]) -> None:
                 )
 
 
-def _check_sizes(path: Path, name: str, array: Any) -> None:
+def _check_sizes(path: Location, name: str, array: Any) -> None:
     """Refuse an array of blocks that no machine holds, or of rows that nobody stored."""
     try:
         shape = array["shape"]
@@ -146,6 +169,8 @@ def _check_sizes(path: Path, name: str, array: Any) -> None:
         )
     if name != STEP.name or separator != "." or rows < 1 or length < 1:
         return
+    if isinstance(path, RemotePath):
+        return  # whoever opens it reads the last steps first, and finds that they are missing
     last = (rows - 1) // length
     if last and not (path / name / f"c.{last}").exists() and (path / name / "c.0").exists():
         raise FormatError(

@@ -14,16 +14,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
-from zarr.abc.buffer import Buffer
-from zarr.abc.store import ByteRequest
 from zarr.storage import ObjectStore as ZarrObjectStore
 
-from trajstore.errors import InvalidArgument, MissingExtra, ObjectStoreError
+from trajstore.errors import InvalidArgument, ObjectStoreError
 from trajstore.store.hub_address import hub_headers, hub_url, split_hub_address
+from trajstore.store.object_requests import ReadStore, begun_again, is_of_nothing, obstore, told
+from trajstore.strict_json import too_large
 
 __all__ = [
     "REMOTE_REQUESTS",
@@ -105,9 +104,16 @@ class RemotePath:
         """Whether the store can say what lies below a key; a web server cannot."""
         return urlsplit(self.root).scheme not in _NOT_LISTED
 
-    def zarr_store(self) -> ZarrObjectStore[Any]:
-        """What zarr reads from; the run is the group `key` of it."""
-        return _ReadStore(self.store, read_only=True)
+    def zarr_store(self, documents: Mapping[str, bytes] | None = None) -> ZarrObjectStore[Any]:
+        """What zarr reads from; the run is the group `key` of it.
+
+        Parameters
+        ----------
+        documents : mapping of str to bytes, optional
+            By their keys in the whole store, what has just been read: it is not asked for again,
+            once.
+        """
+        return ReadStore(self.store, root=self.root, documents=documents)
 
     def exists(self) -> bool:
         """Whether there is such an object, or one below."""
@@ -119,22 +125,37 @@ class RemotePath:
 
     def stat(self) -> Mapping[str, Any] | None:
         """``size``, ``last_modified`` and ``e_tag`` of the object; None if there is none."""
-        with _told(self):
+        with told(self):
             try:
-                return dict(_obstore().head(self.store, self.key))
+                return dict(obstore().head(self.store, self.key))
             except FileNotFoundError:
                 return None
 
-    def read_bytes(self) -> bytes:
+    def read_bytes(self, most: int | None = None) -> bytes:
         """The whole object.
+
+        Parameters
+        ----------
+        most : int, optional
+            Bytes that it may have.
 
         Raises
         ------
         FileNotFoundError
             If there is none.
+        ValueError
+            If it has more bytes than it may have; they are not read.
         """
-        with _told(self):
-            return bytes(_obstore().get(self.store, self.key).bytes())
+
+        def read() -> bytes:
+            found = obstore().get(self.store, self.key)
+            size = found.meta["size"]
+            if most is not None and size > most:
+                raise ValueError(too_large(size))
+            return bytes(found.bytes())
+
+        with told(self):
+            return begun_again(read)
 
     def read_end(self, length: int) -> bytes:
         """Last bytes of the object; otherwise as `end_and_facts`."""
@@ -147,21 +168,38 @@ class RemotePath:
         ------
         FileNotFoundError
             If there is none.
+        ObjectReplaced
+            If it is replaced again and again.
         """
-        with _told(self):
+
+        def read() -> tuple[bytes, Mapping[str, Any]]:
+            found = obstore().get(self.store, self.key, options={"range": {"suffix": length}})
+            return bytes(found.bytes()), dict(found.meta)
+
+        with told(self):
             try:
-                options = {"range": {"suffix": length}}
-                found = _obstore().get(self.store, self.key, options=options)
-                return bytes(found.bytes()), dict(found.meta)
+                return begun_again(read)
             except FileNotFoundError:
                 raise
-            except _obstore().exceptions.BaseError:
-                # Azure knows no suffix; others have none of an object without bytes.
-                facts = dict(_obstore().head(self.store, self.key))
-                if facts["size"] == 0:
-                    return b"", facts
-                start = max(facts["size"] - length, 0)
-                return self.read_range(start, facts["size"], facts["e_tag"]), facts
+            except obstore().exceptions.NotSupportedError:  # Azure knows no suffix
+                pass
+            except obstore().exceptions.GenericError as error:
+                facts = dict(obstore().head(self.store, self.key)) if is_of_nothing(error) else {}
+                if facts.get("size") != 0:
+                    raise
+                return b"", facts
+        try:
+            return self._end_by_range(length)
+        except ObjectReplaced:  # between the two requests
+            return self._end_by_range(length)
+
+    def _end_by_range(self, length: int) -> tuple[bytes, Mapping[str, Any]]:
+        with told(self):
+            facts = dict(obstore().head(self.store, self.key))
+        if facts["size"] == 0:
+            return b"", facts
+        start = max(facts["size"] - length, 0)
+        return self.read_range(start, facts["size"], facts["e_tag"]), facts
 
     def read_range(self, start: int, stop: int, tag: str | None) -> bytes:
         """Bytes of the object, if it is still the one of that ``e_tag``.
@@ -169,18 +207,25 @@ class RemotePath:
         Raises
         ------
         ObjectReplaced
-            If it is another one by now.
+            If it is another one by now, or has fewer bytes.
         FileNotFoundError
             If there is none.
         """
         options: dict[str, Any] = {"range": (start, stop)}
         if tag is not None and not tag.startswith("W/"):  # one of those never fits a condition
             options["if_match"] = tag
-        with _told(self):
+
+        def read() -> bytes:
+            return bytes(obstore().get(self.store, self.key, options=options).bytes())
+
+        with told(self):
             try:
-                return bytes(_obstore().get(self.store, self.key, options=options).bytes())
-            except _obstore().exceptions.PreconditionError as error:
+                data = begun_again(read)
+            except obstore().exceptions.PreconditionError as error:
                 raise ObjectReplaced(f"{self} has been replaced while it was read") from error
+        if len(data) < stop - start:
+            raise ObjectReplaced(f"{self} has become shorter while it was read")
+        return data
 
     def write_bytes(self, data: bytes, *, instead_of: str | None = None, new: bool = False) -> str:
         """Put the object in place, in one step.
@@ -206,10 +251,10 @@ class RemotePath:
         mode: Any = "create" if new else "overwrite"
         if instead_of is not None:
             mode = {"e_tag": instead_of}
-        refused = _obstore().exceptions.AlreadyExistsError, _obstore().exceptions.PreconditionError
-        with _told(self):
+        refused = obstore().exceptions.AlreadyExistsError, obstore().exceptions.PreconditionError
+        with told(self):
             try:
-                put = _obstore().put(self.store, self.key, data, mode=mode, use_multipart=False)
+                put = obstore().put(self.store, self.key, data, mode=mode, use_multipart=False)
             except refused as error:
                 return self._tag_of(data, error)
         return str(put["e_tag"])
@@ -223,8 +268,8 @@ class RemotePath:
 
     def unlink(self, *, missing_ok: bool = True) -> None:
         """Remove the object. Whether there was one, an object store does not say."""
-        with _told(self), suppress(FileNotFoundError):
-            _obstore().delete(self.store, self.key)
+        with told(self), suppress(FileNotFoundError):
+            obstore().delete(self.store, self.key)
 
     def below(self) -> dict[RemotePath, int]:
         """All objects below, and their bytes."""
@@ -243,14 +288,14 @@ class RemotePath:
         """Remove all objects below."""
         keys = [path.key for path in self.below()]
         if keys:
-            with _told(self):
-                _obstore().delete(self.store, keys)
+            with told(self):
+                obstore().delete(self.store, keys)
 
     def _below(self) -> Iterator[Any]:
         if not self.listed:
             raise ObjectStoreError(f"{self}: a web server does not say what there is")
-        with _told(self):
-            for batch in _obstore().list(self.store, f"{self.key}/"):
+        with told(self):
+            for batch in obstore().list(self.store, f"{self.key}/"):
                 yield from batch
 
 
@@ -287,7 +332,10 @@ def location(path: RunPath) -> Location:
     text = os.fspath(path)
     if "://" not in text:
         return Path(text)
-    parts = urlsplit(text)
+    try:
+        parts = urlsplit(text)
+    except ValueError as error:  # of brackets, as those of a pattern that the shell did not expand
+        raise InvalidArgument(f"{text} is no address: {error}") from error
     if parts.scheme not in _SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in _SCHEMES)
         raise InvalidArgument(f"{text} is an address of an unknown kind; known are {known}")
@@ -297,12 +345,12 @@ def location(path: RunPath) -> Location:
         )
     if parts.scheme == "hf":
         root, key = split_hub_address(text)
-        _obstore()
+        obstore()
         return RemotePath(root, key)
     root, key = f"{parts.scheme}://{parts.netloc}", parts.path.strip("/")
     if not parts.netloc or not key:
         raise InvalidArgument(f"{text} names no run; expected SCHEME://BUCKET/KEY")
-    _obstore()
+    obstore()
     return RemotePath(root, key)
 
 
@@ -344,49 +392,16 @@ def local_file(path: Location) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="trajstore-") as folder:
         file = Path(folder) / path.name
-        with file.open("wb") as copy, _told(path):
-            for piece in _obstore().get(path.store, path.key):
+        with file.open("wb") as copy, told(path):
+            for piece in obstore().get(path.store, path.key):
                 copy.write(piece)
         yield file
-
-
-class _ReadStore(ZarrObjectStore[Any]):
-    """zarr's, whose errors name the address."""
-
-    async def get(
-        self, key: str, prototype: Any, byte_range: ByteRequest | None = None
-    ) -> Buffer | None:
-        """Part of an object; None if there is none."""
-        with _told(key):
-            return await super().get(key, prototype, byte_range)
-
-
-@contextmanager
-def _told(address: object) -> Iterator[None]:
-    """Have what the object store refuses be an error of ours, of one line."""
-    try:
-        yield
-    except (FileNotFoundError, ObjectStoreError):
-        raise
-    except _obstore().exceptions.BaseError as error:
-        said = " ".join(str(error).split("\n\nDebug source")[0].split())
-        raise ObjectStoreError(f"{address}: {said}") from error
-
-
-def _obstore() -> ModuleType:
-    try:
-        import obstore
-    except ImportError as error:
-        raise MissingExtra(
-            "addresses need the package obstore; run: pip install 'trajstore[s3]'"
-        ) from error
-    return obstore
 
 
 @cache
 def _store(root: str) -> Any:
     """One for each address: it keeps connections, and in ``memory://`` the objects themselves."""
-    _obstore()
+    obstore()
     from obstore.store import HTTPStore, MemoryStore, from_url
 
     scheme = urlsplit(root).scheme

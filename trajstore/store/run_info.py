@@ -5,17 +5,20 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trajstore.optimizer_advice import advise_run
-from trajstore.schema import STEP, VARIABLES
+from trajstore.schema import COORDINATES, POPULATION, STEP, VARIABLES, along_token
 from trajstore.store.array_reader import block_form
+from trajstore.store.block_view import as_blocks
 from trajstore.store.lock import is_written_to
 from trajstore.store.open_group import open_group
 from trajstore.store.remote_path import Location, RemotePath, RunPath, location
+from trajstore.store.xarray_engine import ends
 from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["digest_of_files", "information", "object_sizes", "stored_bytes"]
@@ -27,7 +30,6 @@ def information(path: RunPath) -> dict[str, Any]:
     Parameters
     ----------
     path : path-like or str
-        A run; one on a web server cannot be asked for its sizes.
 
     Returns
     -------
@@ -35,9 +37,11 @@ def information(path: RunPath) -> dict[str, Any]:
         The attributes of the root, and ``steps`` (first, last; None without rows), ``arrays`` (by
         name: shape, chunk, shard, native_dtype, bytes_native, bytes_on_disk, ratio), and
         ``bytes_native``, ``bytes_on_disk``, ``ratio``, ``files`` of the whole run. Bytes on disk
-        may include a block that is being written. ``written_to``, whether a process writes to it
+        may include a block that is being written; they, ratios and files are None on a web server,
+        which does not say what there is. ``written_to``, whether a process writes to it
         (`trajstore.store.lock.is_written_to`). ``advice``, what the types of the optimizer's
-        state and of W keep it from doing (`trajstore.optimizer_advice.Advice`).
+        state and of W keep it from doing (`trajstore.optimizer_advice.Advice`). ``populations``,
+        by name the number of tokens of each that was named when the run was recorded.
 
     Raises
     ------
@@ -47,13 +51,14 @@ def information(path: RunPath) -> dict[str, Any]:
     # Before the root is read: whoever ends a recording says so there, and then lets go of the lock.
     written_to = is_written_to(path)
     group = open_group(path)
-    sizes = object_sizes(location(path))
+    place = location(path)
+    sizes = object_sizes(place) if _says_sizes(place) else None
     arrays: dict[str, dict[str, Any]] = {}
     for name, array in sorted(group.arrays(), key=lambda item: _order(item[0])):
         native = str(array.attrs.get("native_dtype", array.dtype))
         itemsize = NATIVE_TYPES[native].itemsize if native in NATIVE_TYPES else array.dtype.itemsize
         raw = math.prod(array.shape) * itemsize
-        stored = sum(size for key, size in sizes.items() if key.startswith(f"{name}/"))
+        stored = _stored(sizes, f"{name}/")
         form = block_form(name, array, None)
         arrays[name] = {
             "shape": list(array.shape),
@@ -64,27 +69,48 @@ def information(path: RunPath) -> dict[str, Any]:
             "bytes_on_disk": stored,
             "ratio": raw / stored if stored else None,
         }
-    steps = np.asarray(group[STEP.name])
-    total = sum(sizes.values())
+    step: Any = as_blocks(group)[STEP.name]
+    first_last = ends(step) if step.shape[0] else None
+    total = _stored(sizes, "")
     raw = sum(array["bytes_native"] for array in arrays.values())
     attributes = dict(group.attrs)
     advice = advise_run(attributes, {name: arrays[name]["native_dtype"] for name in arrays})
     return {
         **attributes,
-        "steps": {"first": int(steps[0]), "last": int(steps[-1])} if len(steps) else None,
+        "steps": first_last and dict(zip(("first", "last"), first_last, strict=True)),
         "arrays": arrays,
         "bytes_native": raw,
         "bytes_on_disk": total,
         "ratio": raw / total if total else None,
-        "files": len(sizes),
+        "files": None if sizes is None else len(sizes),
         "written_to": written_to,
         "advice": [one.facts() for one in advice],
+        "populations": {
+            name.removeprefix(POPULATION): int(np.count_nonzero(np.asarray(group[name])))
+            for name in along_token(arrays)
+            if name not in COORDINATES
+        },
     }
 
 
-def stored_bytes(path: RunPath) -> int:
-    """Bytes of all files of a run, also of a block that is being written."""
-    return sum(object_sizes(location(path)).values())
+def stored_bytes(path: RunPath) -> int | None:
+    """Bytes of all files of a run, also of a block that is being written.
+
+    None on a web server, which does not say what there is.
+    """
+    place = location(path)
+    return sum(object_sizes(place).values()) if _says_sizes(place) else None
+
+
+def _says_sizes(place: Location) -> bool:
+    return isinstance(place, Path) or place.listed
+
+
+def _stored(sizes: Mapping[str, int] | None, prefix: str) -> int | None:
+    """Bytes of the objects whose keys begin so; None if nobody says how many."""
+    if sizes is None:
+        return None
+    return sum(size for key, size in sizes.items() if key.startswith(prefix))
 
 
 def digest_of_files(path: str | os.PathLike[str]) -> str:

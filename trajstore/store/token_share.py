@@ -35,11 +35,14 @@ class TokenShare:
         Gives every process what each of them says, in their order. All call it equally often, each
         from one thread at a time; it raises where one of them is no more, and does not wait for
         ever.
+    close : callable
+        Ends that, when nothing is exchanged any more. Called twice, it does no harm.
     """
 
     number: int
     count: int
     exchange: Callable[[Any], list[Any]]
+    close: Callable[[], object] = lambda: None
 
     @property
     def is_first(self) -> bool:

@@ -51,8 +51,10 @@ class Look:
         Seconds since then.
     rows_per_second, remaining : float or None
         None where it is not known yet; `remaining` in seconds.
-    bytes_recorded, bytes_on_disk : int
-        In the types that were recorded, and as stored.
+    bytes_recorded : int
+        In the types that were recorded.
+    bytes_on_disk : int or None
+        As stored; None on a web server, which does not say it.
     curves : dict of str to BoundedCurve
         ``loss``, ``gradient POPULATION``, ``still POPULATION``: those there are values of.
     gradient_of, still_of : str or None
@@ -76,7 +78,7 @@ class Look:
     rows_per_second: float | None = None
     remaining: float | None = None
     bytes_recorded: int = 0
-    bytes_on_disk: int = 0
+    bytes_on_disk: int | None = 0
     curves: dict[str, BoundedCurve]
     gradient_of: str | None = None
     still_of: str | None = None

@@ -64,7 +64,7 @@ def test_what_cannot_be_one(run):
         ("odd", np.ones(8), "8 values of float64"),
         ("odd", np.ones((8, 1), bool), "one dimension"),
         ("odd", [3, 4], "1 tokens that are not here, the first is 4"),
-        ("odd", "no such file.npy", "or a file that is there"),
+        ("odd", "no such file.npy", "got the file no such file.npy"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             with_populations(run, {name: given})

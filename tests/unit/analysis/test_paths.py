@@ -21,6 +21,10 @@ def run(bits, chunks, make_run):
 
 @pytest.mark.parametrize("window", [None, 1, 4])
 def test_path_efficiency(window, run):
+    if window is not None and window > max(run.sizes["step"] - 1, 1):
+        with pytest.raises(InvalidArgument, match=f"window={window}, expected 1 to"):
+            analysis.path_efficiency(run, window)
+        return
     got = analysis.path_efficiency(run, window).compute(scheduler="sync")
     W, steps = run.W.values.astype(np.float64), run.step.values
     length = window or max(len(W) - 1, 1)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,3 +90,24 @@ def test_a_file_that_is_no_configuration_is_said(tmp_path: Path) -> None:
     file.write_text("steps = ")
     with pytest.raises(ConfigError, match=re.escape(str(file))):
         RunConfig.from_toml(file)
+
+
+@pytest.mark.parametrize(
+    "text", ['populations = ["rare=token_count < 10"]', 'populations.rare = "token_count < 10"']
+)
+def test_populations_as_a_list_or_a_table(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(f"[recording]\n{text}\n")
+    assert RunConfig.from_toml(file).recording.populations == ("rare=token_count < 10",)
+
+
+@pytest.mark.parametrize("value", ["'rare'", "'a=token < 3'", "[3]", "3"])
+def test_populations_of_another_form(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"recording.populations = .*expected NAME=EXPRESSION"):
+        preset("gatsby").with_values([f"recording.populations={value}"])
+
+
+@pytest.mark.parametrize("value", ["optimizer.lr=1", {"optimizer.lr": 1}, [3]], ids=str)
+def test_assignments_are_a_list(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"expected a list of section.field=value, such as"):
+        preset("gatsby").with_values(value)

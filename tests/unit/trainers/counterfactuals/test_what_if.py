@@ -323,6 +323,19 @@ def test_a_recorded_subset(tmp_path: Path) -> None:
         what_if(run, tmp_path / "no.zarr", tokens=[4])
 
 
+def test_it_names_what_it_leaves_out_and_takes_settings_as_a_list(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path / "run.zarr", record="all,model")
+    found = what_if(run, tmp_path / "same.zarr")
+    names = "param_grad_norm, param_norm, param_update_norm, param_update_lost"
+    assert f"{names}: left out, as W and its gradient do not tell" in found.notes
+    wrong: Any
+    for wrong in ("optimizer.lr=1", {"optimizer.lr": 1}):
+        with pytest.raises(InvalidArgument, match=r"got settings=.*, expected a list of texts"):
+            what_if(run, tmp_path / "no.zarr", wrong)
+    with pytest.raises(InvalidArgument, match="got from_step='a', expected a whole number"):
+        what_if(run, tmp_path / "no.zarr", from_step="a")  # type: ignore[arg-type]
+
+
 def test_it_says_what_it_is(tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run.zarr")
     found = what_if(run, tmp_path / "other.zarr", ["optimizer.eps=1e-4"], from_step=3)

@@ -16,6 +16,7 @@ from small_trainings import TEXT, small_config, stop_after  # noqa: E402
 import analysis  # noqa: E402
 from trainers import capture, fork, plan, record  # noqa: E402
 from trajstore import InvalidArgument, export, import_file, open_run, verify  # noqa: E402
+from trajstore.store.run_info import information  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -85,7 +86,7 @@ def test_a_run_that_goes_on_keeps_them(tmp_path: Path) -> None:
         ({"rare": "token_count <"}, "got the population 'token_count <', expected an expression"),
         ({"rare": "tokens < 3"}, "'tokens'"),
         ({"few": [3, VOCAB]}, f"few names 1 tokens that are not here, the first is {VOCAB}"),
-        ({"dead": [3]}, "got a population named 'dead', expected letters"),
+        ({"dead": [3]}, "got a population named 'dead'; a name is of letters"),
         ({"few": np.ones(3, bool)}, "3 values of bool, expected a truth value"),
     ],
 )
@@ -138,3 +139,11 @@ def test_damaged_masks_are_seen(tmp_path: Path) -> None:
     path = run_of(tmp_path / "run.zarr", populations=GIVEN)
     (path / "is_rare" / "c.0").write_bytes(b"damaged")
     assert [problem.array for problem in verify(path).problems if problem.array] == ["is_rare"]
+
+
+def test_one_without_a_token_is_told_when_the_recording_begins(tmp_path: Path) -> None:
+    told: list[str] = []
+    given = {"none": "token_count < 0", "capitals": [3]}
+    path = run_of(tmp_path / "run.zarr", populations=given, tokens=[3], on_note=told.append)
+    assert told == ["the population none has no token"]
+    assert information(path)["populations"] == {"capitals": 1, "none": 0}

@@ -122,3 +122,28 @@ def test_a_mistyped_quantity_or_option_is_told_the_nearest(
 ) -> None:
     done = call("analyze", recorded(tmp_path / "run.zarr"), *arguments, rc=2)
     assert f"(did you mean {meant!r}?)" in done.stderr
+
+
+def test_populations_have_a_line_each_and_those_without_a_token_are_told(tmp_path: Path) -> None:
+    masks = {"is_none": np.zeros(TOKENS, bool), "is_first": np.arange(TOKENS) < 1}
+    run = recorded(tmp_path / "run.zarr", populations=masks)
+    note = "Note: the population none has no token.\n"
+    said = call("info", run).stdout
+    assert "Populations: first 1 token, none 0 tokens.\n" in said
+    assert note in said
+    assert note in call("summary", run).stdout
+    said = call("analyze", run, "distinct", "--population", "two=token < 2").stdout
+    rows = [line.split() for line in said.splitlines() if line.startswith("  distinct ")]
+    assert [row[1] for row in rows][-3:] == ["none", "first", "two"]
+    assert rows[-3][-5:-2] == ["0", "0", "0"]
+    assert note in said
+
+
+def test_what_minus_one_means_is_told_where_it_is_found(tmp_path: Path) -> None:
+    said = call("analyze", recorded(tmp_path / "run.zarr"), "clusters").stdout
+    assert "Note: events: groups to which this happened since the row before; -1 in the" in said
+    assert "Note: cluster" not in said
+    for name in ("cluster", "events", "herfindahl"):
+        assert all(
+            row.split()[-1] == "1" for row in said.splitlines() if row.startswith(f"  {name} ")
+        )

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
-from object_stores import copied
+from object_stores import copied, web_server
 
 from trajstore import (
     FormatError,
@@ -23,6 +23,7 @@ from trajstore import (
     verify,
 )
 from trajstore.store.open_group import open_group
+from trajstore.store.run_info import information
 
 
 def test_a_run_is_read_at_an_address(small_run: tuple[Path, Any]) -> None:
@@ -53,6 +54,7 @@ def test_what_is_no_run_is_said(small_run: tuple[Path, Any]) -> None:
         ("s3://user:secret@bucket/run.zarr", "credentials come from the environment"),
         ("hf://datasets/user/name", "names no run; expected hf://datasets/USER/NAME/RUN.zarr"),
         ("hf://user//run.zarr", "names no run; expected hf://"),
+        ("s3://[bucket/run.zarr", "is no address: Invalid IPv6 URL"),
         ("https://host/run.zarr?signature=1", "an address is SCHEME://BUCKET/KEY"),
     ],
 )
@@ -130,6 +132,45 @@ def test_what_is_out_of_all_proportion_is_refused(
     with pytest.raises(FormatError, match=message):
         open_group(tmp_path / "run.zarr")
     assert not verify(tmp_path / "run.zarr").clean
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_blocks, "W has blocks of"),
+        (_deep, "nested more than 100 deep"),
+        (_named("../../x"), "'../../x' is no name of an array"),
+        (None, "at most 16,777,216"),
+    ],
+)
+def test_so_it_is_at_an_address(tmp_path: Path, change: Any, message: str) -> None:
+    run = _run(tmp_path / "run.zarr")
+    far = copied(run, "memory://out/of/proportion.zarr")
+    root = json.loads((run / "zarr.json").read_bytes())
+    if change is not None:
+        change(root)
+    padding = b"" if change else b" " * (17 << 20)
+    (far / "zarr.json").write_bytes(json.dumps(root).encode() + padding)
+    with pytest.raises(FormatError, match=message):
+        open_group(far)
+
+
+def test_rows_that_nobody_stored_are_missing_at_an_address(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run.zarr")
+    far = copied(run, "memory://rows/run.zarr")
+    root = json.loads((run / "zarr.json").read_bytes())
+    _rows(root)
+    (far / "zarr.json").write_bytes(json.dumps(root).encode())
+    for read in (open_run, information):
+        with pytest.raises(FormatError, match=r"step, block .* is missing"):
+            read(far)
+
+
+def test_the_root_is_asked_for_once(tmp_path: Path) -> None:
+    _run(tmp_path / "run.zarr")
+    with web_server(tmp_path) as (server, seen):
+        assert open_group(f"{server}/run.zarr")["W"].shape == (6, 2, 2)
+    assert seen == ["GET /run.zarr/zarr.json"]
 
 
 def test_the_runs_of_several_parameters_are_named(tmp_path: Path) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
-from object_stores import faulty, s3_server, to_s3
+import zarr
+from object_stores import faulty, s3_server, serving, to_s3
 
-from trajstore.store.object_file import opened
-from trajstore.store.remote_path import RemotePath, local_file, location
+from trajstore.errors import ObjectStoreError
+from trajstore.store import remote_path
+from trajstore.store.object_file import document_in, opened
+from trajstore.store.remote_path import ObjectReplaced, RemotePath, local_file, location
 
 pytest.importorskip("obstore")
 
@@ -93,3 +98,96 @@ def test_a_condition_whose_answer_was_lost_is_no_refusal(monkeypatch: pytest.Mon
         tag = place.write_bytes(b"one", new=True)
         assert place.write_bytes(b"two", instead_of=tag) != tag
     assert sum(request.startswith("PUT") for request in seen) == 3
+
+
+def test_the_end_of_nothing_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with s3_server() as s3, to_s3(s3, monkeypatch):
+        place = location("s3://bucket/object")
+        assert isinstance(place, RemotePath)
+        place.write_bytes(b"")
+        assert place.read_end(5) == b""
+
+
+class _NoSuffix(BaseHTTPRequestHandler):
+    """Knows no end of a file, and has another file after each of the first requests."""
+
+    replaced = 1
+    requests: ClassVar[list[str]] = []
+    data = b"0123456789"
+
+    def do_GET(self) -> None:
+        self.requests.append(self.command)
+        tag = f'"{min(len(self.requests), 2 * self.replaced + 1)}"'
+        asked = self.headers.get("Range", "")
+        part = self.data[7:] if asked.startswith("bytes=7-") else self.data
+        status = 206 if part != self.data else 200
+        if self.headers.get("If-Match", tag) != tag:
+            part, status = b"", 412
+        self.send_response_only(status)
+        self.send_header("Content-Length", str(len(part)))
+        self.send_header("Content-Range", "bytes 7-9/10")
+        self.send_header("ETag", tag)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(part)
+
+    do_HEAD = do_GET  # noqa: N815
+
+
+@pytest.mark.parametrize("replaced", [0, 1, 9])
+def test_what_is_replaced_meanwhile_is_read_again_once(replaced: int) -> None:
+    class Handler(_NoSuffix):
+        requests: ClassVar[list[str]] = []
+
+    Handler.replaced = replaced
+    with serving(Handler) as address:
+        place = location(f"{address}/object")
+        assert isinstance(place, RemotePath)
+        if replaced == 9:
+            with pytest.raises(ObjectReplaced, match=f"{address}/object has been replaced"):
+                place.end_and_facts(3)
+        else:
+            assert place.end_and_facts(3)[0] == b"789"
+    again = ["HEAD", "GET"] if replaced else []
+    assert Handler.requests == ["GET", "HEAD", "GET", *again]
+
+
+@pytest.mark.parametrize(("cut", "whole"), [(1, True), (2, False)])
+def test_a_document_that_changes_under_way_is_read_again_once(cut: int, whole: bool) -> None:
+    """An answer that is cut is gone on with; if that is another object's, it is begun again."""
+    requests: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked = self.headers.get("Range")
+            requests.append(asked or "whole")
+            is_cut = not asked and requests.count("whole") <= cut
+            self.send_response_only(206 if asked else 200)
+            self.send_header("ETag", f'"{len(requests)}"')
+            self.send_header("Content-Length", "6" if asked else "10")
+            if asked:
+                self.send_header("Content-Range", "bytes 4-9/10")
+            self.end_headers()
+            self.wfile.write(b"0123" if is_cut else b"0123456789"[4 if asked else 0 :])
+
+    with serving(Handler) as address:
+        place = location(f"{address}/zarr.json")
+        if whole:
+            assert document_in(place) == b"0123456789"
+        else:
+            with pytest.raises(ObjectStoreError, match=f"{address}/zarr.json: "):
+                document_in(place)
+    assert requests.count("whole") == 2
+
+
+@pytest.mark.parametrize("status", [403, 500])
+def test_a_refusal_is_told_as_it_is(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_path, "RETRIES", {"max_retries": 0})
+    with faulty("", lambda *_: str(status)) as (address, seen), to_s3(address, monkeypatch):
+        place = location("s3://bucket/object")
+        assert isinstance(place, RemotePath)
+        with pytest.raises(ObjectStoreError, match="s3://bucket/object: "):
+            place.end_and_facts(5)
+        assert len(seen) == 1
+        with pytest.raises(ObjectStoreError, match=r"s3://bucket/W/zarr\.json: "):
+            zarr.open_array(place.zarr_store(), path="W", mode="r", zarr_format=3)

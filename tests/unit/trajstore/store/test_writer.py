@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
@@ -13,9 +14,10 @@ import zarr
 from bits_and_calls import random_bits
 
 import trajstore
-from trajstore import InvalidArgument, RunExists, RunWriter, WriterClosed
+from trajstore import InvalidArgument, RunExists, RunLocked, RunWriter, WriterClosed, verify
 from trajstore.schema import FORMAT
 from trajstore.store.block_plan import BLOCKS
+from trajstore.store.block_writer import BlockWriter
 
 
 def create(path: Path, **options: Any) -> RunWriter:
@@ -190,6 +192,40 @@ def test_a_full_pipeline_makes_append_wait(tmp_path: Path, monkeypatch: pytest.M
     ds = xr.open_zarr(run.path)
     for step in range(40):
         assert (ds.W.values[step].view("u4") == row(step)["W"].astype("u4") << 16).all()
+
+
+def test_a_writer_that_is_dropped_keeps_its_lock_while_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    write = BlockWriter._write
+
+    def held(*arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(timeout=60)
+        return write(*arguments)
+
+    monkeypatch.setattr(BlockWriter, "_write", held)
+    path = tmp_path / "run.zarr"
+    run = create(path)
+    for step in range(4):
+        run.append(**row(step))
+    assert begun.wait(timeout=60)
+    written = run._blocks._block_writer._last
+    assert written is not None
+    del run
+    gc.collect()
+    try:
+        with pytest.raises(RunLocked, match="by this process itself"):
+            RunWriter.resume(path)
+    finally:
+        go_on.set()
+    written.result(timeout=60)
+    with RunWriter.resume(path) as again:
+        assert again.rows == 4
+        again.append(**row(4))
+    assert verify(path).clean
+    assert xr.open_zarr(path).step.values.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_next_row_needs_no_copy(tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""Every quantity refuses options of another type in one sentence, wherever it is asked."""
+
+from __future__ import annotations
+
+import pytest
+
+import analysis
+from analysis.registry import ALONE, QUANTITIES
+from trajstore.errors import InvalidArgument, TrajstoreError
+
+
+@pytest.fixture
+def run(make_run, walk):
+    return make_run(walk(5, 4, 3), is_dead=[True, False, False, True])
+
+
+OPTIONS = [
+    (name, option) for name, quantity in (QUANTITIES | ALONE).items() for option in quantity.options
+]
+
+
+@pytest.mark.parametrize(("name", "option"), OPTIONS)
+def test_of_another_type(name, option, run):
+    needed = {"step": 1, "token": 0} if name in ALONE else {}
+    with pytest.raises(TrajstoreError) as told:
+        getattr(analysis, name)(run, **{**needed, option: object()})
+    assert isinstance(told.value, InvalidArgument), told.value
+    assert option in str(told.value)
+
+
+def test_from_the_accessor_and_as_text(run):
+    with pytest.raises(InvalidArgument, match="got ranks='a', expected a whole number"):
+        run.traj.clusters("dead", ranks="a")
+    with pytest.raises(InvalidArgument, match="got optimizer='adam', expected a mapping or None"):
+        analysis.answer(run, ["adam_update"], ["optimizer=adam"])
+    with pytest.raises(InvalidArgument, match=r"got population=\('dead', 'live'\), expected a"):
+        analysis.answer(run, ["clusters"], ["population=dead,live"])
+    with pytest.raises(InvalidArgument, match=r"got k=1.5, expected a whole number"):
+        run.traj.adjacency(k=1.5)
+
+
+@pytest.mark.parametrize("asked", ["run.zarr", None, "W"])
+def test_of_no_dataset(asked, run):
+    given = run.W if asked == "W" else asked
+    for question in (analysis.freeze, analysis.summary, analysis.with_populations):
+        with pytest.raises(InvalidArgument, match="Dataset"):
+            question(given)
+
+
+@pytest.mark.parametrize("names", [3, [3], [["freeze"]]])
+def test_names_are_texts(names, run):
+    with pytest.raises(InvalidArgument, match="expected names of quantities"):
+        analysis.compute(run, names)

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+import small_trainings
+
+from trainers import preset, time_steps
+from trainers.runs import timed_steps
+from trajstore import ConfigError, InvalidArgument
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(autouse=True)
+def seconds_that_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock is a second after the last one."""
+    looks = itertools.count()
+    monkeypatch.setattr(timed_steps, "perf_counter", lambda: float(next(looks)))
+
+
+@pytest.mark.parametrize("variant", [("gatsby",), ("gatsby", "training.loop=plain")])
+def test_steps_are_timed_apart_from_what_their_rows_cost(
+    variant: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timed_steps.tempfile, "tempdir", str(tmp_path))
+    config = small_trainings.small_config(variant, "recording.every=50", steps=90)
+    timed = time_steps(config, seconds=6)
+    # Three steps of a second, and as many with a second until what they recorded is written.
+    assert (timed.steps, timed.rows) == (3, 5)
+    assert (timed.step_seconds, timed.row_seconds) == (1.0, 1 / 5)
+    assert timed.row_bytes > 128 * 8
+    assert timed.facts(steps=90, rows=3)["seconds"] == pytest.approx(90 + 3 / 5)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_of_one_step_is_timed_by_two() -> None:
+    timed = time_steps(small_trainings.small_config(("gatsby",), steps=1), seconds=60)
+    assert (timed.steps, timed.rows) == (1, 3)
+
+
+def test_what_no_machine_holds_is_not_tried() -> None:
+    config = preset("gatsby").with_values(["training.batch_size=1000000000", "training.device=cpu"])
+    with pytest.raises(ConfigError, match=r"takes .* TiB and more, and this machine has .* of mem"):
+        time_steps(config)
+
+
+def test_no_time_is_no_time() -> None:
+    with pytest.raises(InvalidArgument, match="seconds: got 0, expected more than 0"):
+        time_steps(preset("gatsby"), seconds=0)

@@ -1,0 +1,106 @@
+"""What a signature says of types is insisted on, in a sentence."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import xarray as xr
+
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument
+
+
+@checks_types
+def ask(
+    ds: xr.Dataset | None = None,
+    k: int = 1,
+    share: float = 0.5,
+    name: str | None = None,
+    steps: Sequence[int] | int | None = None,
+    levels: Sequence[float] = (),
+    names: Sequence[str] = (),
+    metric: Literal["ulp", "ordinal"] = "ulp",
+    since: int | Literal["previous"] = 0,
+    optimizer: Mapping[str, Any] | None = None,
+    path: str | os.PathLike[str] = "",
+    flag: bool = False,
+    tokens: npt.ArrayLike = (),
+    **rest: int,
+) -> int:
+    return k
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"ds": xr.Dataset()},
+        {"k": np.int64(3)},
+        {"k": np.array(3)},
+        {"k": xr.DataArray([4, 5])[1]},
+        {"share": 1},
+        {"share": np.float32(0.5)},
+        {"name": np.str_("dead")},
+        {"steps": range(3)},
+        {"steps": np.arange(3)},
+        {"steps": xr.DataArray([1, 2])},
+        {"steps": []},
+        {"steps": np.array([])},
+        {"levels": [1, 0.5]},
+        {"names": ("a", "b")},
+        {"metric": "another, which the function refuses itself"},
+        {"since": "previous"},
+        {"optimizer": {}},
+        {"path": Path()},
+        {"flag": True},
+        {"tokens": {1}},  # nothing is said about types such as this
+        {"rest": "a"},
+    ],
+    ids=str,
+)
+def test_what_fits(given):
+    assert ask(**given) == given.get("k", 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"ds": xr.DataArray([1])}, "got ds=DataArray .*, expected a Dataset or None"),
+        ({"k": "a"}, "got k='a', expected a whole number$"),
+        ({"k": 1.0}, "got k=1.0, expected a whole number$"),
+        ({"k": True}, "got k=True, expected a whole number$"),
+        ({"k": None}, "got k=None, expected a whole number$"),
+        ({"k": np.array([1])}, r"got k=ndarray of shape \(1,\) and type int64, expected a whole"),
+        ({"share": "0.5"}, "got share='0.5', expected a number$"),
+        ({"name": ["dead"]}, r"got name=\['dead'\], expected a text or None"),
+        ({"steps": slice(3)}, "expected a list of whole numbers or a whole number or None"),
+        ({"steps": [1.5]}, "expected a list of whole numbers"),
+        ({"steps": np.array([1.5])}, "expected a list of whole numbers"),
+        ({"steps": np.zeros((2, 2), int)}, "expected a list of whole numbers"),
+        ({"steps": "12"}, "expected a list of whole numbers"),
+        ({"levels": 0.5}, "got levels=0.5, expected a list of numbers"),
+        ({"names": "ab"}, "got names='ab', expected a list of texts"),
+        ({"names": {"a": 1}}, "expected a list of texts"),
+        ({"metric": 3}, "got metric=3, expected 'ulp' or 'ordinal'"),
+        ({"since": 1.5}, "got since=1.5, expected a whole number or 'previous'"),
+        ({"optimizer": "adam"}, "got optimizer='adam', expected a mapping or None"),
+        ({"path": 3}, "got path=3, expected a text or a PathLike"),
+        ({"flag": 1}, "got flag=1, expected True or False"),
+    ],
+    ids=str,
+)
+def test_what_does_not(given, expected):
+    with pytest.raises(InvalidArgument, match=expected):
+        ask(**given)
+
+
+def test_by_position_and_what_python_says_itself():
+    with pytest.raises(InvalidArgument, match="got k='a'"):
+        ask(None, "a")
+    with pytest.raises(TypeError, match="multiple values for argument 'ds'"):
+        ask(None, ds=None)

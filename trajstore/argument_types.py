@@ -1,0 +1,135 @@
+"""Arguments of public functions, held to the types that their signatures give."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import reprlib
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+
+from trajstore.errors import InvalidArgument
+
+__all__ = ["checks_types"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Of numbers, the kinds of NumPy that are taken for them.
+_KINDS: dict[Any, str] = {bool: "b", int: "iu", float: "iuf"}
+_CALLED: dict[Any, tuple[str, str]] = {
+    bool: ("True or False", "truth values"),
+    int: ("a whole number", "whole numbers"),
+    float: ("a number", "numbers"),
+    str: ("a text", "texts"),
+}
+
+
+def checks_types(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator of a function that refuses arguments of other types than its signature gives.
+
+    NumPy's numbers are numbers; arrays of one dimension are sequences of theirs; truth values are
+    no numbers, and a text is no sequence of texts. Values are left to the function, and so are
+    types that are no plain classes, such as ``numpy.typing.ArrayLike``.
+
+    Raises
+    ------
+    InvalidArgument
+        By the decorated function: what was got, and what is expected.
+
+    Examples
+    --------
+    >>> @checks_types
+    ... def every(k: int | None = None) -> None: ...
+    >>> every(k=1.5)
+    Traceback (most recent call last):
+    trajstore.errors.InvalidArgument: got k=1.5, expected a whole number or None
+    """
+    signature = inspect.signature(function)
+    hints = functools.cache(lambda: typing.get_type_hints(function))
+
+    @functools.wraps(function)
+    def checked(*arguments: P.args, **keywords: P.kwargs) -> R:
+        try:
+            given = signature.bind(*arguments, **keywords).arguments
+        except TypeError:  # which Python's own message says better
+            return function(*arguments, **keywords)
+        for name, value in given.items():
+            variadic = signature.parameters[name].kind in (
+                inspect.Parameter.VAR_POSITIONAL,
+                inspect.Parameter.VAR_KEYWORD,
+            )
+            hint = hints().get(name, Any)
+            if not variadic and not _fits(value, hint):
+                raise InvalidArgument(
+                    f"got {name}={_shown(value)}, expected {' or '.join(_expected(hint))}"
+                )
+        return function(*arguments, **keywords)
+
+    return checked
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint is None or hint is types.NoneType:
+        return value is None
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if origin is typing.Literal:
+        return any(_fits(value, type(part)) for part in parts)
+    if hint in _KINDS:
+        return np.ndim(value) == 0 and _kind(value) in _KINDS[hint]
+    if origin is not None and issubclass(origin, Sequence):
+        return _is_sequence(value, *parts[:1])
+    plain = hint if origin is None else origin
+    if not isinstance(plain, type) or getattr(plain, "_is_protocol", False):
+        return True
+    return isinstance(value, plain)
+
+
+def _kind(value: Any) -> str:
+    """Kind of NumPy of a number or an array; nothing of what is neither."""
+    number = isinstance(value, bool | int | float) or hasattr(value, "dtype")
+    return str(np.asarray(value).dtype.kind) if number else " "
+
+
+def _is_sequence(value: Any, of: Any) -> bool:
+    if hasattr(value, "dtype"):
+        # A table has no dtype of its own, and an empty array that of no number.
+        fits = not np.size(value) or np.asarray(value).dtype.kind in _KINDS.get(of, "OUT")
+        return np.ndim(value) == 1 and fits
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        return False
+    return all(_fits(one, of) for one in value)
+
+
+def _expected(hint: Any) -> list[str]:
+    """What is expected, in words: each of the alternatives."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if hint is None or hint is types.NoneType:
+        return ["None"]
+    if origin in (typing.Union, types.UnionType):
+        return list(dict.fromkeys(word for part in parts for word in _expected(part)))
+    if origin is typing.Literal:
+        return [repr(part) for part in parts]
+    if origin is not None and issubclass(origin, Sequence):
+        return [f"a list of {_CALLED[part][1] if part in _CALLED else part}" for part in parts]
+    if hint in _CALLED:
+        return [_CALLED[hint][0]]
+    if origin is not None and issubclass(origin, Mapping):
+        return ["a mapping"]
+    return [f"a {getattr(origin or hint, '__name__', hint)}"]
+
+
+def _shown(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    if shape:
+        return f"{type(value).__name__} of shape {shape} and type {getattr(value, 'dtype', '')}"
+    sizes = getattr(value, "sizes", None)
+    if isinstance(sizes, Mapping):
+        return type(value).__name__
+    return reprlib.repr(value)

@@ -1,0 +1,110 @@
+"""How obstore is asked: what its errors become, and what is asked for once more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, TypeVar, cast
+
+from zarr.abc.buffer import Buffer
+from zarr.abc.store import ByteRequest
+from zarr.storage import ObjectStore as ZarrObjectStore
+
+from trajstore.errors import MissingExtra, ObjectStoreError
+
+__all__ = ["ReadStore", "begun_again", "is_of_nothing", "obstore", "told"]
+
+_OF_NOTHING = ("Range Not Satisfiable", "Invalid range", "non-partial")
+"""What is said of the end of an object without bytes."""
+
+_CUT_SHORT = ("response body error", "precondition failure")
+"""What obstore says of an answer that has ended too early, and has no rest that belongs to it."""
+
+T = TypeVar("T")
+
+
+class ReadStore(ZarrObjectStore[Any]):
+    """zarr's, whose errors name the address."""
+
+    def __init__(
+        self,
+        store: Any,
+        *,
+        read_only: bool = True,
+        root: str = "",
+        documents: Mapping[str, bytes] | None = None,
+    ) -> None:
+        super().__init__(store, read_only=read_only)
+        self._root = root
+        self._documents = dict(documents or {})
+
+    async def get(
+        self, key: str, prototype: Any, byte_range: ByteRequest | None = None
+    ) -> Buffer | None:
+        """Part of an object; None if there is none."""
+        known = self._documents.pop(key, None) if byte_range is None else None
+        if known is not None:
+            return cast(Buffer, prototype.buffer.from_bytes(known))
+        with told(f"{self._root}/{key}"):
+            try:
+                return await super().get(key, prototype, byte_range)
+            except obstore().exceptions.GenericError as error:
+                if not _is_cut_short(error):
+                    raise
+                return await super().get(key, prototype, byte_range)
+
+
+@contextmanager
+def told(address: object) -> Iterator[None]:
+    """Have what the object store refuses be an error of ours, of one line."""
+    try:
+        yield
+    except (FileNotFoundError, ObjectStoreError):
+        raise
+    except obstore().exceptions.BaseError as error:
+        remedy = ""
+        if isinstance(error, obstore().exceptions.NotSupportedError):
+            remedy = "; runs are read in parts, so copy it, or serve it by a server that gives them"
+        raise ObjectStoreError(f"{address}: {_said(error)}{remedy}") from error
+
+
+def begun_again(read: Callable[[], T]) -> T:
+    """What is read; from the start once more where the object was replaced under way."""
+    try:
+        return read()
+    except obstore().exceptions.GenericError as error:
+        if not _is_cut_short(error):
+            raise
+    return read()
+
+
+def is_of_nothing(error: Exception) -> bool:
+    """Whether an error may be that there is no end of an object without bytes."""
+    return any(words in _said(error) for words in _OF_NOTHING)
+
+
+def _is_cut_short(error: Exception) -> bool:
+    return any(words in _said(error) for words in _CUT_SHORT)
+
+
+def _said(error: Exception) -> str:
+    """What obstore says, in one line, without what it has for its own developers."""
+    return " ".join(str(error).split("\n\nDebug source")[0].split())
+
+
+def obstore() -> ModuleType:
+    """The package.
+
+    Raises
+    ------
+    MissingExtra
+        If it is not installed.
+    """
+    try:
+        import obstore as package
+    except ImportError as error:
+        raise MissingExtra(
+            "addresses need the package obstore; run: pip install 'trajstore[s3]'"
+        ) from error
+    return package
