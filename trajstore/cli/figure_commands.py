@@ -90,8 +90,8 @@ def plot(
     that have no mean show each run.
 
     Kinds are loss, gradients, displacement, speed, freeze, last-motion, lifecycle, regimes, causes,
-    hops, stratigraphy, bulk-thermal, speed-density, centroid, trajectory, moments, clusters,
-    logits, seams.
+    hops, stratigraphy, bulk-thermal, speed-density, centroid, trajectory, spectrum,
+    autocorrelation, moments, clusters, logits, parameters, seams.
 
     \b
     Example:
