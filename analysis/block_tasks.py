@@ -10,13 +10,19 @@ import dask
 import dask.array as da
 import numpy as np
 import numpy.typing as npt
+from dask._task_spec import DataNode, Task, TaskRef, convert_legacy_graph
+from dask.base import clone_key
+from dask.core import flatten
+from dask.highlevelgraph import HighLevelGraph
 from dask.tokenize import tokenize
 
 __all__ = [
+    "in_halves",
     "in_turn",
     "last_rows",
     "over_hidden",
     "per_row",
+    "read_again",
     "rows_before",
     "shared",
     "waiting",
@@ -88,6 +94,15 @@ def whole_rows(blocks: da.Array, rows: npt.NDArray[np.int64]) -> da.Array:
     return chosen.rechunk({0: tuple(parts), 1: -1})
 
 
+def in_halves(blocks: da.Array) -> da.Array:
+    """The same, with each block of rows in two, so that two threads are busy with it.
+
+    While one alone was, others would read ahead.
+    """
+    halves = ((size - size // 2, size // 2) for size in blocks.chunks[0])
+    return blocks.rechunk({0: tuple(part for pair in halves for part in pair if part)})
+
+
 def rows_before(blocks: da.Array, first: da.Array | None = None) -> da.Array:
     """Row before each block, (1 per block, …); of the first, `first`, or its own first row."""
     first = blocks[:1] if first is None else first
@@ -139,6 +154,38 @@ def waiting(row: da.Array, *others: da.Array) -> da.Array:
 
 def _first_of(row: Array, *others: Any) -> Array:
     return row
+
+
+def read_again(blocks: da.Array, after: da.Array) -> da.Array:
+    """The same array from tasks of its own, which wait until another one is known.
+
+    `dask.graph_manipulation.bind` would do, but it leaves what an array was sliced from as it is,
+    so that all of it is held until then (dask 2025.9 to 2026.8).
+
+    Parameters
+    ----------
+    blocks : dask Array
+    after : dask Array
+        Of a single chunk.
+    """
+    nodes = convert_legacy_graph(dict(blocks.dask))
+    made = {key for key, node in nodes.items() if not isinstance(node, DataNode)}
+    renamed = {key: clone_key(key, after.name) for key in nodes}
+    (known,) = flatten(after.__dask_keys__())
+    tasks: dict[Any, Any] = {}
+    for key, own in renamed.items():
+        node = nodes[key].substitute(renamed, key=own)
+        if isinstance(node, Task) and not nodes[key].dependencies & made:
+            waited = TaskRef(known)
+            node = Task(own, _call_after, waited, node.func, *node.args, **node.kwargs)
+        tasks[own] = node
+    name = clone_key(blocks.name, after.name)
+    graph = HighLevelGraph.from_collections(name, tasks, [after])
+    return da.Array(graph, name, blocks.chunks, meta=blocks._meta)
+
+
+def _call_after(_: Any, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return function(*args, **options)
 
 
 def in_turn(measure: Callable[[int, da.Array], da.Array], boundaries: da.Array) -> da.Array:

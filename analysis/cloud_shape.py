@@ -9,9 +9,9 @@ import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
-from dask.graph_manipulation import bind
 
 from analysis import input_checks
+from analysis.block_tasks import read_again
 from analysis.collective_motion import per_population
 from analysis.running_state import fold_rows
 from analysis.streaming_scan import Scan
@@ -218,7 +218,7 @@ def build_pca(
         _scores_of_only,
         "stc",
         # Read a second time, when the basis is known: all blocks would wait for it otherwise.
-        bind(blocks, made, seed=made.name),
+        read_again(blocks, made),
         "sth",
         made,
         "ah",

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from analysis.block_tasks import rows_before, shared
+from analysis.block_tasks import in_halves, rows_before, shared
 from analysis.lattice_points import told_of_lattice
 from analysis.streaming_scan import Scan
 from analysis.token_populations import chosen_populations
@@ -90,7 +90,9 @@ def _membership(chunks: list[list[Array]], labels: Numbers, members: Numbers) ->
 
 def _sizes(ids: Numbers) -> Numbers:
     """Sizes of the groups of one row, singles among them, the largest first."""
-    return np.asarray(np.sort(np.unique(ids, return_counts=True)[1])[::-1])
+    ordered = np.sort(ids)
+    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: ids.size])
+    return np.asarray(np.sort(np.diff(starts, append=ids.size))[::-1])
 
 
 def _facts(ids: Numbers, groups: npt.NDArray[np.bool_], record: np.dtype[Any]) -> Array:
@@ -250,7 +252,7 @@ def build_clusters(
     ids = da.blockwise(
         _membership,
         "su",
-        points.blocks,
+        in_halves(points.blocks),
         "sth",
         labels=shared(labels),
         members=shared(members),

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.errors import InvalidArgument
+from trajstore.nearest_name import did_you_mean
 from trajstore.schema import LATTICES
 from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.values.rounding import cast, is_of_type, is_within
@@ -73,7 +74,8 @@ def chosen_type(lattice: str, native: str) -> str:
     """
     if lattice not in LATTICES:
         expected = ", ".join(map(repr, LATTICES))
-        raise InvalidArgument(f"got lattice={lattice!r}, expected one of {expected}")
+        near = did_you_mean(lattice, LATTICES)
+        raise InvalidArgument(f"got lattice={lattice!r}{near}, expected one of {expected}")
     lattice_type(native)
     return native if lattice == "native" else lattice
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import operator
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ import xarray as xr
 
 from analysis.token_populations import populations
 from trajstore.errors import InvalidArgument
+from trajstore.nearest_name import did_you_mean
 
 __all__ = ["select_tokens"]
 
@@ -74,9 +75,12 @@ class _Expression:
             ) from error
         return self._truth(tree.body)
 
-    def _refuse(self, node: ast.AST, expected: str) -> InvalidArgument:
+    def _refuse(self, node: ast.AST, expected: str, known: Iterable[str] = ()) -> InvalidArgument:
         part = ast.get_source_segment(self.text.strip(), node) or self.text
-        return InvalidArgument(f"got {part!r} in the population {self.text!r}, expected {expected}")
+        return InvalidArgument(
+            f"got {part!r}{did_you_mean(part, known)} in the population {self.text!r}, expected "
+            f"{expected}"
+        )
 
     def _truth(self, node: ast.expr) -> npt.NDArray[np.bool_]:
         """A mask of the tokens."""
@@ -153,7 +157,7 @@ class _Expression:
         if node.id in self._populations:
             return np.asarray(self._populations[node.id])
         expected = dict.fromkeys((*known, *self._populations))
-        raise self._refuse(node, f"one of {', '.join(expected)}")
+        raise self._refuse(node, f"one of {', '.join(expected)}", expected)
 
     def _called(self, node: ast.Call, name: str) -> Any:
         values = [self._value(argument) for argument in node.args]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import threading
 import time
 import urllib.request
@@ -119,10 +120,13 @@ def faulty(address: str, fault: Fault) -> Iterator[tuple[str, list[str]]]:
 
 
 @contextmanager
-def web_server(folder: Path, token: str = "") -> Iterator[tuple[str, list[str]]]:
+def web_server(
+    folder: Path, token: str = "", ranges: str = "bytes="
+) -> Iterator[tuple[str, list[str]]]:
     """Address of a server of files, in ranges, that lists nothing; and the requests that it saw.
 
-    With a token it answers nobody who does not say it.
+    With a token it answers nobody who does not say it; to ranges that begin otherwise than
+    `ranges`, with the whole file.
     """
     seen: list[str] = []
 
@@ -139,8 +143,9 @@ def web_server(folder: Path, token: str = "") -> Iterator[tuple[str, list[str]]]
                 self.end_headers()
                 return
             data = whole = file.read_bytes()
-            self.send_response_only(206 if "Range" in self.headers else 200)
-            if "Range" in self.headers:
+            asked = re.match(ranges, self.headers.get("Range", ""))
+            self.send_response_only(206 if asked else 200)
+            if asked:
                 first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
                 start = int(first) if first else max(len(whole) - int(last), 0)
                 stop = int(last) + 1 if first and last else len(whole)

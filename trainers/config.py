@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -318,8 +319,10 @@ class RunConfig(_Section):
             name, equals, text = assignment.partition("=")
             section, dot, field = name.strip().partition(".")
             if not (equals and dot and section and field):
+                meant = _elsewhere(name.strip(), type(self)) if equals else ""
                 raise ConfigError(
-                    f"got {assignment!r}, expected section.field=value, such as optimizer.lr=3e-4"
+                    f"got {assignment!r}{meant}, expected section.field=value, such as "
+                    "optimizer.lr=3e-4"
                 )
             values.setdefault(section, {})[field] = _toml_value(text.strip())
         return self.parse(values)
@@ -348,6 +351,8 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
     reason = first["msg"].removeprefix("Value error, ")
     given = first["input"]
     shown = ", ".join(map(str, given)) if isinstance(given, list | tuple) else repr(given)
+    if first["type"] == "literal_error":
+        reason += did_you_mean(str(given), re.findall(r"'([^']*)'", first["ctx"]["expected"]))
     return f"{name} = {shown}: {reason[0].lower()}{reason[1:]}"
 
 

@@ -6,9 +6,6 @@ and need not load xarray, dask and the rest for it. `ds.traj` is there as soon a
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from trajstore.errors import (
     ConfigError,
     CorpusError,
@@ -29,7 +26,10 @@ from trajstore.errors import (
 from trajstore.version import __version__
 from trajstore.xarray_hook import import_with_xarray
 
+TYPE_CHECKING = False  # of typing, whose import would take most of the time that this one takes
 if TYPE_CHECKING:
+    from typing import Any
+
     from trajstore.accessor import TrajAccessor
     from trajstore.exchange.export_run import Exported, export
     from trajstore.exchange.import_file import Imported, import_file
@@ -97,6 +97,8 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'trajstore' has no attribute {name!r}")
+    import importlib
+
     found = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = found  # asked once
     return found

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import sys
-import threading
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+
+TYPE_CHECKING = False  # of typing, whose import would take most of the time that this one takes
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 __all__ = ["import_with_xarray"]
 
@@ -19,6 +19,8 @@ def import_with_xarray(module: str) -> None:
     Source: the import hooks that the documentation of `importlib` describes.
     """
     if "xarray" in sys.modules and sys.modules["xarray"] is not None:
+        import importlib
+
         importlib.import_module(module)
     else:
         sys.meta_path.insert(0, _AfterXarray(module))
@@ -33,18 +35,24 @@ class _AfterXarray:  # a base class of importlib.abc would take most of the time
 
     def __init__(self, module: str) -> None:
         self._module = module
-        self._looking = threading.local()
+        self._looking: set[int] = set()  # threads
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != "xarray" or getattr(self._looking, "now", False):
+        if fullname != "xarray":
             return None
-        self._looking.now = True
+        import importlib.util
+        import threading
+
+        thread = threading.get_ident()
+        if thread in self._looking:
+            return None
+        self._looking.add(thread)
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self._looking.now = False
+            self._looking.discard(thread)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import xarray as xr
@@ -12,6 +13,7 @@ import xarray as xr
 from analysis.exploring.run_history import Report, RunHistory, grown, prepare
 from analysis.exploring.token_list import TokenList
 from trajstore.errors import RunNotFound, TrajstoreError
+from trajstore.store.open_group import runs_beside
 from trajstore.store.open_run import open_run
 from trajstore.watching.run_follower import Look, RunFollower
 
@@ -107,7 +109,8 @@ class LiveRun:
     def _look(self) -> Look:
         look = self._follower.look()
         if look.standing == "absent":
-            raise RunNotFound(f"there is no run at {os.fspath(self._path)}")
+            path = os.fspath(self._path)
+            raise RunNotFound(f"there is no run at {path}{runs_beside(Path(path))}")
         return look
 
     def _whole(self, version: int, history: RunHistory, look: Look) -> Seen:

@@ -89,6 +89,7 @@ gradients = Figure(
     draw=_draw,
     overlays=True,
     averages=True,
+    reading="moments",
 )
 
 displacement = Figure(

@@ -105,22 +105,29 @@ def _draw_counts(ax: Axes, paths: npt.NDArray[Any], colour: str, look: Look) -> 
     if not np.isfinite(paths).any():
         return
     limits = [(float(np.nanmin(axis)), float(np.nanmax(axis))) for axis in paths]
-    edges = [
-        np.linspace(low - (low == high) / 2, high + (low == high) / 2, _CELLS + 1)
-        for low, high in limits
-    ]
-    counts = np.zeros((_CELLS, _CELLS))
+    (left, right), (bottom, top) = (
+        (low - (low == high) / 2, high + (low == high) / 2) for low, high in limits
+    )
+    counts = np.zeros(_CELLS**2, np.int64)
     # Step by step: of all points at once, histograms have copies of many times their size.
     for x, y in paths.transpose(1, 0, 2):
         there = np.isfinite(x)
-        counts += np.histogram2d(x[there], y[there], bins=edges)[0]
+        columns, rows = _cells(x[there], left, right), _cells(y[there], bottom, top)
+        counts += np.bincount(rows * _CELLS + columns, minlength=counts.size)
     ax.pcolormesh(
-        *edges,
-        np.ma.masked_equal(counts.T, 0),
+        np.linspace(left, right, _CELLS + 1),
+        np.linspace(bottom, top, _CELLS + 1),
+        np.ma.masked_equal(counts.reshape(_CELLS, _CELLS), 0),
         cmap=shades(colour, look.style.ground),
         norm=LogNorm(1, max(2, counts.max())),
         rasterized=True,
     )
+
+
+def _cells(values: npt.NDArray[Any], low: float, high: float) -> npt.NDArray[np.int64]:
+    """In which of the cells of equal width each value lies; the last one has its upper edge."""
+    places = (values.astype(np.float64) - low) * (_CELLS / (high - low))
+    return np.minimum(places.astype(np.int64), _CELLS - 1)
 
 
 trajectory = Figure(

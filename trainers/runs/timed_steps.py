@@ -127,7 +127,8 @@ def time_steps(
         steps=bare.steps,
         rows=rows,
         step_seconds=step_seconds,
-        row_seconds=max(recorded.seconds - recorded.steps * step_seconds, 0.0) / rows,
+        # Steps take one time and another; what is written after the last is no step's for sure.
+        row_seconds=max(recorded.seconds - recorded.steps * step_seconds, recorded.after) / rows,
         row_bytes=size / rows,
     )
 
@@ -141,19 +142,21 @@ class _Clock:
         self._begun: float | None = None
         self.steps = 0
         self.seconds = 0.0
+        self.after = 0.0
 
     def __call__(self, *_: Any) -> bool:
         if self._begun is None:
             self._begun = self._now()
             return False
         self.steps += 1
-        self.stop()
+        self.seconds = self._now() - self._begun
         return self.seconds >= self._limit
 
     def stop(self) -> None:
-        """Take the time until now."""
+        """Take the time until now; `after` is that after the last step."""
         if self._begun is not None:
-            self.seconds = self._now() - self._begun
+            before, self.seconds = self.seconds, self._now() - self._begun
+            self.after = self.seconds - before
 
     def _now(self) -> float:
         if self._device.type == "cuda":

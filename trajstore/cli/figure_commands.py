@@ -7,7 +7,15 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from trajstore.cli.options import COMMON_STEPS, LATTICE, RUN, opened, runs_and_names, sentences
+from trajstore.cli.options import (
+    COMMON_STEPS,
+    LATTICE,
+    RUN,
+    Choice,
+    opened,
+    runs_and_names,
+    sentences,
+)
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out, print_notes
 from trajstore.errors import InvalidArgument
@@ -33,19 +41,19 @@ __all__ = ["plot", "report"]
 )
 @click.option(
     "--log",
-    type=click.Choice(("none", "x", "y", "xy")),
+    type=Choice(("none", "x", "y", "xy")),
     help="Which axes are logarithmic; default: what suits the figure.",
 )
 @LATTICE
 @click.option(
     "--colour",
-    type=click.Choice(("regime", "hop")),
+    type=Choice(("regime", "hop")),
     default="regime",
     help="What the colours of stratigraphy say.",
 )
 @click.option(
     "--plane",
-    type=click.Choice(("principal", "hidden_mean")),
+    type=Choice(("principal", "hidden_mean")),
     default="principal",
     help="Plane of trajectory.",
 )
@@ -53,7 +61,7 @@ __all__ = ["plot", "report"]
 @click.option("--with", "other", type=click.Path(), help="A second run, in the same axes.")
 @click.option(
     "--style",
-    type=click.Choice(("light", "dark")),
+    type=Choice(("light", "dark")),
     default="light",
     help="Dark ink on white, or light ink on black.",
 )
@@ -82,8 +90,8 @@ def plot(
     that have no mean show each run.
 
     Kinds are loss, gradients, displacement, speed, freeze, last-motion, lifecycle, regimes, causes,
-    hops, stratigraphy, bulk-thermal, speed-density, centroid, trajectory, moments, clusters,
-    logits, seams.
+    hops, stratigraphy, bulk-thermal, speed-density, centroid, trajectory, spectrum,
+    autocorrelation, moments, clusters, logits, parameters, seams.
 
     \b
     Example:

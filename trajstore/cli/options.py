@@ -15,6 +15,7 @@ from rich.text import Text
 
 from trajstore.cli.tables import err
 from trajstore.errors import InvalidArgument, TrajstoreError
+from trajstore.nearest_name import did_you_mean
 from trajstore.schema import LATTICES, RECORDED, TIERS
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ __all__ = [
     "POPULATIONS",
     "RECORD",
     "RUN",
+    "Choice",
     "given_populations",
     "opened",
     "runs_and_names",
@@ -35,11 +37,21 @@ __all__ = [
 
 P = ParamSpec("P")
 
+
+class Choice(click.Choice[str]):
+    """Some words, of which a mistyped one is told the nearest."""
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        """What is said of a word that is none of them."""
+        said = super().get_invalid_choice_message(value, ctx)
+        return said.removesuffix(".") + did_you_mean(str(value), self.choices) + "."
+
+
 RUN = click.argument("run", type=click.Path())
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
 LATTICE = click.option(
     "--lattice",
-    type=click.Choice(LATTICES),
+    type=Choice(LATTICES),
     default="native",
     help="Type that W is rounded to before it is looked at; default: none but its own.",
 )

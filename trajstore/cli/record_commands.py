@@ -17,7 +17,7 @@ import click
 from rich.text import Text
 
 from trajstore.cli.next_commands import print_interrupted, print_recorded
-from trajstore.cli.options import JSON, RECORD, sentences
+from trajstore.cli.options import JSON, RECORD, Choice, sentences
 from trajstore.cli.progress import RecordingProgress
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import err, out, print_json, print_plan
@@ -90,7 +90,7 @@ def configuration(command: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--encoding",
-            type=click.Choice(ENCODINGS),
+            type=Choice(ENCODINGS),
             help="delta (default): smaller, faster; portable: for any reader of Zarr v3.",
         ),
     )
@@ -162,7 +162,7 @@ def settings_of(
 @click.command()
 @configuration
 @click.option("-o", "--output", type=click.Path(), help="The run, by default NAME.zarr.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), help="Where to train.")
+@click.option("--device", type=Choice(["auto", "cpu", "cuda", "mps"]), help="Where to train.")
 @click.option("--seed", type=int, help="Of everything random.")
 @click.option(
     "--commit-every",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
-from contextlib import suppress
-from types import FrameType
-from typing import Any, Self
+
+TYPE_CHECKING = False  # of typing, whose import would take most of the time that this one takes
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+    from typing import Any, Self
 
 __all__ = ["StopRequest", "stop_at_once", "working"]
 
@@ -64,9 +66,7 @@ class StopRequest:
             signal.signal(other, signal.SIG_DFL)
         if not self._begun:
             raise SystemExit(self.exit_code)
-        # Not through a stream, which the interrupted code may be writing to.
-        with suppress(OSError):  # nobody may be listening any more
-            os.write(2, b"Stopping after this step; a second signal stops at once.\n")
+        _say(b"Stopping after this step; a second signal stops at once.\n")
 
 
 def stop_at_once() -> None:
@@ -83,6 +83,14 @@ def working() -> None:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     # An exception in the middle of an import becomes whatever the imported makes of it.
-    with suppress(OSError):
-        os.write(2, b"trajstore: stopped by Ctrl-C\n")
+    _say(b"trajstore: stopped by Ctrl-C\n")
     os._exit(128 + number)
+
+
+def _say(sentence: bytes) -> None:
+    """Write to standard error, not through a stream, which interrupted code may be writing to."""
+    # contextlib would take as long to import as all that comes before it.
+    try:  # noqa: SIM105
+        os.write(2, sentence)
+    except OSError:  # nobody may be listening any more
+        pass

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from trajstore.cli.options import JSON, sentences
+from trajstore.cli.options import JSON, Choice, sentences
 from trajstore.cli.record_commands import configuration, settings_of
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.sweep_view import SweepProgress, print_jobs, sweep_facts
@@ -41,7 +41,7 @@ _OWN = {"output", "assignments", "seeds", "jobs", "threads", "printed", "as_json
     help="Of each run; default: OMP_NUM_THREADS, or the processors divided by --jobs. Settled by "
     "the first call.",
 )
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), help="Where to train.")
+@click.option("--device", type=Choice(["auto", "cpu", "cuda", "mps"]), help="Where to train.")
 @click.option("--commit-every", type=float, metavar="SECONDS", help="As of record.")
 @click.option("--checkpoint-every", type=int, metavar="K", help="As of record.")
 @click.option("--fsync", is_flag=True, help="Have every commit survive a loss of power.")
@@ -83,7 +83,10 @@ def sweep(
     from trainers.sweeps.sweep_folder import settle_threads
 
     if "://" in output:
-        raise InvalidArgument(f"cannot record to {output}: runs are recorded to a local folder")
+        raise InvalidArgument(
+            f"cannot sweep to {output}: the runs of a sweep are recorded to a local folder; record "
+            "single runs there, or copy them when they are complete"
+        )
     folder = Path(output)
     places = {name: value for name, value in fields.items() if name in _FIELDS}
     common = settings_of((), variables, places)

@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -52,13 +53,14 @@ def watch(run: str, interval: float | None, once: bool, as_json: bool) -> None:
       trajstore watch gatsby.zarr
       trajstore watch gatsby.zarr --once
     """
+    from trajstore.store.open_group import runs_beside
     from trajstore.watching.run_follower import RunFollower
 
     follower = RunFollower(run)
     if once:
         look = follower.look()
         if look.standing == "absent":
-            raise RunNotFound(f"there is no run at {run}")
+            raise RunNotFound(f"there is no run at {run}{runs_beside(Path(run))}")
         _print(run, look, as_json=as_json)
     else:
         try:

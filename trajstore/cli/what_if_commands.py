@@ -7,7 +7,7 @@ import shlex
 import click
 from rich.text import Text
 
-from trajstore.cli.options import JSON, RUN, sentences
+from trajstore.cli.options import JSON, RUN, Choice, sentences
 from trajstore.cli.progress import StepsProgress, stopped_by_signals
 from trajstore.cli.tables import out, print_json, print_notes
 from trajstore.schema import ENCODINGS
@@ -30,7 +30,7 @@ __all__ = ["what_if"]
 )
 @click.option("--tokens", default="all", metavar="all|dead|live|FILE", help="Of which tokens.")
 @click.option("--seed", type=int, help="Of stochastic rounding; default: 0.")
-@click.option("--encoding", type=click.Choice(ENCODINGS), help="Of the new run.")
+@click.option("--encoding", type=Choice(ENCODINGS), help="Of the new run.")
 @click.option("--memory", metavar="SIZE", help="For the buffer of the writer, such as 512MiB.")
 @click.option("--overwrite", is_flag=True, help="Replace a run that is there.")
 @JSON

@@ -199,9 +199,10 @@ def _ids(tokens: str | os.PathLike[str] | Iterable[int]) -> Array:
         try:
             text = Path(tokens).read_text("ascii")
         except (OSError, UnicodeDecodeError) as error:
+            near = did_you_mean(text, ("all", "dead", "live"))
             raise InvalidArgument(
-                f"cannot read tokens {os.fspath(tokens)!r}; give all, dead, live, ids such as "
-                "1,2,3, or a text file with ids"
+                f"cannot read tokens {text!r}{near}; give all, dead, live, ids such as 1,2,3, or a "
+                "text file with ids"
             ) from error
     words = re.split(r"[\s,]+", text.strip(" \t\r\n,"))
     try:

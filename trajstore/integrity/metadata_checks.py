@@ -24,6 +24,7 @@ from trajstore.integrity.root_attribute_checks import check_attributes, settle_a
 from trajstore.schema import MODEL, STEP, TRAJECTORIES, VARIABLES, coordinate
 from trajstore.store.object_file import document_in
 from trajstore.store.object_keys import DOCUMENT
+from trajstore.store.open_group import runs_beside
 from trajstore.store.remote_path import Location, RemotePath, RunPath, location
 from trajstore.store.run_info import object_sizes
 from trajstore.strict_json import Document, parse
@@ -120,7 +121,7 @@ def _array_folders(path: Path, text: str) -> list[str]:
         If there is nothing, or none of them and no document.
     """
     if not path.exists():
-        raise RunNotFound(f"there is no run at {text}")
+        raise RunNotFound(f"there is no run at {text}{runs_beside(path)}")
     if not path.is_dir():
         raise FormatError(f"{text} is a file; a run is a folder")
     with os.scandir(path) as entries:

@@ -149,7 +149,7 @@ def _unlocked(run: Location) -> Iterator[None]:
 
 def _carry_out(run: Location, plan: RepairPlan) -> None:
     for target, data in plan.documents.items():
-        if isinstance(target, Path):
+        if isinstance(target, Path) and target.parent != run:  # a run that has gone stays gone
             target.parent.mkdir(exist_ok=True)
         put(target, [data], fsync=True)
     for path in plan.removed:

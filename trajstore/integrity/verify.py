@@ -7,9 +7,10 @@ whatever the size of the run. What is broken is named, and the rest is checked a
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from trajstore.errors import InvalidArgument
+from trajstore.errors import InvalidArgument, RunNotFound
 from trajstore.integrity.cells_checks import check_cells
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.checkpoint_checks import check_checkpoints
@@ -127,7 +128,7 @@ def verify(
     Raises
     ------
     RunNotFound
-        If there is nothing at `path`.
+        If there is nothing at `path`, or nothing any more.
     FormatError
         If it is not a run, or one of a newer format.
     InvalidArgument
@@ -171,6 +172,8 @@ def check_run(
         checked = _check_once(path, threads, on_progress)
         if not checked.problems or not is_outdated(checked.metadata):
             break
+    if checked.problems and isinstance(place := checked.metadata.path, Path) and not place.exists():
+        raise RunNotFound(f"{place} has gone while it was looked at: moved, removed or unmounted")
     return checked
 
 

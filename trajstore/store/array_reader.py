@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from trajstore.codec.block_codec import BlockCodec
 from trajstore.codec.block_form import BlockForm, Runs, Tail, with_consequence
 from trajstore.codec.codec_chain import Chain, chain_of
 from trajstore.codec.selected_parts import Pick, picks
-from trajstore.errors import FormatError
+from trajstore.errors import FormatError, RunNotFound
 from trajstore.store.object_file import ObjectFile, opened
 from trajstore.store.object_keys import chunk_key
 from trajstore.store.remote_path import Location, RunPath, location
@@ -134,12 +135,18 @@ class StoredArray:
         ------
         FormatError
             If it is missing.
+        RunNotFound
+            If the whole run has gone.
         """
         path = self.path / self.key(block, part)
         try:
             with opened(path) as file:
                 yield file
         except FileNotFoundError:
+            if isinstance(self.path, Path) and not self.path.exists():
+                raise RunNotFound(
+                    f"{self.path} has gone since it was opened: moved, removed or unmounted"
+                ) from None
             raise FormatError(
                 f"{self.name}, block {block}: the shard {path} is missing; bring the run back to "
                 f"what is whole with: trajstore repair {shlex.quote(str(self.path))}"

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from zarr.abc.buffer import Buffer
-from zarr.abc.store import ByteRequest
+from zarr.abc.store import ByteRequest, SuffixByteRequest
 from zarr.storage import ObjectStore as ZarrObjectStore
 
 from trajstore.errors import MissingExtra, ObjectStoreError
@@ -25,7 +25,11 @@ T = TypeVar("T")
 
 
 class ReadStore(ZarrObjectStore[Any]):
-    """zarr's, whose errors name the address."""
+    """zarr's, whose errors name the address, and which knows how short an object may be.
+
+    Where a store has no ranges from the end, as Azure's, zarr 3.1 asks for one that begins before
+    the object does.
+    """
 
     def __init__(
         self,
@@ -48,11 +52,33 @@ class ReadStore(ZarrObjectStore[Any]):
             return cast(Buffer, prototype.buffer.from_bytes(known))
         with told(f"{self._root}/{key}"):
             try:
-                return await super().get(key, prototype, byte_range)
+                return await self._get(key, prototype, byte_range)
             except obstore().exceptions.GenericError as error:
                 if not _is_cut_short(error):
                     raise
-                return await super().get(key, prototype, byte_range)
+                return await self._get(key, prototype, byte_range)
+
+    async def _get(self, key: str, prototype: Any, byte_range: ByteRequest | None) -> Buffer | None:
+        if not isinstance(byte_range, SuffixByteRequest):
+            return await super().get(key, prototype, byte_range)
+        try:
+            data = await self._end(key, byte_range.suffix)
+        except FileNotFoundError:
+            return None
+        return cast(Buffer, prototype.buffer.from_bytes(data))
+
+    async def _end(self, key: str, length: int) -> Any:
+        """Last bytes of an object; all, if it has no more."""
+        package = obstore()
+        try:
+            found = await package.get_async(self.store, key, options={"range": {"suffix": length}})
+            return await found.bytes_async()
+        except package.exceptions.NotSupportedError:
+            size = (await package.head_async(self.store, key))["size"]
+            start = max(size - length, 0)
+            if start == size:
+                return b""
+            return await package.get_range_async(self.store, key, start=start, end=size)
 
 
 @contextmanager

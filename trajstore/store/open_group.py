@@ -21,7 +21,7 @@ from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.remote_path import Location, RemotePath, RunPath, location
 from trajstore.strict_json import parse
 
-__all__ = ["open_group", "run_identity"]
+__all__ = ["open_group", "run_identity", "runs_beside"]
 
 _LARGEST_BLOCK = 1 << 38
 """Values; 1 TiB of float32."""
@@ -44,7 +44,7 @@ def open_group(path: RunPath) -> zarr.Group:
     place = location(path)
     text = str(path)
     if isinstance(place, Path) and not place.exists():
-        raise RunNotFound(f"there is no run at {text}{_beside(place)}")
+        raise RunNotFound(f"there is no run at {text}{runs_beside(place)}")
     document = _root_document(place)
     if document is not None:
         _check_bounds(place, document)
@@ -55,8 +55,13 @@ def open_group(path: RunPath) -> zarr.Group:
             group = zarr.open_group(store, path=place.key, mode="r", zarr_format=3)
         else:
             group = zarr.open_group(text, mode="r", zarr_format=3)
-    except (NodeNotFoundError, ValueError, KeyError) as error:
-        raise FormatError(f"{text} is not a Zarr v3 group, so not a run: {error}") from error
+    except (NodeNotFoundError, FileNotFoundError, ValueError, KeyError) as error:
+        if isinstance(place, Path) and not place.exists():  # it has just gone
+            raise RunNotFound(f"there is no run at {text}") from error
+        within = _within(place) if isinstance(place, Path) else ""
+        raise FormatError(
+            f"{text} is not a Zarr v3 group, so not a run: {within or error}"
+        ) from error
     number = group.attrs.get("trajstore_format")
     if not isinstance(number, int):
         raise FormatError(f"{text} is a Zarr group, but no run: it has no trajstore_format")
@@ -68,8 +73,15 @@ def open_group(path: RunPath) -> zarr.Group:
     return group
 
 
-def _beside(path: Path) -> str:
-    """What to open instead: several parameters of the name, or a name that is nearly this."""
+def runs_beside(path: Path) -> str:
+    """What a message says of a run that is not there: what to open instead, or nothing.
+
+    That are the runs of several parameters of the name, or a name that is nearly this one.
+
+    Parameters
+    ----------
+    path : Path
+    """
     stem = glob.escape(path.name.removesuffix(".zarr"))
     found = sorted(str(run) for run in path.parent.glob(f"{stem}.*.zarr"))
     if found:
@@ -82,6 +94,15 @@ def _beside(path: Path) -> str:
     # Their endings are alike, and say nothing.
     near = [run.name for run in runs if did_you_mean(path.stem, [run.stem])]
     return did_you_mean(path.name, near)
+
+
+def _within(path: Path) -> str:
+    """That a folder is one of runs, as a sweep makes it; empty if it is none."""
+    runs = sorted(document.parent.name for document in path.glob(f"*.zarr/{DOCUMENT}"))
+    if not runs or (path / DOCUMENT).exists():
+        return ""
+    many = f", or all of them with {path / '*.zarr'}" if len(runs) > 1 else ""
+    return f"there are runs in it; name {path / runs[0]}{many}"
 
 
 def _root_document(place: Location) -> bytes | None:

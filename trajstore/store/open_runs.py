@@ -177,7 +177,7 @@ def _refuse_others(name: str, run: xr.Dataset, first: str, reference: xr.Dataset
         return
     raise InvalidArgument(
         f"the runs {name} and {first} differ: {what}; to look at what all runs have, open them "
-        "with join='inner'"
+        "with join='inner' (--common-steps)"
     )
 
 

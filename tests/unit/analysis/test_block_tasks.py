@@ -1,4 +1,4 @@
-"""`over_hidden` against map_blocks, which copies; and blocks measured in turn."""
+"""`over_hidden` against map_blocks, which copies; blocks measured in turn, or read again."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from analysis.block_tasks import in_turn, over_hidden, rows_before
+from analysis.block_tasks import in_turn, over_hidden, read_again, rows_before
 
 
 @pytest.mark.parametrize("chunks", [(7, 5, 3), (4, 2, 3), (1, 5, 3)])
@@ -74,3 +74,27 @@ def test_in_turn_a_block_is_read_when_the_one_before_is_measured() -> None:
     sums = result[1:].compute(scheduler="sync")
     np.testing.assert_array_equal(sums[:, 0], np.repeat(range(5), 2)[1:] * 2.0)
     assert measured == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1, 6)])
+def test_what_is_read_again_waits(part: slice) -> None:
+    told: list[str] = []
+
+    def make(block_id):  # type: ignore[no-untyped-def]
+        told.append("read")
+        return np.full((2, 3), block_id[0], np.float64)
+
+    def mean(values):  # type: ignore[no-untyped-def]
+        told.append("known")
+        return values.mean(keepdims=True)
+
+    source = da.map_blocks(make, chunks=((2, 2, 2, 2), (3,)), meta=np.empty((0, 0)))
+    blocks = source[part]
+    known = blocks.rechunk(-1).map_blocks(mean, chunks=((1,), (1,)), meta=np.empty((0, 0)))
+    told.clear()  # what dask tried
+    again = read_again(blocks, known) - known
+    values = again.compute(scheduler="sync")
+    reads = blocks.numblocks[0]
+    assert told == ["read"] * reads + ["known"] + ["read"] * reads
+    expected = np.repeat(np.arange(4.0), 2)[part]
+    np.testing.assert_array_equal(values[:, 0], expected - expected.mean())

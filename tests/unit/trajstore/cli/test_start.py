@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
 from forked_processes import processes
 
+import trajstore
 from trajstore.cli import start, stop_signals
 
 
@@ -31,6 +35,17 @@ def test_ctrl_c_during_the_imports_is_a_sentence() -> None:
     process.join(60)
     assert process.exitcode == 130
     assert os.read(ours.fileno(), 1000) == b"trajstore: stopped by Ctrl-C\n"
+
+
+def test_little_is_imported_before_ctrl_c_is_a_sentence() -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(trajstore.__file__).parents[1])!r})
+import trajstore.cli.start
+print([name for name in ("typing", "contextlib", "threading", "click") if name in sys.modules])
+"""
+    bare = [sys.executable, "-S", "-E", "-c", code]  # without what the environment imports
+    assert subprocess.run(bare, capture_output=True, text=True, timeout=60).stdout == "[]\n"
 
 
 def test_whoever_works_can_tidy_up(monkeypatch: pytest.MonkeyPatch) -> None:

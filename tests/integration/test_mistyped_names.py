@@ -1,0 +1,90 @@
+"""Whoever mistypes a name, of any kind and in any command, is told the right one."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from example_run import write_example_run
+
+from trajstore.cli.main import main
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+MISTYPED = {
+    # commands
+    "recrod --preset gatsby": "record",
+    "sumary gatsby.zarr": "summary",
+    "analyse gatsby.zarr freeze": "analyze",
+    "exprot gatsby.zarr": "export",
+    "whatif gatsby.zarr": "what-if",
+    # options
+    "record --prest gatsby": "--preset",
+    "plan --preset gatsby --recrod W": "--record",
+    "summary gatsby.zarr --lattise bfloat16": "--lattice",
+    "watch gatsby.zarr --intervall 2": "--interval",
+    "verify gatsby.zarr --reply": "--replay",
+    "annotate gatsby.zarr --tokeniser ascii": "--tokenizer",
+    "report gatsby.zarr --out r.html": "--output",
+    # presets, texts
+    "record --preset gatsbi": "gatsby",
+    "plan --preset wordybird1b": "wordybird-1b",
+    "presets gatby": "gatsby",
+    "fetch gpt-2": "gpt2",
+    # fields, and what is in them
+    "plan --preset gatsby --set optimiser.lr=1": "optimizer",
+    "plan --preset gatsby --set optimizer.weigth_decay=1": "weight_decay",
+    "plan --preset gatsby --set optimizer.learning_rate=1": "lr",
+    "plan --preset gatsby --set optimizer.wd=1": "weight_decay",
+    "plan --preset gatsby --set lr=3": "optimizer.lr",
+    "plan --preset gatsby --set training.warmup_steps=3": "schedule.warmup_steps",
+    "plan --preset gatsby --set schedule.name=cosin": "cosine",
+    "plan --preset gatsby --set optimizer.name=adamW": "adamw",
+    "plan --preset gatsby --set model.dtype=bf16": "bfloat16",
+    "plan --preset gatsby --set training.autocast=fp16": "float16",
+    "plan --preset gatsby --set training.device=gpu": "cuda",
+    "record --preset gatsby --device gpu": "cuda",
+    "record --preset gatsby --encoding portabel": "portable",
+    # variables, tokens
+    "plan --preset gatsby --record weight": "weights",
+    "plan --preset gatsby --record W,exp_avgsq": "exp_avg_sq",
+    "plan --preset gatsby --record weights+grad": "weights+grads",
+    "export gatsby.zarr --vars W,gard -o g.safetensors": "grad",
+    "export gatsby.zarr --tokens ded -o g.safetensors": "dead",
+    # runs
+    "info gatsby": "gatsby.zarr",
+    "verify gatsy.zarr": "gatsby.zarr",
+    "watch gatsy.zarr --once": "gatsby.zarr",
+    "compare gatsby.zarr gatsbi.zarr": "gatsby.zarr",
+    # quantities, their options, lattices, populations
+    "analyze gatsby.zarr frezee": "freeze",
+    "analyze gatsby.zarr freeze_couse": "freeze_cause",
+    "analyze gatsby.zarr freeze --set latice=bfloat16": "lattice",
+    "analyze gatsby.zarr freeze --lattice bflaot16": "bfloat16",
+    "analyze gatsby.zarr freeze --population 'rare=token_cout < 3'": "token_count",
+    # figures, formats, layouts
+    "plot gatsby.zarr stratigrafy -o g.png": "stratigraphy",
+    "export gatsby.zarr --format hdf -o g.h5": "hdf5",
+    "export gatsby.zarr --layout thimble6 -o g.safetensors": "thimble-6",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("mistyped")
+    write_example_run(made / "gatsby.zarr")
+    return made
+
+
+@pytest.mark.parametrize("call", MISTYPED)
+def test_the_right_name_is_told(call: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    done = CliRunner().invoke(main, shlex.split(call), prog_name="trajstore")
+    assert done.exit_code == 2
+    _, asked, told = done.stderr.lower().partition("did you mean")
+    assert asked
+    assert f"'{MISTYPED[call]}'" in told
+    assert [entry.name for entry in folder.iterdir()] == ["gatsby.zarr"]

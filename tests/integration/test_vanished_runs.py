@@ -1,0 +1,116 @@
+"""A folder that goes away while it is written to or read; and a clock that goes back."""
+
+from __future__ import annotations
+
+import shutil
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from trajstore import RunNotFound, RunWriter, open_run, repair, verify
+from trajstore.cli.main import main
+from trajstore.store import zarr_json
+from trajstore.watching.run_follower import RunFollower
+
+VARIABLES = {"W": "bfloat16", "grad": "float32", "loss": "float32"}
+
+
+def writer(path: Path, **options: Any) -> RunWriter:
+    return RunWriter.create(
+        path, token=np.arange(6), hidden=4, variables=VARIABLES, block_rows=4, **options
+    )
+
+
+def append(run: RunWriter, rows: int) -> None:
+    for step in range(run.rows, run.rows + rows):
+        values = np.full((6, 4), step, "f4")
+        run.append(step=step, W=values, grad=values, loss=np.float32(step))
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    with writer(tmp_path / "run.zarr") as run:
+        append(run, 10)
+    return tmp_path / "run.zarr"
+
+
+def test_a_recording_whose_folder_goes_fails_and_does_not_make_it_again(tmp_path: Path) -> None:
+    folder = tmp_path / "mounted"
+    run = writer(folder / "run.zarr", commit_every=None)
+    append(run, 5)
+    shutil.rmtree(folder)
+
+    def go_on() -> None:
+        append(run, 40)
+        run.close()
+
+    with pytest.raises(OSError, match="No such file or directory") as failure:
+        go_on()
+    assert str(folder) in str(failure.value)
+    assert not folder.exists()
+
+
+def test_what_is_read_of_a_run_that_has_gone_says_so(whole: Path) -> None:
+    ds = open_run(whole)
+    shutil.rmtree(whole)
+    with pytest.raises(RunNotFound, match=r"run\.zarr has gone since it was opened"):
+        ds.W.compute()
+
+
+@pytest.mark.parametrize("look", [verify, lambda run, **how: repair(run, yes=True, **how)])
+def test_what_has_gone_is_not_found_damaged_and_not_made_again(look: Any, whole: Path) -> None:
+    def go(*progress: int) -> None:
+        shutil.rmtree(whole, ignore_errors=True)
+
+    with pytest.raises(RunNotFound, match="has gone while it was looked at"):
+        look(whole, threads=1, on_progress=go)
+    assert not whole.exists()
+
+
+def test_a_command_says_it_in_a_sentence(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = open_run
+
+    def open_and_lose(path: str) -> Any:
+        ds = opened(path)
+        shutil.rmtree(path)
+        return ds
+
+    monkeypatch.setattr("trajstore.store.open_run.open_run", open_and_lose)
+    said = CliRunner().invoke(main, ["analyze", str(whole), "speed"])
+    assert said.exit_code == 2
+    assert said.stderr.count("\n") == 1
+    assert f"{whole} has gone since" in said.stderr
+    assert not whole.exists()
+
+
+def test_a_clock_that_goes_back_hours_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock(datetime):
+        hour = 0
+
+        @classmethod
+        def now(cls, tz: Any = None) -> datetime:
+            cls.hour += 1
+            return datetime(2030, 1, 1, tzinfo=UTC) - timedelta(hours=5 * cls.hour)
+
+    monkeypatch.setattr(zarr_json, "datetime", Clock)
+    monkeypatch.setattr("time.time", lambda: 0.0)
+    path = tmp_path / "run.zarr"
+    with writer(path, commit_every=0.001) as run:
+        append(run, 6)
+        follower = RunFollower(path, clock=lambda: 0.0)
+        look = follower.look()
+        assert look.standing == "recording"
+        assert look.commit_age == 0
+        assert look.remaining is None or look.remaining >= 0
+    with RunWriter.resume(path, rows=6) as run:
+        append(run, 4)
+    assert Clock.hour > 2
+    assert follower.look().rows == 10
+    assert verify(path).clean
+    assert repair(path).actions == ()
