@@ -207,5 +207,5 @@ def with_legend(ax: Axes, *others: Axes, handles: Sequence[Artist] | None = None
         bbox_transform=_below(ax, _GAP + _LINE_HEIGHT * lines),
         borderaxespad=0,
         frameon=False,
-        ncols=max(1, _LINE_LENGTH // (longest + 8)),
+        ncols=max(1, _LINE_LENGTH // (longest + 9)),
     )

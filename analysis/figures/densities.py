@@ -51,6 +51,8 @@ def _draw_hops(ax: Axes, data: xr.Dataset, look: Look) -> None:
         lost = int(part["outside"] + part["nan"])
         if lost:
             note(ax, look.label(f"{named(population)}: {lost:,} beyond the axis or NaN"))
+    if data["count"].values[:, edges[1:] < 1].any():
+        note(ax, "below 1: down across a power of two, where the neighbour is half a spacing away")
     counted = data["count"].values.sum(0)
     ax.set_xlabel(f"length of a hop (L1 norm) / {data.attrs['units']}")
     ax.set_ylabel("tokens × steps")

@@ -61,7 +61,9 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.set_xlabel("optimizer step")
     ax.set_ylabel("tokens, sorted by their last motion")
     tokens, rows = int(sizes.max()), int(data["steps"].max())
-    note(ax, f"{pooled} of {_up_to(tokens, 'token')} × {_up_to(rows, 'step')} to a cell")
+    cell = f"{pooled} of {_up_to(tokens, 'token')} × {_up_to(rows, 'step')} to a cell"
+    mixed = tokens > 1 and "dead_share" in data
+    note(ax, cell + ("; strip: mixed colours where both kinds are pooled" if mixed else ""))
     if "dead_share" in data:
         patches += _draw_populations(ax, data["dead_share"].values, depths)
     with_legend(ax, handles=patches)

@@ -139,8 +139,10 @@ def shades(colour: str, ground: str) -> Colormap:
     """Map from little of a colour on this ground to all of it."""
     from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 
+    # The same share of a colour is harder to see on black than on white.
+    share = 0.25 if sum(to_rgb(ground)) > 1.5 else 0.45
     pairs = zip(to_rgb(ground), to_rgb(colour), strict=True)
-    red, green, blue = (0.75 * under + 0.25 * over for under, over in pairs)
+    red, green, blue = ((1 - share) * under + share * over for under, over in pairs)
     return LinearSegmentedColormap.from_list("shades", [to_hex((red, green, blue)), colour])
 
 

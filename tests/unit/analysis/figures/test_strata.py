@@ -38,5 +38,7 @@ def test_it_says_how_cells_are_pooled(run, monkeypatch):
     monkeypatch.setattr("analysis.figures.strata.build_stratigraphy", lambda *_: pooled)
     ax = FIGURES["stratigraphy"](run, Canvas().subplots())
     expected = "the most common regime of up to 4 tokens × up to 6 steps to a cell"
-    assert ax.texts[0].get_text() == expected
+    assert ax.texts[0].get_text().replace("\n", " ") == (
+        expected + "; strip: mixed colours where both kinds are pooled"
+    )
     assert ax.get_ylim() == (0, 11)
