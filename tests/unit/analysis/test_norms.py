@@ -105,7 +105,7 @@ def test_what_is_wrong_with_a_question_is_said(make_run, walk):
         analysis.grad_norms(imported)
     with pytest.raises(VariableNotRecorded, match=r"grad.*weights\+grads"):
         analysis.grad_norms(ds)
-    with pytest.raises(StepNotFound, match=r"step 24 .* 20, 30"):
+    with pytest.raises(StepNotFound, match=r"step 24 .* 20 and 30"):
         analysis.displacement(ds, since=24)
     with pytest.raises(InvalidArgument, match="'yesterday'"):
         analysis.displacement(ds, since="yesterday")

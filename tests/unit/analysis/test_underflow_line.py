@@ -62,7 +62,7 @@ def test_where_there_is_no_rate(run):
 
 
 def test_what_it_needs(run):
-    with pytest.raises(StepNotFound, match="nearest recorded ones are 5"):
+    with pytest.raises(StepNotFound, match="nearest recorded one is 5"):
         analysis.moment_plane(run, step=9)
     with pytest.raises(VariableNotRecorded, match="exp_avg"):
         analysis.moment_plane(run.drop_vars("exp_avg"))
