@@ -99,6 +99,8 @@ def in_halves(blocks: da.Array) -> da.Array:
 
     While one alone was, others would read ahead.
     """
+    if not len(blocks):
+        return blocks
     halves = ((size - size // 2, size // 2) for size in blocks.chunks[0])
     return blocks.rechunk({0: tuple(part for pair in halves for part in pair if part)})
 

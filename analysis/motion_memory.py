@@ -169,7 +169,7 @@ def build_autocorrelation(
     if not chosen or not all(isinstance(lag, int) and lag > 0 for lag in chosen):
         raise InvalidArgument(f"got lags={lags!r}, expected numbers of rows, at least 1")
     history.require_rows(1, "autocorrelation")
-    if lags is not LAGS:  # the usual ones are asked of short runs, too, among other questions
+    if chosen != LAGS:  # the usual ones are asked of short runs, too, among other questions
         _check_lags(chosen, history.rows, of)
     spacing = _even_spacing(history)
     every = (0, *chosen)

@@ -38,6 +38,7 @@ _PHASES = {
 }
 
 
+@checks_types
 def ulp(W: xr.DataArray | xr.Dataset, lattice: str = "native") -> xr.DataArray:
     """Spacing of the native type, or of a lattice of choice, at each magnitude.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -295,12 +295,12 @@ class RunConfig(_Section):
         """All fields as TOML."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
 
-    def with_values(self, assignments: Sequence[str]) -> Self:
+    def with_values(self, assignments: Iterable[str]) -> Self:
         """Configuration with single fields changed.
 
         Parameters
         ----------
-        assignments : sequence of str
+        assignments : iterable of str
             ``section.field=value``, the value as TOML; a bare word is a string.
 
         Raises
@@ -308,14 +308,15 @@ class RunConfig(_Section):
         ConfigError
             If an assignment has another form, or names an unknown field or impossible value.
         """
-        listed = isinstance(assignments, Sequence) and not isinstance(assignments, str)
-        if not listed or not all(isinstance(one, str) for one in assignments):
+        listed = isinstance(assignments, Iterable) and not isinstance(assignments, str | Mapping)
+        given = list(assignments) if listed else []
+        if not listed or not all(isinstance(one, str) for one in given):
             raise ConfigError(
                 f"got {assignments!r}, expected a list of section.field=value, such as "
                 "['optimizer.lr=3e-4']"
             )
         values = self.model_dump()
-        for assignment in assignments:
+        for assignment in given:
             name, equals, text = assignment.partition("=")
             section, dot, field = name.strip().partition(".")
             if not (equals and dot and section and field):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import numbers
 import reprlib
 import types
 import typing
@@ -82,7 +83,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is typing.Literal:
         return any(_fits(value, type(part)) for part in parts)
     if hint in _KINDS:
-        return np.ndim(value) == 0 and _kind(value) in _KINDS[hint]
+        return not getattr(value, "shape", ()) and _kind(value) in _KINDS[hint]
+    if hint is str and hasattr(value, "dtype"):  # of a coordinate, such as population
+        return not value.shape and _dtype(value).kind in "OUT"
     if origin is not None and issubclass(origin, Sequence):
         return _is_sequence(value, *parts[:1])
     plain = hint if origin is None else origin
@@ -93,17 +96,23 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _kind(value: Any) -> str:
     """Kind of NumPy of a number or an array; nothing of what is neither."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return "i"  # however large
-    number = isinstance(value, bool | float) or hasattr(value, "dtype")
-    return str(np.asarray(value).dtype.kind) if number else " "
+    if hasattr(value, "dtype"):
+        return _dtype(value).kind
+    named = ((bool, "b"), (numbers.Integral, "i"), (numbers.Real, "f"))
+    return next((kind for number, kind in named if isinstance(value, number)), " ")
+
+
+def _dtype(array: Any) -> np.dtype[Any]:
+    """Type of NumPy of the elements; nothing lazy is computed for it."""
+    own = array.dtype
+    return own if isinstance(own, np.dtype) else np.asarray(array).dtype
 
 
 def _is_sequence(value: Any, of: Any) -> bool:
     if hasattr(value, "dtype"):
         # A table has no dtype of its own, and an empty array that of no number.
-        fits = not np.size(value) or np.asarray(value).dtype.kind in _KINDS.get(of, "OUT")
-        return np.ndim(value) == 1 and fits
+        fits = 0 in value.shape or _dtype(value).kind in _KINDS.get(of, "OUT")
+        return len(value.shape) == 1 and fits
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         return False
     return all(_fits(one, of) for one in value)

@@ -17,6 +17,7 @@ from trainers.config import RunConfig
 from trainers.recording.token_selection import read_tokens, select_tokens
 from trainers.texts.cache import cached
 from trainers.texts.corpus import load_corpus
+from trajstore.argument_types import checks_types
 from trajstore.byte_sizes import format_bytes, parse_bytes
 from trajstore.formats.population_files import populations_from
 from trajstore.optimizer_advice import Advice, advise
@@ -188,6 +189,7 @@ def numeric_advice(config: RunConfig) -> list[Advice]:
     )
 
 
+@checks_types
 def plan(
     config: RunConfig,
     *,

@@ -22,6 +22,7 @@ from trainers.recording.step_hooks import Recorder
 from trainers.runs.recorded_training import recording_options, run_recorded
 from trainers.runs.training_setup import build_training, find_device
 from trainers.texts.corpus import Corpus, load_corpus
+from trajstore.argument_types import checks_types
 from trajstore.byte_sizes import format_bytes, parse_bytes
 from trajstore.errors import ConfigError, InvalidArgument
 
@@ -69,6 +70,7 @@ class TimedSteps:
         }
 
 
+@checks_types
 def time_steps(
     config: RunConfig,
     *,
@@ -77,6 +79,8 @@ def time_steps(
     seconds: float = 4.0,
 ) -> TimedSteps:
     """Train a few steps of a configuration on this machine, and tell what they take.
+
+    The random states of torch, NumPy and Python are seeded for it, as for any training.
 
     Parameters
     ----------
@@ -116,10 +120,10 @@ def time_steps(
             run = Path(folder) / "timed.zarr"
             recorded = _record(config, text, device, seconds / 2, run)
             size = sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"this training does not fit the memory of {device}: {str(error).splitlines()[0]}"
-        ) from error
+    # Not all devices have an error of their own for too little memory.
+    except RuntimeError as error:
+        reason = (str(error).splitlines() or [repr(error)])[0]
+        raise ConfigError(f"these steps cannot be trained on {device}: {reason}") from error
     step_seconds = bare.seconds / bare.steps
     rows = recorded.steps + 2  # step 0, and the one that the clock began with
     return TimedSteps(

@@ -277,11 +277,13 @@ def print_plan(facts: dict[str, Any]) -> None:
 def _time_sentence(facts: dict[str, Any]) -> str:
     """How long a planned run will take, and what that stands on."""
     time = facts["time"]
+    steps = f"{time['timed_steps']} {'step' if time['timed_steps'] == 1 else 'steps'}"
     return (
         f"About {timedelta(seconds=max(round(time['seconds']), 1))} on this machine "
         f"({time['device']}), {timedelta(seconds=round(time['seconds_recording']))} of it for "
         f"recording: {time['step_seconds']:.2g} s a step and {time['row_seconds']:.2g} s a row, as "
-        f"{time['timed_steps']} steps took that were trained now, and {time['timed_rows']} rows "
+        f"{steps} took that {'was' if time['timed_steps'] == 1 else 'were'} trained now, and "
+        f"{time['timed_rows']} rows "
         f"({format_bytes(time['row_bytes'])} each on disk) that were recorded to a temporary "
         "folder. Other programs that run meanwhile, and checkpoints, come on top."
     )

@@ -91,10 +91,6 @@ class RunLock:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 _take(descriptor, run)
-            except BlockingIOError:
-                owner = _owner(descriptor)
-                os.close(descriptor)
-                raise RunLocked(_refusal(run, owner)) from None
             except BaseException:
                 os.close(descriptor)
                 raise
@@ -199,8 +195,13 @@ def _take(descriptor: int, run: Path) -> None:
             return
         except BlockingIOError:
             refused += not _is_looked_at(descriptor)
-            if refused == _TRIES or not left:
-                raise
+            if refused == _TRIES:
+                raise RunLocked(_refusal(run, _owner(descriptor))) from None
+            if not left:
+                raise RunLocked(
+                    f"nobody writes to {run}, but a process that only looks whether somebody does "
+                    f"has held {_lock_file(run).name} for ten seconds; wake or end it"
+                ) from None
             if refused == _TRIES - 1 and _is_here(_owner(descriptor)):
                 gc.collect()  # a writer that was dropped may still lie about
             time.sleep(0.01)  # flock has no time limit, and waiting without one may be for hours
@@ -210,7 +211,7 @@ def _take(descriptor: int, run: Path) -> None:
             _warn_once(run, error)
             owner = _owner(descriptor)
             if owner.get("host") == socket.gethostname() and _lives(owner):
-                raise BlockingIOError from error
+                raise RunLocked(_refusal(run, owner)) from error
             return
 
 

@@ -116,6 +116,11 @@ def test_signs_alone_change_the_hash() -> None:
     assert identical_vectors.divide(W)[0].size == 256
 
 
+def test_of_no_steps_there_are_none(make_run, walk) -> None:
+    found = analysis.clusters(make_run(walk(4, 3, 2)).isel(step=[])).compute()
+    assert (found.sizes["step"], found.sizes["token"]) == (0, 3)
+
+
 def test_on_a_lattice(make_run) -> None:
     W = np.array([[[1.0], [1.001], [1.1]]], np.float32)
     found = analysis.clusters(make_run(W, native="float32"), lattice="bfloat16")

@@ -72,6 +72,8 @@ def test_what_cannot_be_asked(make_run, walk):
     with pytest.raises(InvalidArgument, match="evenly spaced, and these are 1, 2 steps apart"):
         analysis.autocorrelation(ds)
     ds = ds.isel(step=slice(3))
+    usual = analysis.autocorrelation(ds).compute()
+    xr.testing.assert_identical(analysis.autocorrelation(ds, [1, 2, 5, 10, 20]).compute(), usual)
     for lags in (0, [1, -2], [], [1.5]):
         with pytest.raises(InvalidArgument, match="lags="):
             analysis.autocorrelation(ds, lags)

@@ -107,6 +107,11 @@ def test_populations_of_another_form(value: str) -> None:
         preset("gatsby").with_values([f"recording.populations={value}"])
 
 
+def test_assignments_may_come_one_after_the_other() -> None:
+    config = preset("gatsby").with_values(f"optimizer.lr={rate}" for rate in (1, 2))
+    assert config.optimizer.lr == 2
+
+
 @pytest.mark.parametrize("value", ["optimizer.lr=1", {"optimizer.lr": 1}, [3]], ids=str)
 def test_assignments_are_a_list(value: Any) -> None:
     with pytest.raises(ConfigError, match=r"expected a list of section.field=value, such as"):

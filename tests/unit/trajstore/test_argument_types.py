@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
+import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -14,6 +16,16 @@ import xarray as xr
 
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
+
+
+class _NotComputed:
+    """What a lazy array is made of, that no check may ask for."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
+        self.shape, self.ndim, self.dtype = shape, len(shape), np.dtype(dtype)
+
+    def __getitem__(self, key: object) -> Any:
+        raise AssertionError("computed")
 
 
 @checks_types
@@ -45,11 +57,14 @@ def ask(
         {"k": np.array(3)},
         {"k": xr.DataArray([4, 5])[1]},
         {"share": 1},
+        {"share": Fraction(1, 3)},
         {"share": np.float32(0.5)},
         {"name": np.str_("dead")},
+        {"name": xr.DataArray(["dead", "live"])[0]},
         {"steps": range(3)},
         {"steps": np.arange(3)},
         {"steps": xr.DataArray([1, 2])},
+        {"steps": da.from_array(_NotComputed((3,), "i8"), chunks=3, meta=np.empty(0, "i8"))},
         {"steps": []},
         {"steps": np.array([])},
         {"levels": [1, 0.5]},

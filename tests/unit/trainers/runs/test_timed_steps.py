@@ -48,6 +48,17 @@ def test_what_no_machine_holds_is_not_tried() -> None:
         time_steps(config)
 
 
+def test_what_the_device_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory\nmore")
+
+    monkeypatch.setattr(timed_steps, "build_training", refuse)
+    with pytest.raises(ConfigError, match=r"be trained on cpu: .* allocate memory$"):
+        time_steps(small_trainings.small_config(("gatsby",), steps=3))
+    with pytest.raises(InvalidArgument, match="got config='gatsby', expected a RunConfig"):
+        time_steps("gatsby")
+
+
 def test_no_time_is_no_time() -> None:
     with pytest.raises(InvalidArgument, match="seconds: got 0, expected more than 0"):
         time_steps(preset("gatsby"), seconds=0)

@@ -157,6 +157,17 @@ def test_a_look_at_the_lock_does_not_keep_a_writer_from_it(
     assert next(waits) == 31
 
 
+def test_a_look_that_does_not_end_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run.with_name(f".{run.name}.lock")
+    path.write_text("{}")
+    looking = os.open(path, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr("trajstore.store.lock.time.sleep", lambda _: None)
+    with pytest.raises(RunLocked, match=r"nobody writes to .* only looks"):
+        RunLock.acquire(run)
+    os.close(looking)
+
+
 def test_a_lock_that_was_dropped_is_let_go(run: Path) -> None:
     RunLock.acquire(run)
     with RunLock.acquire(run):
