@@ -162,7 +162,8 @@ def read_again(blocks: da.Array, after: da.Array) -> da.Array:
     """The same array from tasks of its own, which wait until another one is known.
 
     `dask.graph_manipulation.bind` would do, but it leaves what an array was sliced from as it is,
-    so that all of it is held until then (dask 2025.9 to 2026.8).
+    so that all of it is held until then (dask 2025.9 to 2026.8). What a task is, dask tells in a
+    module that it calls private.
 
     Parameters
     ----------
