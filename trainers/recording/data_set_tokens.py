@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Any
@@ -13,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
+from transformers import BatchEncoding
 
 from trainers.recording.options import RecordingOptions
 from trainers.recording.parameters import RecordedParameter, unwrap
@@ -21,7 +21,7 @@ from trainers.token_texts import token_texts
 __all__ = ["COUNTING_SECONDS", "TokenFacts", "facts_of_trainer"]
 
 COUNTING_SECONDS = 5.0
-"""Most that counting the tokens of a data set may take; one that takes longer is not counted."""
+"""About the most that counting a data set may take; one that takes longer is not counted."""
 
 _TOKENS = ("input_ids", "attention_mask", "labels")
 _AT_ONCE = 1000  # examples that are taken out of a table
@@ -61,56 +61,48 @@ def facts_of_trainer(
     parameters: tuple[RecordedParameter, ...],
     options: RecordingOptions,
     *,
-    data_set: Any,
+    data_loader: Any,
     tokenizer: Any,
     processes: int,
 ) -> TokenFacts:
     """Which tokens are dead, how often each occurs, and how it reads, where nobody has said so.
 
     A token occurs as often as it is among the inputs that are attended to, or among the labels,
-    whichever is more. What a collator makes of the examples is not seen.
+    whichever is more. What a collator makes of the examples is not seen. Whatever fails here is
+    said in a note.
 
     Parameters
     ----------
     model : Module
         A language model, whose output embeddings tell the size of its vocabulary.
     parameters : tuple of RecordedParameter
+        The tokens are told where these are the model's embeddings.
     options : RecordingOptions
         What these say wins.
-    data_set : Dataset
-        That the Trainer draws its examples from: a sized one, with ``input_ids``.
+    data_loader : DataLoader
+        Of the Trainer. Its data set is counted if reading it is known to change nothing: a list or
+        tuple of dicts, a table of Hugging Face datasets, or a `Subset` or `ConcatDataset` of those.
     tokenizer : object
         The Trainer's ``processing_class``.
     processes : int
         That train together.
     """
     facts = TokenFacts()
-    rows = _vocabulary(model)
-    if rows is None or all(len(parameter.tensor) != rows for parameter in parameters):
-        return facts
     if options.resume and not _needs_dead(options):
         return facts  # a run that goes on keeps its coordinates
     if options.is_dead is None and options.token_count is None:
-        try:
-            counts, examples = _counted(data_set, rows, processes)
-        except _NotCounted as reason:
-            facts.notes.append(
-                f"the run does not say which tokens are dead, because {reason}; give is_dead= or "
-                "token_count=, or tell it afterwards with: trajstore annotate"
-            )
-        else:
-            facts.options.update(is_dead=counts == 0, token_count=counts)
-            facts.origin["tokens_counted"] = {"examples": examples, "tokens": int(counts.sum())}
-            facts.notes.append(
-                f"is_dead and token_count are counted in the {examples} examples of the Trainer's "
-                f"data set: {np.count_nonzero(counts == 0)} of {rows} tokens are dead; is_dead= or "
-                "token_count= say otherwise"
-            )
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if options.token_text is None and backend is not None:
-        texts = token_texts(backend)
-        if len(texts) <= rows:  # the others pad the matrix
-            facts.options["token_text"] = [*texts, *[""] * (rows - len(texts))]
+        remedy = "give is_dead= or token_count=, or tell it afterwards with: trajstore annotate"
+        with _said_where_it_fails(facts, "which tokens are dead", remedy):
+            rows = _vocabulary(model, parameters)
+            if rows is not None:
+                data_set = getattr(data_loader, "dataset", None)
+                _tell_counts(facts, *_counted(data_set, rows, processes))
+    if options.token_text is None:
+        with _said_where_it_fails(facts, "how its tokens read", "give token_text="):
+            rows = _vocabulary(model, parameters)
+            backend = getattr(tokenizer, "backend_tokenizer", None)
+            if rows is not None and backend is not None:
+                _tell_texts(facts, token_texts(backend), rows)
     return facts
 
 
@@ -118,109 +110,177 @@ def _needs_dead(options: RecordingOptions) -> bool:
     return isinstance(options.tokens, str) and options.tokens in ("dead", "live")
 
 
-def _vocabulary(model: torch.nn.Module) -> int | None:
-    """Rows of the output embeddings; None where there are none."""
-    embeddings = getattr(unwrap(model), "get_output_embeddings", lambda: None)()
-    weight = getattr(embeddings, "weight", None)
-    return None if weight is None else len(weight)
+@contextlib.contextmanager
+def _said_where_it_fails(facts: TokenFacts, what: str, remedy: str) -> Iterator[None]:
+    """Have a note say why something is not known; no failure here may end a training."""
+    try:
+        yield
+    except _NotCounted as error:
+        reason = str(error)
+    except Exception as error:
+        reason = f"finding out failed: {error!r}"
+    else:
+        return
+    facts.notes.append(f"the run does not say {what}, because {reason}; {remedy}")
+
+
+def _tell_counts(facts: TokenFacts, counts: npt.NDArray[np.int64], examples: int) -> None:
+    dead = counts == 0
+    facts.options.update(is_dead=dead, token_count=counts)
+    facts.origin["tokens_counted"] = {"examples": examples, "tokens": int(counts.sum())}
+    facts.notes.append(
+        f"is_dead and token_count are counted in the {examples} examples of the Trainer's data "
+        f"set: {np.count_nonzero(dead)} of {len(counts)} tokens are dead; is_dead= or "
+        "token_count= say otherwise"
+    )
+
+
+def _tell_texts(facts: TokenFacts, texts: tuple[str, ...], rows: int) -> None:
+    if len(texts) <= rows:  # the others pad the matrix
+        facts.options["token_text"] = [*texts, *[""] * (rows - len(texts))]
+
+
+def _vocabulary(model: torch.nn.Module, parameters: tuple[RecordedParameter, ...]) -> int | None:
+    """Rows of the output embeddings; None where what is recorded has no tokens of that many.
+
+    What is told of the tokens goes to every recorded matrix of so many rows: all have to be
+    embeddings.
+    """
+    output = _weight(model, "get_output_embeddings")
+    if output is None:
+        return None
+    alike = [one.tensor for one in parameters if len(one.tensor) == len(output)]
+    others = [tensor for tensor in alike if tensor is not output]
+    known = all(tensor is _weight(model, "get_input_embeddings") for tensor in others)
+    return len(output) if alike and known else None
+
+
+def _weight(model: torch.nn.Module, method: str) -> Any:
+    return getattr(getattr(unwrap(model), method, lambda: None)(), "weight", None)
 
 
 def _counted(data_set: Any, rows: int, processes: int) -> tuple[npt.NDArray[np.int64], int]:
     """Occurrences of each token, and the number of examples."""
     if processes > 1:
         raise _NotCounted("several processes train, each of which would have to count")
-    sized = hasattr(data_set, "__len__") and hasattr(data_set, "__getitem__")
-    if not sized or isinstance(data_set, torch.utils.data.IterableDataset):
-        raise _NotCounted("the Trainer's data set is streamed")
+    _require_stateless(data_set)
     counts = {name: np.zeros(rows, np.int64) for name in ("input_ids", "labels")}
     end = monotonic() + COUNTING_SECONDS
-    with _random_states_kept():
-        for part in _parts(data_set):
-            for name, ids in part.items():
-                if ids.size and not 0 <= ids.min() <= ids.max() < rows:
-                    raise _NotCounted(f"its {name} go beyond the {rows} tokens of the model")
-                counts[name] += np.bincount(ids, minlength=rows)
-            if monotonic() > end:
-                raise _NotCounted(
-                    f"counting the {len(data_set)} examples of its data set takes more than "
-                    f"{COUNTING_SECONDS:g} s"
-                )
+    for part in _parts(data_set):
+        for name, ids in part.items():
+            if ids.size and not 0 <= ids.min() <= ids.max() < rows:
+                raise _NotCounted(f"its {name} go beyond the {rows} tokens of the model")
+            counts[name] += np.bincount(ids, minlength=rows)
+        if monotonic() > end:
+            raise _NotCounted(
+                f"counting the {len(data_set)} examples of its data set takes more than about "
+                f"{COUNTING_SECONDS:g} s"
+            )
     return np.maximum(counts["input_ids"], counts["labels"]), len(data_set)
+
+
+def _require_stateless(data_set: Any) -> None:
+    """Refuse what a pass may change: caches, counters and random states decide what is trained on.
+
+    Types are compared exactly, because a subclass may read its examples in its own way.
+    """
+    kind = type(data_set)
+    if data_set is None:
+        raise _NotCounted("the Trainer shows no data set")
+    if isinstance(data_set, IterableDataset) or not hasattr(kind, "__len__"):
+        raise _NotCounted("the Trainer's data set is streamed")
+    if kind is ConcatDataset:
+        for part in data_set.datasets:
+            _require_stateless(part)
+    elif kind is Subset:
+        _require_kind(data_set.indices, list, tuple, range, np.ndarray, torch.Tensor)
+        _require_stateless(data_set.dataset)
+    elif not _is_table(data_set):
+        _require_kind(data_set, list, tuple)
+    elif data_set.format["type"] == "custom":
+        raise _NotCounted("its data set has a transform, and each call could make another example")
+
+
+def _require_kind(value: Any, *kinds: type) -> None:
+    if type(value) not in kinds:
+        raise _NotCounted(
+            f"its data set is of a class of its own, {type(value).__name__}, and reading it could "
+            "change what is trained on"
+        )
+
+
+def _is_table(data_set: Any) -> bool:
+    """Whether it is one of Hugging Face; a module of the user's may have the library's name."""
+    kind = type(data_set)
+    return f"{kind.__module__}.{kind.__qualname__}" == "datasets.arrow_dataset.Dataset"
 
 
 def _parts(data_set: Any) -> Iterator[dict[str, npt.NDArray[np.int64]]]:
     """Ids of the tokens of some examples after the others: as inputs, and as labels."""
-    library = sys.modules.get("datasets")
-    if library is not None and isinstance(data_set, library.Dataset) and _is_table(data_set):
+    if type(data_set) is ConcatDataset:
+        for part in data_set.datasets:
+            yield from _parts(part)
+    elif type(data_set) is Subset and _is_table(data_set.dataset):
+        table: Any = data_set.dataset
+        yield from _parts_of_table(table.select([int(number) for number in data_set.indices]))
+    elif _is_table(data_set):
         yield from _parts_of_table(data_set)
-        return
-    for number in range(len(data_set)):
-        try:
-            example = data_set[number]
-        # Whatever a data set raises: training may never ask for this example.
-        except Exception as error:
-            reason = f"example {number} of its data set cannot be read: {error!r}"
-            raise _NotCounted(reason) from error
-        yield _of_example(example)
-
-
-def _is_table(data_set: Any) -> bool:
-    """Whether the columns are lists of whole numbers, and what is drawn from them is the same."""
-    import pyarrow as pa
-
-    if data_set.format["type"] == "custom" or "input_ids" not in data_set.column_names:
-        return False
-    kinds = [data_set.data.schema.field(name).type for name in _columns(data_set)]
-    lists = (pa.types.is_list, pa.types.is_large_list)
-    return all(
-        any(is_list(kind) for is_list in lists) and pa.types.is_integer(kind.value_type)
-        for kind in kinds
-    )
-
-
-def _columns(data_set: Any) -> list[str]:
-    return [name for name in _TOKENS if name in data_set.column_names]
+    else:
+        for number in range(len(data_set)):
+            yield _of_example(data_set[number])
 
 
 def _parts_of_table(data_set: Any) -> Iterator[dict[str, npt.NDArray[np.int64]]]:
-    table = data_set.select_columns(_columns(data_set)).with_format("arrow")
+    form = data_set.format
+    shown = data_set.column_names if form["output_all_columns"] else form["columns"]
+    columns = [name for name in _TOKENS if name in shown]
+    if "input_ids" not in columns:
+        raise _NotCounted("the examples of its data set have no input_ids")
+    table = data_set.with_format("arrow", columns=columns)
     for some in table.iter(batch_size=_AT_ONCE):
-        flat = {
-            name: some[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
-            for name in some.column_names
-        }
-        yield _selected(flat)
+        arrays = {name: some[name].combine_chunks() for name in columns}
+        yield _selected({
+            name: _of_lists(name, array)
+            for name, array in arrays.items()
+            if hasattr(array, "value_lengths")  # labels may be single classes
+        })  # fmt: skip
+
+
+def _of_lists(name: str, array: Any) -> npt.NDArray[Any]:
+    """Values of an Arrow array of lists, or of lists of lists."""
+    nulls = array.null_count
+    while hasattr(array, "value_lengths"):
+        array = array.flatten()
+        nulls += array.null_count
+    if nulls:
+        raise _NotCounted(f"{name} of its data set are null in places")
+    return np.asarray(array.to_numpy(zero_copy_only=False))
 
 
 def _of_example(example: Any) -> dict[str, npt.NDArray[np.int64]]:
-    if not isinstance(example, Mapping) or "input_ids" not in example:
-        raise _NotCounted("the examples of its data set have no input_ids")
+    if type(example) not in (dict, BatchEncoding):
+        raise _NotCounted(f"examples of its data set are no dicts, but {type(example).__name__}")
     flat = {}
     for name in _TOKENS:
         if name in example and example[name] is not None:
-            values = torch.as_tensor(example[name], device="cpu")
-            if values.ndim and not values.is_floating_point():
-                flat[name] = values.flatten().numpy()
+            values = torch.as_tensor(example[name], device="cpu").detach()
+            if values.ndim:  # labels may be a single class
+                # NumPy has no bfloat16.
+                exact = values.double() if values.is_floating_point() else values
+                flat[name] = exact.flatten().numpy()
     return _selected(flat)
 
 
 def _selected(flat: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[np.int64]]:
     """Without what is not attended to, and labels that are not trained on."""
-    ids, mask = flat.get("input_ids", np.empty(0, np.int64)), flat.get("attention_mask")
+    if "input_ids" not in flat:
+        raise _NotCounted("the examples of its data set have no input_ids")
+    ids, mask = flat["input_ids"], flat.get("attention_mask")
+    if ids.size and ids.dtype.kind not in "iu":
+        raise _NotCounted("input_ids of its data set are no whole numbers")
     if mask is not None and mask.shape == ids.shape:
         ids = ids[mask != 0]
     labels = flat.get("labels", np.empty(0, np.int64))
-    chosen = {"input_ids": ids, "labels": labels[labels >= 0]}
+    labels = labels[labels >= 0] if labels.dtype.kind in "iu" else np.empty(0, np.int64)
+    chosen = {"input_ids": ids, "labels": labels}
     return {name: values.astype(np.int64, copy=False) for name, values in chosen.items()}
-
-
-@contextlib.contextmanager
-def _random_states_kept() -> Iterator[None]:
-    """Have training draw what it would have drawn, whatever examples draw when they are read."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

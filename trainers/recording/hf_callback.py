@@ -35,7 +35,8 @@ class TrajectoryCallback(TrainerCallback):
     Gradient accumulation, clipping, mixed precision and distributed training are those of the
     Trainer; the first process records. Which tokens are dead, how often each occurs, and how it
     reads, is taken from the Trainer's data set and tokenizer where nobody says so, and the data set
-    is a sized one, with ``input_ids``, that is counted in seconds.
+    is a list of dicts or a table of Hugging Face datasets, with ``input_ids``, that is counted in
+    seconds.
 
     Attributes
     ----------
@@ -145,7 +146,7 @@ class TrajectoryCallback(TrainerCallback):
             model,
             find_parameters(model, real_optimizer(optimizer), self._options.parameter),
             self._options,
-            data_set=getattr(kwargs.get("train_dataloader"), "dataset", None),
+            data_loader=kwargs.get("train_dataloader"),
             tokenizer=kwargs.get("processing_class"),
             processes=args.world_size,
         )

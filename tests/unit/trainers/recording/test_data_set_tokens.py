@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import xarray as xr
 torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, VOCAB, TinyModel, batches  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
+from torch.utils.data import ConcatDataset, Subset  # noqa: E402
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments  # noqa: E402
 
 from trainers import TrajectoryCallback  # noqa: E402
@@ -31,12 +34,15 @@ EXAMPLES = [
 COUNTS = [0, 1, 2, 3, 0, 1] + [0] * (VOCAB - 6)
 
 
-def told(data_set: Any, tokenizer: Any = None, processes: int = 1, **options: Any) -> Any:
-    model = TinyModel()
+def told(
+    data_set: Any, tokenizer: Any = None, processes: int = 1, model: Any = None, **options: Any
+) -> Any:
+    model = model or TinyModel()
     wanted = RecordingOptions(**options)
     parameters = find_parameters(model, torch.optim.SGD(model.parameters()), wanted.parameter)
+    loader = SimpleNamespace(dataset=data_set)
     return facts_of_trainer(
-        model, parameters, wanted, data_set=data_set, tokenizer=tokenizer, processes=processes
+        model, parameters, wanted, data_loader=loader, tokenizer=tokenizer, processes=processes
     )
 
 
@@ -44,23 +50,34 @@ def tensors() -> list[dict[str, Any]]:
     return [{name: torch.tensor(row[name]) for name in row} for row in EXAMPLES]
 
 
+def hugging_face(rows: list[dict[str, Any]]) -> Any:
+    return pytest.importorskip("datasets").Dataset.from_list(rows)
+
+
 def table() -> Any:
-    library = pytest.importorskip("datasets")
-    return library.Dataset.from_list([*EXAMPLES, {**EXAMPLES[0], "input_ids": [9] * 4}]).select(
-        [1, 0]
-    )
+    return hugging_face([*EXAMPLES, {**EXAMPLES[0], "input_ids": [9] * 4}]).select([1, 0])
 
 
-def transformed() -> Any:
-    library = pytest.importorskip("datasets")
-    made = library.Dataset.from_list([{"row": 0}, {"row": 1}])
-    made.set_transform(lambda rows: {
-        name: [EXAMPLES[row][name] for row in rows["row"]] for name in EXAMPLES[0]
-    })  # fmt: skip
-    return made
+def parts() -> Any:
+    return ConcatDataset([Subset(tensors(), [1]), Subset(table(), np.array([1]))])
 
 
-@pytest.mark.parametrize("made", [lambda: EXAMPLES, tensors, table, transformed])
+def shown() -> Any:
+    return table().with_format("torch", columns=["labels"], output_all_columns=True)
+
+
+def weighted() -> Any:
+    return [{**row, "attention_mask": torch.tensor(row["attention_mask"]) / 2} for row in EXAMPLES]
+
+
+def weighted_table() -> Any:
+    return hugging_face([{**row, "attention_mask": [*map(float, row["attention_mask"])]}
+                         for row in EXAMPLES])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "made", [lambda: EXAMPLES, tensors, table, parts, shown, weighted, weighted_table]
+)
 def test_tokens_are_counted_where_they_are_attended_to_or_predicted(made: Any) -> None:
     facts = told(made())
     assert facts.options["token_count"].tolist() == COUNTS
@@ -69,31 +86,86 @@ def test_tokens_are_counted_where_they_are_attended_to_or_predicted(made: Any) -
     assert f"2 examples of the Trainer's data set: {VOCAB - 4} of {VOCAB}" in facts.notes[0]
 
 
-def failing() -> Any:
-    class Failing(list[Any]):
-        def __getitem__(self, number: Any) -> Any:
-            raise RuntimeError("no such file")
+def test_columns_that_a_table_does_not_show_are_not_counted() -> None:
+    inputs = told(table().with_format("torch", columns=["input_ids"])).options["token_count"]
+    assert inputs.tolist() == [1, 1, 2, 3] + [0] * (VOCAB - 4)
+    assert "have no input_ids" in told(table().with_format("torch", columns=["labels"])).notes[0]
 
-    return Failing([0])
+
+class Examples(torch.utils.data.Dataset[Any]):
+    """Draws, and counts what is read, as data sets of users do."""
+
+    reads = 0
+
+    def __len__(self) -> int:
+        return len(EXAMPLES)
+
+    def __getitem__(self, number: Any) -> Any:
+        self.reads += 1
+        return EXAMPLES[number]
+
+
+class Unsized(Examples):
+    def __len__(self) -> int:
+        raise TypeError("nobody knows how many")
+
+
+class Failing(list[Any]):
+    def __getitem__(self, number: Any) -> Any:
+        raise RuntimeError("no such file")
+
+
+def transformed() -> Any:
+    made = table()
+    made.set_transform(lambda rows: rows)
+    return made
 
 
 @pytest.mark.parametrize(
-    ("data_set", "reason"),
+    ("made", "reason"),
     [
-        (iter(EXAMPLES), "the Trainer's data set is streamed"),
-        ([{"text": "a"}], "have no input_ids"),
-        ([[1, 2, 3]], "have no input_ids"),
-        ([{"input_ids": [VOCAB]}], f"its input_ids go beyond the {VOCAB} tokens"),
-        ([{"input_ids": [-1]}], "its input_ids go beyond"),
-        (failing(), "example 0 of its data set cannot be read: RuntimeError('no such file')"),
+        (lambda: None, "the Trainer shows no data set"),
+        (lambda: iter(EXAMPLES), "the Trainer's data set is streamed"),
+        (lambda: [{"text": "a"}], "have no input_ids"),
+        (lambda: [[1, 2, 3]], "are no dicts, but list"),
+        (lambda: [{"input_ids": [0.5]}], "no whole numbers"),
+        (lambda: [{"input_ids": [VOCAB]}], f"its input_ids go beyond the {VOCAB} tokens"),
+        (lambda: [{"input_ids": [-1]}], "its input_ids go beyond"),
+        (lambda: [{"input_ids": [[1, 2], [3]]}], "finding out failed: ValueError"),
+        (lambda: [{"input_ids": [1, None]}], "finding out failed: "),
+        (lambda: [{"input_ids": "the cat"}], "finding out failed: "),
+        (lambda: Subset(EXAMPLES, [7]), "finding out failed: IndexError"),
+        (lambda: hugging_face([{"input_ids": [1, None]}]), "input_ids of its data set are null"),
+        (lambda: hugging_face([{"input_ids": [1]}, {"input_ids": None}]), "are null in places"),
+        (lambda: hugging_face([{"input_ids": ["a"]}]), "no whole numbers"),
+        (lambda: hugging_face([{"input_ids": 1}]), "have no input_ids"),
+        (transformed, "its data set has a transform"),
+        (lambda: Failing([0]), "a class of its own, Failing"),
+        (Unsized, "a class of its own, Unsized"),
+        (lambda: Subset(Examples(), [0]), "a class of its own, Examples"),
     ],
 )
-def test_what_cannot_be_counted_is_said(data_set: Any, reason: str) -> None:
-    facts = told(data_set)
+def test_what_cannot_be_counted_is_said(made: Any, reason: str) -> None:
+    facts = told(made())
     assert not facts.options
     (note,) = facts.notes
     assert reason in note
     assert "trajstore annotate" in note
+
+
+def test_a_data_set_that_a_pass_could_change_is_not_read() -> None:
+    data_set = Examples()
+    assert not told(data_set).options
+    assert not told(ConcatDataset([EXAMPLES, data_set])).options
+    assert data_set.reads == 0
+
+
+def test_a_module_of_the_users_may_be_called_as_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(Dataset=Examples))
+    assert told(EXAMPLES).options["token_count"].tolist() == COUNTS
+    assert "a class of its own, Examples" in told(Examples()).notes[0]
 
 
 def test_a_data_set_that_takes_too_long_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,26 +195,54 @@ def test_texts_are_of_the_tokenizer() -> None:
     assert "token_text" not in told([], tokenizer, token_text=["x"] * VOCAB).options
 
 
+def test_a_tokenizer_that_fails_is_said() -> None:
+    facts = told(EXAMPLES, SimpleNamespace(backend_tokenizer="none"))
+    assert set(facts.options) == {"is_dead", "token_count"}
+    assert "does not say how its tokens read" in facts.notes[1]
+
+
+def test_a_model_that_cannot_tell_its_embeddings_is_said() -> None:
+    class Unknown(TinyModel):
+        def get_output_embeddings(self) -> Any:
+            raise NotImplementedError
+
+    facts = told(EXAMPLES, model=Unknown(), parameter="embedding.weight")
+    assert not facts.options
+    assert "NotImplementedError" in facts.notes[0]
+
+
+class Untied(TinyModel):
+    """Whose embeddings are two matrices, and a third has as many rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = torch.nn.Parameter(self.head.weight.detach().clone())
+        self.square = torch.nn.Linear(VOCAB, VOCAB)
+
+    def get_input_embeddings(self) -> Any:
+        return self.embedding
+
+
+@pytest.mark.parametrize(
+    ("parameter", "known"),
+    [
+        ("head.weight", True),
+        ("embedding.weight", True),
+        (["head.weight", "mix.weight"], True),
+        ("square.weight", False),
+        (["head.weight", "square.weight"], False),
+    ],
+)
+def test_only_rows_of_embeddings_are_tokens(parameter: Any, known: bool) -> None:
+    facts = told(EXAMPLES, model=Untied(), parameter=parameter)
+    assert bool(facts.options) is known
+
+
 def test_training_draws_what_it_would_have_drawn() -> None:
-    class Drawing(list[Any]):
-        def __getitem__(self, number: Any) -> Any:
-            random.random(), np.random.rand(), torch.rand(1)
-            return super().__getitem__(number)
-
-    def drawn() -> list[float]:
-        return [random.random(), float(np.random.rand()), float(torch.rand(1))]
-
-    def seed() -> None:
-        random.seed(3)
-        np.random.seed(3)
-        torch.manual_seed(3)
-
-    seed()
-    TinyModel()
-    expected = drawn()
-    seed()
-    assert told(Drawing(EXAMPLES)).options
-    assert drawn() == expected
+    data_set, model = table(), TinyModel()
+    states = random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()
+    assert told(data_set, model=model).options
+    assert states == (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist())
 
 
 def test_a_trainer_with_the_path_of_a_run_tells_dead_tokens_from_live_ones(tmp_path: Path) -> None:
