@@ -6,6 +6,7 @@ import glob
 import math
 import shlex
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from trajstore.store.object_file import document_in
 from trajstore.store.object_keys import DOCUMENT
 from trajstore.store.remote_path import Location, RemotePath, RunPath, location
 from trajstore.strict_json import parse
+from trajstore.threads import in_parallel
 
-__all__ = ["open_group", "run_identity", "runs_beside"]
+__all__ = ["ends", "open_group", "run_identity", "runs_beside"]
 
 _LARGEST_BLOCK = 1 << 38
 """Values; 1 TiB of float32."""
@@ -71,6 +73,21 @@ def open_group(path: RunPath) -> zarr.Group:
             f"install trajstore {group.attrs.get('trajstore_version')} or newer"
         )
     return group
+
+
+def ends(array: Any) -> tuple[int, int]:
+    """First and last value of an array of numbers, which has some.
+
+    However many it claims to have, only these are looked for.
+    """
+    rows = array.shape[0]
+    reads = [partial(_value, array, row) for row in (0, rows - 1)]
+    first, last = in_parallel(reads, 2)
+    return first, last
+
+
+def _value(array: Any, row: int) -> int:
+    return int(array[row : row + 1][0])
 
 
 def runs_beside(path: Path) -> str:

@@ -16,9 +16,8 @@ from trajstore.schema import COORDINATES, POPULATION, STEP, VARIABLES, along_tok
 from trajstore.store.array_reader import block_form
 from trajstore.store.block_view import as_blocks
 from trajstore.store.lock import is_written_to
-from trajstore.store.open_group import open_group
+from trajstore.store.open_group import ends, open_group
 from trajstore.store.remote_path import Location, RemotePath, RunPath, location
-from trajstore.store.xarray_engine import ends
 from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["digest_of_files", "information", "object_sizes", "stored_bytes"]

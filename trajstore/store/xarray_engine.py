@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -20,11 +19,10 @@ from xarray.backends import BackendEntrypoint, StoreBackendEntrypoint, ZarrStore
 from trajstore.schema import STEP
 from trajstore.store.block_view import as_blocks
 from trajstore.store.object_keys import DOCUMENT
-from trajstore.store.open_group import open_group
+from trajstore.store.open_group import ends, open_group
 from trajstore.store.remote_path import RemotePath, RunPath, location
-from trajstore.threads import in_parallel
 
-__all__ = ["TrajstoreBackend", "ends", "run_dataset"]
+__all__ = ["TrajstoreBackend", "run_dataset"]
 
 
 def run_dataset(
@@ -63,21 +61,6 @@ def _told_by_the_ends(array: Any) -> npt.NDArray[np.int64] | None:
         return None
     first, last = ends(array)
     return np.arange(first, last + 1) if last - first == rows - 1 else None
-
-
-def ends(array: Any) -> tuple[int, int]:
-    """First and last value of an array of numbers, which has some.
-
-    However many it claims to have, only these are looked for.
-    """
-    rows = array.shape[0]
-    reads = [partial(_value, array, row) for row in (0, rows - 1)]
-    first, last = in_parallel(reads, 2)
-    return first, last
-
-
-def _value(array: Any, row: int) -> int:
-    return int(array[row : row + 1][0])
 
 
 class TrajstoreBackend(BackendEntrypoint):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,22 @@ def test_info_of_several_runs_is_a_table(tmp_path: Path) -> None:
     done = call("info", runs[0], tmp_path / "nothing.zarr", rc=1)
     assert "one.zarr" in done.stdout
     assert done.stderr == f"trajstore: there is no run at {tmp_path / 'nothing.zarr'}\n"
+
+
+def test_info_of_a_run_waits_for_no_xarray(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from trajstore.cli.main import main\n"
+        "main(['info', sys.argv[1]], standalone_mode=False)\n"
+        "print({'xarray', 'pandas', 'dask', 'matplotlib'} & set(sys.modules))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, recorded(tmp_path / "run.zarr")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.endswith("set()\n")
 
 
 def test_info_names_the_parameter_and_a_recorder_that_is_gone(tmp_path: Path) -> None:
