@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 from measure import cache
 
-__all__ = ["MATRICES", "wordybird"]
+from trajstore import RunWriter
+
+__all__ = ["MATRICES", "record", "wordybird"]
 
 MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
 
@@ -24,6 +28,20 @@ def wordybird(steps: int = 200) -> dict[str, npt.NDArray[np.uint16]]:
     if not (folder / "done").exists():
         _record(folder, steps)
     return {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in MATRICES}
+
+
+def record(path: str | Path, rows: Mapping[str, Any], **options: Any) -> None:
+    """Record rows, of each matrix (step, token, hidden), as fast as the writer takes them."""
+    count, tokens, hidden = rows["W"].shape
+    with RunWriter.create(
+        path,
+        token=np.arange(tokens),
+        hidden=hidden,
+        variables=dict.fromkeys(rows, "bfloat16"),
+        **options,
+    ) as run:
+        for step in range(count):
+            run.append(step=step, **{name: rows[name][step] for name in rows})
 
 
 def _record(folder: Path, steps: int) -> None:

@@ -20,12 +20,10 @@ import numpy as np
 import tensorstore
 import xarray as xr
 import zarr
-from history import MATRICES, wordybird
+from history import MATRICES, record, wordybird
 from measure import alternate, cache, machine, save, table
 from ml_dtypes import bfloat16
 from safetensors.numpy import save_file
-
-from trajstore import RunWriter
 
 
 class Passes:
@@ -67,16 +65,7 @@ def fresh(name: str) -> Path:
 
 def trajstore_writer(rows: Rows, **options: Any) -> Path:
     path = fresh("trajstore.zarr")
-    _, tokens, hidden = rows["W"].shape
-    with RunWriter.create(
-        path,
-        token=np.arange(tokens),
-        hidden=hidden,
-        variables=dict.fromkeys(rows, "bfloat16"),
-        **options,
-    ) as run:
-        for step in range(len(rows["W"])):
-            run.append(step=step, **{name: rows[name][step] for name in rows})
+    record(path, rows, **options)
     return path
 
 

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from history import MATRICES, wordybird
+from history import MATRICES, record, wordybird
 from measure import alternate, cache, machine, save, table
 
-from trajstore import RunWriter
 from trajstore.store.remote_path import REMOTE_REQUESTS, RemotePath, location
 from trajstore.threads import in_parallel
 
@@ -56,25 +55,11 @@ def server() -> Iterator[None]:
                 urllib.request.urlopen(request).close()
                 break
             except urllib.error.URLError:
-                time.sleep(0.2)
+                time.sleep(0.2)  # it does not say when it is ready
         yield
     finally:
         process.terminate()
         process.wait()
-
-
-def written(path: str | Path, rows: dict[str, Any]) -> None:
-    """Record rows as fast as the writer takes them."""
-    count, tokens, hidden = rows["W"].shape
-    with RunWriter.create(
-        path,
-        token=np.arange(tokens),
-        hidden=hidden,
-        variables=dict.fromkeys(rows, "bfloat16"),
-        overwrite=True,
-    ) as run:
-        for step in range(count):
-            run.append(step=step, **{name: rows[name][step] for name in rows})
 
 
 def put_only(run: Path) -> None:
@@ -118,8 +103,8 @@ def main() -> None:
     with server():
         results = alternate(
             {
-                LOCAL: partial(taken, partial(written, local, rows)),
-                REMOTE: partial(taken, partial(written, RUN, rows)),
+                LOCAL: partial(taken, partial(record, local, rows, overwrite=True)),
+                REMOTE: partial(taken, partial(record, RUN, rows, overwrite=True)),
                 PUT: partial(taken, partial(put_only, local)),
             },
             options.rounds,

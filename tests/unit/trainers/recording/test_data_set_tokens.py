@@ -204,7 +204,7 @@ def test_a_tokenizer_that_fails_is_said() -> None:
 def test_a_model_that_cannot_tell_its_embeddings_is_said() -> None:
     class Unknown(TinyModel):
         def get_output_embeddings(self) -> Any:
-            raise NotImplementedError
+            raise NotImplementedError  # as models of transformers do that have none
 
     facts = told(EXAMPLES, model=Unknown(), parameter="embedding.weight")
     assert not facts.options
