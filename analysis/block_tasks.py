@@ -19,6 +19,7 @@ from dask.tokenize import tokenize
 __all__ = [
     "in_halves",
     "in_turn",
+    "last_row",
     "last_rows",
     "over_hidden",
     "per_row",
@@ -115,15 +116,15 @@ def last_rows(blocks: da.Array) -> da.Array:
     """Last row of each block of rows, (1 per block, token, hidden)."""
     steps, *others = blocks.chunks
     return blocks.map_blocks(
-        _last_row,
+        last_row,
         chunks=((1,) * len(steps), *others),
         dtype=blocks.dtype,
         meta=np.empty((0,) * blocks.ndim, blocks.dtype),
     )
 
 
-def _last_row(block: Array) -> Array:
-    # A copy: a view would keep the whole block alive until the next one is done.
+def last_row(block: Array) -> Array:
+    """Last row of a block, (1, …): a copy, as a view would keep the whole block alive."""
     return block[-1:].copy()
 
 

@@ -158,29 +158,6 @@ class MomentRule:
                 out[row] = state
             state = out[row]
 
-    @np.errstate(all="ignore")
-    def carry(self, state: Wide, gradient: Array, taken: npt.NDArray[np.bool_]) -> None:
-        """Carry both moments over several steps, in place.
-
-        Parameters
-        ----------
-        state : ndarray of float64, (moment, token, hidden)
-            Before the first of them, in the order of `MOMENTS`; after the last of them.
-        gradient, taken
-            As for `follow`.
-        """
-        wide, change = np.empty((2, *state.shape[1:]))
-        exp_avg, exp_avg_sq = state
-        for row in np.flatnonzero(taken):
-            np.copyto(wide, gradient[row])
-            np.multiply(wide, 1 - self.update.beta1, out=change)
-            exp_avg *= self.update.beta1
-            exp_avg += change
-            wide *= wide
-            wide *= 1 - self.update.beta2
-            exp_avg_sq *= self.update.beta2
-            exp_avg_sq += wide
-
     def _target(self, moment: str, gradient: Array, out: Wide) -> float:
         """What the moment is the moving average of, into `out`; and its β."""
         np.copyto(out, gradient)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
 from analysis import input_checks
-from analysis.block_tasks import per_row
+from analysis.block_tasks import last_row, per_row
 from analysis.consecutive_rows import tiles
 from analysis.moment_rule import MOMENTS, MomentRule
 from analysis.streaming_scan import Scan, native_dtype
@@ -30,15 +30,13 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
-Begun = tuple[Array, Array]
-"""Gradients of a block, and both moments before it."""
-
 _DIMS = ("step", "token", "hidden")
 _TASK_BYTES = 16 << 20
-"""In float64, of all moments that one task is about."""
+"""In float64, of what one task makes."""
 
-_CARRIED_TOGETHER = 1 << 16
-"""Elements of a row. The four arrays that are gone through for each row stay in the cache."""
+_FOLLOWED_TOGETHER = 1 << 16
+"""Elements of a row. What is gone through for each row stays in the cache; with fewer, threads
+would spend the time that is won on handing each other the interpreter's lock."""
 
 _ROUNDED_TOGETHER = 1 << 17
 """Elements. Rounding has several temporary arrays, and of 2 MiB and more each costs four times as
@@ -136,40 +134,40 @@ class Recurrence:
     def exact(self) -> dict[str, da.Array]:
         """Moments after each step without any rounding of them, float64 (step, token, hidden).
 
-        A block of them is made of its gradients and of the moments before it, by a task that dask
-        joins with what is asked of them: of a sum, no block is held but the one at hand.
+        A block of them is made of its gradients and of the last row of the block before.
         """
-        begun = self._begun()
-        taken = da.from_array(self.taken, chunks=(self.read.chunks[0],))
-        return {
-            moment: da.blockwise(
-                _rest_kernel, "sth", begun, "sth", taken, "s",
-                rule=self.rule, moment=moment, dtype=np.float64, meta=np.empty((0, 0, 0)),
-                align_arrays=False,
-            )
-            for moment in MOMENTS
-        }  # fmt: skip
+        return {moment: self._followed(moment) for moment in MOMENTS}
 
-    def _begun(self) -> da.Array:
-        """Of pieces of each block the gradients, and both moments before: arrays of `Begun`."""
+    def _followed(self, moment: str) -> da.Array:
         by_step, by_token, by_hidden = self.read.chunks
-        first = [self.first(moment).rechunk({1: by_token}) for moment in MOMENTS]
-        parts = list(_pieces(by_token, len(MOMENTS) * max(by_step) * sum(by_hidden)))
-        token = tokenize(self.read.name, *(row.name for row in first), self.taken, self.rule)
-        name = f"moments-before-{token}"
+        first = self.first(moment).rechunk({1: by_token})
+        parts = list(_pieces(by_token, max(by_step) * sum(by_hidden)))
+        chunks = (by_step, tuple(part.stop - part.start for _, part in parts), by_hidden)
+        # What a sum puts in the place of NaN, the same for both moments: xarray asks dask for it by
+        # this name. A sum that had to wait for it would come after all blocks of its tokens, and
+        # these be held until then. So each block waits for it as well.
+        zeros = da.zeros_like(da.empty(self.read.shape, chunks=chunks))
+        name = f"{moment}-{tokenize(self.read.name, first.name, self.taken, self.rule)}"
         made: dict[Any, Any] = {}
         for at, (block, part) in enumerate(parts):
-            rows = [(row.name, 0, block, 0) for row in first]
-            made[name, 0, at, 0] = (_begin, (self.read.name, 0, block, 0), part, rows)
+            before: Any = (_part, (first.name, 0, block, 0), part)
             start = 0
-            for number, length in enumerate(by_step[:-1]):
+            for number, length in enumerate(by_step):
                 taken = self.taken[start : start + length]
-                gradient = (self.read.name, number + 1, block, 0)
-                before = (name, number, at, 0)
-                made[name, number + 1, at, 0] = (_go_on, gradient, part, before, taken, self.rule)
                 start += length
-        graph = HighLevelGraph.from_collections(name, made, [self.read, *first])
-        chunks = (by_step, tuple(part.stop - part.start for _, part in parts), by_hidden)
+                made["before-" + name, number, at, 0] = before
+                made[name, number, at, 0] = (
+                    _follow,
+                    (zeros.name, number, at, 0),
+                    (self.read.name, number, block, 0),
+                    part,
+                    ("before-" + name, number, at, 0),
+                    taken,
+                    self.rule,
+                    moment,
+                )
+                before = (last_row, (name, number, at, 0))
+        graph = HighLevelGraph.from_collections(name, made, [self.read, first, zeros])
         return da.Array(graph, name, chunks, meta=np.empty((0, 0, 0)))
 
     def exact_block(self, moment: str, number: int, before: da.Array) -> da.Array:
@@ -271,31 +269,19 @@ def _gradient_kernel(
 def _exact_kernel(
     gradient: Array, before: Array, taken: Array, rule: MomentRule, moment: str
 ) -> Array:
-    rows, tokens, hidden = gradient.shape
+    _, tokens, hidden = gradient.shape
     result = np.empty(gradient.shape)
-    for part in tiles(rows, tokens, hidden):
+    for part in tiles(1, tokens, hidden, _FOLLOWED_TOGETHER):
         rule.follow(moment, before[0, part], gradient[:, part], taken.ravel(), result[:, part])
     return result
 
 
-def _begin(gradient: Array, part: slice, first: Sequence[Array]) -> Begun:
-    with np.errstate(invalid="ignore"):  # of a signalling NaN
-        return gradient[:, part], np.concatenate([row[:, part] for row in first], dtype=np.float64)
+def _part(row: Array, part: slice) -> Array:
+    return row[:, part]
 
 
-def _go_on(gradient: Array, part: slice, begun: Begun, taken: Array, rule: MomentRule) -> Begun:
-    """The next block, after one that is carried to its end."""
-    past, before = begun
-    after = before.copy()
-    _, tokens, hidden = past.shape
-    for some in tiles(1, tokens, hidden, _CARRIED_TOGETHER):
-        rule.carry(after[:, some], past[:, some], taken)
-    return gradient[:, part], after
-
-
-def _rest_kernel(begun: Begun, taken: Array, rule: MomentRule, moment: str) -> Array:
-    gradient, before = begun
-    return _exact_kernel(gradient, before[[MOMENTS.index(moment)]], taken, rule, moment)
+def _follow(waited_for: Array, gradient: Array, part: slice, *arguments: Any) -> Array:
+    return _exact_kernel(gradient[:, part], *arguments)
 
 
 def exact_moments(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
