@@ -76,6 +76,7 @@ def unfold(folded: Bits, native: NativeType, out: Bits, start: int = 0) -> None:
     Parameters
     ----------
     folded : ndarray of ``native.bits``, (step, …)
+        Is overwritten: more memory than that would not stay in the cache.
     native : NativeType
     out : ndarray of unsigned integers of the stored or the native width, (step, …)
         Receives the bits of the stored values of the rows from `start` on, or the native bits.
@@ -83,39 +84,32 @@ def unfold(folded: Bits, native: NativeType, out: Bits, start: int = 0) -> None:
         Rows that are only added up.
     """
     one = native.bits.type(1)
-    row = folded.shape[1:]
     length = _rows_of_a_group(folded)
-    last = scratch.array("last", (1, *row), native.bits)
+    signs = scratch.array("signs", (length, *folded.shape[1:]), native.bits)
     before: Bits | None = None  # what the rows so far add up to
-    signs = scratch.array("signs", (length, *row), native.bits)
-    sums = scratch.array("sums", (length, *row), native.bits)
     for first in range(0, len(folded), length):
-        group = folded[first : first + length]
-        sign, bits = signs[: len(group)], sums[: len(group)]
-        np.bitwise_and(group, one, out=sign)
+        bits = folded[first : first + length]
+        sign = signs[: len(bits)]
+        np.bitwise_and(bits, one, out=sign)
         np.negative(sign, out=sign)  # modulo 2^width: 0 or all ones
-        np.right_shift(group, one, out=bits)
+        np.right_shift(bits, one, out=bits)
         np.bitwise_xor(bits, sign, out=bits)
         if before is not None:
             bits[:1] += before
-        passed = min(max(start - first, 0), len(group))
+        passed = min(max(start - first, 0), len(bits))
         if passed:
-            before = np.add.reduce(
-                bits[:passed], axis=0, keepdims=True, dtype=native.bits, out=last
-            )
+            before = np.add.reduce(bits[:passed], axis=0, keepdims=True, dtype=native.bits)
             bits = bits[passed:]
             if not len(bits):
                 continue
             bits[:1] += before
         _add_up(bits)
+        before = bits[-1:]
         place = out[first + passed - start :][: len(bits)]
         if out.itemsize == native.itemsize:
             np.copyto(place, bits)
         else:
             widen(bits, native, out=place)
-        if first + length < len(folded):
-            np.copyto(last, bits[-1:])
-            before = last
 
 
 def _rows_of_a_group(bits: Bits) -> int:
@@ -203,7 +197,7 @@ class DeltaCodec(ArrayArrayCodec):
 
     def _decode_sync(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> NDBuffer:
         native = self.native
-        folded = chunk_array.as_numpy_array()
+        folded = chunk_array.as_numpy_array().copy()  # zarr's own may be a view of bytes
         out = np.empty(folded.shape, f"u{native.stored.itemsize}")
         unfold(folded, native, out)
         return chunk_spec.prototype.nd_buffer.from_numpy_array(out.view(native.stored))

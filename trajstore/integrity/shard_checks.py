@@ -333,7 +333,7 @@ def _row0(stored: StoredArray, part: int, number: int, values: Array) -> Array |
     chain = stored.chain
     if chain.kind == "delta":
         row = np.empty((1, *stored.chunk[1:]), f"u{chain.native.stored.itemsize}")
-        unfold(values[:1], chain.native, row)
+        unfold(values[:1].copy(), chain.native, row)
         row = row[0, ...]
     else:
         row = values[0, ...]

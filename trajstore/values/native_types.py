@@ -195,8 +195,7 @@ def widen(bits: Array, native: NativeType, out: Array | None = None) -> Array:
     if out is None:
         out = np.empty(bits.shape, unsigned)
     if native.name == "bfloat16":
-        np.copyto(out, bits)  # a shift that also widens is slower than both
-        np.left_shift(out, np.uint32(native.spare_bits), out=out)
+        np.left_shift(bits, np.uint32(native.spare_bits), out=out, dtype=unsigned)
     elif native.name == "float16":
         np.take(_float16_table(), bits, out=out)
     else:
