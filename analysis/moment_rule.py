@@ -147,13 +147,14 @@ class MomentRule:
         out : ndarray of float64, (row, token, hidden)
             Receives the moment after each step.
         """
-        state, kept = before.astype(np.float64), np.empty(before.shape)
+        state, change = before.astype(np.float64), np.empty(before.shape)
         for row, step in enumerate(taken):
             if step:
-                beta = self._target(moment, gradient[row], out[row])
-                out[row] *= 1 - beta
-                np.multiply(state, beta, out=kept)
-                out[row] += kept
+                # The result is fresh memory, and gone through as seldom as can be.
+                beta = self._target(moment, gradient[row], change)
+                change *= 1 - beta
+                np.multiply(state, beta, out=out[row])
+                out[row] += change
             else:
                 out[row] = state
             state = out[row]
