@@ -290,7 +290,8 @@ def exact_moments(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) ->
     Recomputed in float64 from the recorded gradients: m ← β₁·m + (1 − β₁)·g and
     v ← β₂·v + (1 − β₂)·g². They begin with 0 at row 0; where the first row is of a later step,
     with the moments that it holds. Rounded as the optimizer got it is only the gradient: clipping
-    multiplies it in its own type, before the optimizer sees it.
+    multiplies it in its own type, before the optimizer sees it. How far the recorded moments are
+    from these, `moment_error` tells in bounded memory; a difference may hold all of them.
 
     Parameters
     ----------
