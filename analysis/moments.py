@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import dask.array as da
@@ -35,8 +36,8 @@ _TASK_BYTES = 16 << 20
 """In float64, of what one task makes."""
 
 _FOLLOWED_TOGETHER = 1 << 16
-"""Elements of a row. What is gone through for each row stays in the cache; with fewer, threads
-would spend the time that is won on handing each other the interpreter's lock."""
+"""Elements of a row. What is gone through for each row stays in the cache; fewer would cost threads
+more, in waiting for the interpreter's lock, than the cache saves."""
 
 _ROUNDED_TOGETHER = 1 << 17
 """Elements. Rounding has several temporary arrays, and of 2 MiB and more each costs four times as
@@ -148,6 +149,7 @@ class Recurrence:
         # these be held until then. So each block waits for it as well.
         zeros = da.zeros_like(da.empty(self.read.shape, chunks=chunks))
         name = f"{moment}-{tokenize(self.read.name, first.name, self.taken, self.rule)}"
+        follow = partial(_follow, rule=self.rule, moment=moment)
         made: dict[Any, Any] = {}
         for at, (block, part) in enumerate(parts):
             before: Any = (_part, (first.name, 0, block, 0), part)
@@ -157,16 +159,15 @@ class Recurrence:
                 start += length
                 made["before-" + name, number, at, 0] = before
                 made[name, number, at, 0] = (
-                    _follow,
+                    follow,
                     (zeros.name, number, at, 0),
                     (self.read.name, number, block, 0),
                     part,
                     ("before-" + name, number, at, 0),
                     taken,
-                    self.rule,
-                    moment,
                 )
-                before = (last_row, (name, number, at, 0))
+                if length:
+                    before = (last_row, (name, number, at, 0))
         graph = HighLevelGraph.from_collections(name, made, [self.read, first, zeros])
         return da.Array(graph, name, chunks, meta=np.empty((0, 0, 0)))
 
@@ -280,8 +281,18 @@ def _part(row: Array, part: slice) -> Array:
     return row[:, part]
 
 
-def _follow(waited_for: Array, gradient: Array, part: slice, *arguments: Any) -> Array:
-    return _exact_kernel(gradient[:, part], *arguments)
+def _follow(
+    zeros: Array,
+    gradient: Array,
+    part: slice,
+    before: Array,
+    taken: Array,
+    *,
+    rule: MomentRule,
+    moment: str,
+) -> Array:
+    """Some tokens of a block; `zeros` are only waited for."""
+    return _exact_kernel(gradient[:, part], before, taken, rule, moment)
 
 
 def exact_moments(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:

@@ -83,6 +83,11 @@ class Scan:
         check_single_run(ds)
         self.ds = ds = with_mostly_dead(with_own_attributes(ds))
         input_checks.variables(ds, "step")
+        if ds["step"].dims != ("step",):
+            raise InvalidArgument(
+                "the Dataset has no dimension step; select rows with a list or a slice, such as "
+                "ds.isel(step=[0])"
+            )
         self.steps: npt.NDArray[np.int64] = ds["step"].values.astype(np.int64)
         if (np.diff(self.steps) <= 0).any():
             raise InvalidArgument(
@@ -112,7 +117,8 @@ class Scan:
         """
         if self.rows < least:
             raise InvalidArgument(
-                f"{question} needs at least {least} rows, and there are {self.rows}"
+                f"{question} needs at least {least} row{'s' * (least > 1)}, and there "
+                f"{'is' if self.rows == 1 else 'are'} {self.rows}"
             )
 
     def variable(self, name: str) -> xr.DataArray:

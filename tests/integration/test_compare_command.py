@@ -27,7 +27,7 @@ def test_the_first_difference_is_named(tmp_path: Path, trajstore_cli: Cli) -> No
     one, other = record(tmp_path / "a.zarr", 9), record(tmp_path / "b.zarr", 7, (4, 2))
     text = trajstore_cli("compare", one, other).stdout
     assert "Over 7 common steps and 2 common variables, the runs differ in W.\n" in text
-    assert "The first run has 9 steps, the second 7.\n" in text
+    assert "The first run has 9 rows, the second 7.\n" in text
     facts = json.loads(trajstore_cli("compare", one, other, "--json").stdout)
     assert facts["variables"]["W"]["first_difference"] == 4
     assert facts["variables"]["W"]["differing_steps"] == 1

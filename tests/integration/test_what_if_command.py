@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -37,11 +38,23 @@ def cli(*arguments: object, rc: int = 0) -> str:
 def test_with_nothing_set_it_is_the_run(run: Path, tmp_path: Path) -> None:
     said = cli("what-if", run, "-o", tmp_path / "same.zarr")
     assert "13 rows, steps 0 to 12" in said
-    assert "Note: nothing was changed, so this is the recorded run again" in said
+    assert "Note: nothing was changed, and this is the recorded run again, bit for bit" in said
+    said = cli("what-if", run, "-o", tmp_path / "part.zarr", "--from", 5, "--tokens", "dead")
+    assert "this is the recorded run again, bit for bit" in said
     compared = json.loads(cli("compare", "--json", run, tmp_path / "same.zarr"))
     assert compared["only_first"] == compared["only_second"] == []
     assert {v["differing_steps"] for v in compared["variables"].values()} == {0}
     assert cli("verify", "--replay", tmp_path / "same.zarr").count("Replayed 12 of 12 steps") == 1
+
+
+def test_a_run_that_was_changed_is_not_said_to_be_the_same_again(run: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "changed.zarr"
+    shutil.copytree(run, changed)
+    root = changed / "zarr.json"
+    assert "0.999" in root.read_text()
+    root.write_text(root.read_text().replace("0.999", "0.9"))
+    said = cli("what-if", changed, "-o", tmp_path / "other.zarr")
+    assert "this is not the recorded run: W or a moment differs from step 1 on" in said
 
 
 def test_readers_are_told_what_it_is(run: Path, tmp_path: Path) -> None:

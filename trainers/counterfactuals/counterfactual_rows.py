@@ -36,12 +36,24 @@ class CounterfactualRows:
     Parameters
     ----------
     planned : PlannedCounterfactual
+
+    Attributes
+    ----------
+    first_difference : int or None
+        First step after which W or a moment is not the recorded one; looked for only where nothing
+        was set, and known when all rows have been made.
     """
 
     def __init__(self, planned: PlannedCounterfactual) -> None:
         self._planned = planned
         self._rows = planned.rows
         self._variables = planned.variables
+        self.first_difference: int | None = None
+        self._proven = [
+            name
+            for name in ("W", *MOMENTS)
+            if name in planned.variables and not planned.settings.given
+        ]
 
     def __iter__(self) -> Iterator[tuple[RecordedRow, dict[str, Array]]]:
         """Each row of the new run with its bits."""
@@ -57,11 +69,20 @@ class CounterfactualRows:
                 values["W_ulp_l1"], self._variables["W_ulp_l1"].nan_bits
             )
         yield row, values
-        copied = [name for name in self._variables if name not in OF_THE_OPTIMIZER]
-        for row in self._rows.read(copied, first=first + 1, window=_WINDOW):
+        read = [name for name in self._variables if name not in OF_THE_OPTIMIZER] + self._proven
+        for row in self._rows.read(read, first=first + 1, window=_WINDOW):
             last = loop.weights.clone() if self._has_motion else None
             self._step(loop, row, self._planned.lr, self._planned.clip_coef)
-            yield row, self._values(loop, row, last)
+            values = self._values(loop, row, last)
+            if self.first_difference is None and not self._is_as_recorded(row, values):
+                self.first_difference = row.step
+            yield row, values
+
+    def _is_as_recorded(self, row: RecordedRow, values: dict[str, Array]) -> bool:
+        return all(
+            np.array_equal(values[name], self._planned.of_tokens(row.bits[name]))
+            for name in self._proven
+        )
 
     @property
     def _has_motion(self) -> bool:

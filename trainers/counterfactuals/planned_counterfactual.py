@@ -39,8 +39,6 @@ CAVEAT = (
 )
 """What everybody who looks at a counterfactual has to know."""
 
-_NOTHING_CHANGED = "nothing was changed, so this is the recorded run again"
-
 OF_THE_OPTIMIZER = ("W", *MOMENTS, "lr", "clip_coef", "W_step_norm", "W_ulp_l1", "cells")
 """Variables that settings of the optimizer change; all others are of the recorded path."""
 
@@ -144,7 +142,7 @@ class PlannedCounterfactual:
     @property
     def notes(self) -> tuple[str, ...]:
         """What should be known about it."""
-        found = [CAVEAT if self.settings.given else _NOTHING_CHANGED]
+        found = [CAVEAT] if self.settings.given else []
         if not self.settings.keeps_state:
             found.append("the optimizer is of another class, and begins without a state")
         if self.left_out:

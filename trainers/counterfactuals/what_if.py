@@ -139,13 +139,29 @@ def what_if(
         if earlier is not None:
             origin["earlier"] = earlier
         with staged_run(target, overwrite=overwrite) as new:
-            _write(new, planned, origin, encoding=encoding, memory=memory, on_progress=on_progress)
+            made = CounterfactualRows(planned)
+            _write(
+                new, planned, made, origin,
+                encoding=encoding, memory=memory, on_progress=on_progress,
+            )  # fmt: skip
+    again = () if planned.settings.given else (_nothing_changed(made.first_difference),)
     return WhatIf(
         path=target,
         rows=len(rows) - planned.first,
         first_step=int(rows.steps[planned.first]),
         last_step=int(rows.steps[-1]),
-        notes=(*device.notes, *planned.notes),
+        notes=(*device.notes, *planned.notes, *again),
+    )
+
+
+def _nothing_changed(first_difference: int | None) -> str:
+    """What is known of a run that was made with nothing set."""
+    if first_difference is None:
+        return "nothing was changed, and this is the recorded run again, bit for bit"
+    return (
+        "nothing was changed, and yet this is not the recorded run: W or a moment differs from "
+        f"step {first_difference} on. Either the run is no more as it was recorded, which "
+        "`trajstore verify` tells, or another machine or version of torch rounds otherwise"
     )
 
 
@@ -159,6 +175,7 @@ def _digest(run: str | os.PathLike[str], attributes: Mapping[str, Any]) -> dict[
 def _write(
     path: Path,
     planned: PlannedCounterfactual,
+    made: CounterfactualRows,
     origin: Mapping[str, Any],
     *,
     encoding: str | None,
@@ -189,7 +206,7 @@ def _write(
         commit_every=None,
         **chosen,
     ) as new:
-        for done, (row, values) in enumerate(CounterfactualRows(planned), 1):
+        for done, (row, values) in enumerate(made, 1):
             for name, place in new.next_row().items():
                 place[...] = values[name]
             new.commit_row(row.step)

@@ -135,10 +135,11 @@ def print_comparison(facts: dict[str, Any]) -> None:
     common, first, second = (facts["steps"][key] for key in ("common", "first", "second"))
     differing = [name for name, fact in facts["variables"].items() if fact["differing_steps"]]
     verdict = f"differ in {', '.join(differing)}" if differing else "are identical, bit for bit"
+    unread = ", by their content digests; nothing was read (`trajstore verify` does)"
     out.print(
         f"Over {_counted(common, 'common step')} and "
         f"{_counted(len(facts['variables']), 'common variable')}, the runs {verdict}"
-        f"{', by their content digests' if facts['same_content'] else ''}."
+        f"{unread if facts['same_content'] else ''}."
     )
     tokens = facts["tokens"]
     if not tokens["common"] == tokens["first"] == tokens["second"]:
@@ -147,7 +148,7 @@ def print_comparison(facts: dict[str, Any]) -> None:
             f"the {tokens['common']:,} that both have are compared."
         )
     if not common == first == second:
-        out.print(f"The first run has {_counted(first, 'step')}, the second {second:,}.")
+        out.print(f"The first run has {_counted(first, 'row')}, the second {second:,}.")
     for which in ("first", "second"):
         if facts[f"only_{which}"]:
             out.print(f"Only the {which} run has {', '.join(facts[f'only_{which}'])}.")

@@ -76,7 +76,7 @@ def unfold(folded: Bits, native: NativeType, out: Bits, start: int = 0) -> None:
     Parameters
     ----------
     folded : ndarray of ``native.bits``, (step, …)
-        Is overwritten: more memory than that would not stay in the cache.
+        Is overwritten: a second array of its size would not stay in the cache.
     native : NativeType
     out : ndarray of unsigned integers of the stored or the native width, (step, …)
         Receives the bits of the stored values of the rows from `start` on, or the native bits.

@@ -22,5 +22,5 @@ HDF5_TEXTS = {
 }
 """Names of texts in HDF5 files: attributes of the run and its variables, tokens, parameters."""
 
-KEPT_ATTRIBUTES = ("config", "optimizer", "provenance", "imported", "created")
+KEPT_ATTRIBUTES = ("config", "optimizer", "recording", "provenance", "imported", "created")
 """Attributes of the root that say where the values come from, and stay true of a copy."""
