@@ -20,6 +20,7 @@ import xarray as xr
 
 pytest.importorskip("torch")
 from trainers import preset, record
+from trainers.replay.replay_device import torch_threads
 from trajstore.store.lock import is_written_to
 from trajstore.store.open_group import open_group
 
@@ -61,7 +62,8 @@ def test_killed_in_the_middle_and_started_again(
             [*FIELDS, f"training.steps={steps}", f"training.seed={seed}"]
         )
         path = folder / "small_seed=1.zarr" if seed == 1 else tmp_path / "straight.zarr"
-        record(wanted, path, corpus=text)
+        with torch_threads(1):  # as those of the sweep
+            record(wanted, path, corpus=text)
     done = trajstore_cli(*swept, "--seeds", "1:3", "--steps", steps, "--json")
     facts = json.loads(done.stdout)
     assert facts["threads"] == 1
