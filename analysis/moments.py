@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
+
 _DIMS = ("step", "token", "hidden")
 _TASK_BYTES = 16 << 20
 """In float64, of what one task makes."""
@@ -140,10 +141,9 @@ class Recurrence:
         return {moment: self._followed(moment) for moment in MOMENTS}
 
     def _followed(self, moment: str) -> da.Array:
+        first, chunks = self.first(moment), self.gradient.chunks
         by_step, by_token, by_hidden = self.read.chunks
-        first = self.first(moment).rechunk({1: by_token})
-        parts = list(_pieces(by_token, max(by_step) * sum(by_hidden)))
-        chunks = (by_step, tuple(part.stop - part.start for _, part in parts), by_hidden)
+        parts = _pieces(by_token, max(by_step) * sum(by_hidden))
         # What a sum puts in the place of NaN, the same for both moments: xarray asks dask for it by
         # this name. A sum that had to wait for it would come after all blocks of its tokens, and
         # these be held until then. So each block waits for it as well.
@@ -152,22 +152,22 @@ class Recurrence:
         follow = partial(_follow, rule=self.rule, moment=moment)
         made: dict[Any, Any] = {}
         for at, (block, part) in enumerate(parts):
-            before: Any = (_part, (first.name, 0, block, 0), part)
+            before = (first.name, 0, at, 0)
             start = 0
             for number, length in enumerate(by_step):
                 taken = self.taken[start : start + length]
                 start += length
-                made["before-" + name, number, at, 0] = before
                 made[name, number, at, 0] = (
                     follow,
                     (zeros.name, number, at, 0),
                     (self.read.name, number, block, 0),
                     part,
-                    ("before-" + name, number, at, 0),
+                    before,
                     taken,
                 )
                 if length:
-                    before = (last_row, (name, number, at, 0))
+                    before = ("last-" + name, number, at, 0)
+                    made[before] = (last_row, (name, number, at, 0))
         graph = HighLevelGraph.from_collections(name, made, [self.read, first, zeros])
         return da.Array(graph, name, chunks, meta=np.empty((0, 0, 0)))
 
@@ -212,7 +212,7 @@ def _split(sizes: tuple[int, ...], elements: int) -> tuple[int, ...]:
 
 
 def _pieces(by_token: tuple[int, ...], elements: int) -> Iterator[tuple[int, slice]]:
-    """Which chunk, and what part of it, for tasks with so many elements for a token."""
+    """Which chunk, and what part of it, each part of `_split` is."""
     for block, size in enumerate(by_token):
         stops = np.cumsum(_split((size,), elements)).tolist()
         yield from ((block, slice(*ends)) for ends in itertools.pairwise((0, *stops)))
@@ -275,10 +275,6 @@ def _exact_kernel(
     for part in tiles(1, tokens, hidden, _FOLLOWED_TOGETHER):
         rule.follow(moment, before[0, part], gradient[:, part], taken.ravel(), result[:, part])
     return result
-
-
-def _part(row: Array, part: slice) -> Array:
-    return row[:, part]
 
 
 def _follow(

@@ -139,12 +139,10 @@ def what_if(
         if earlier is not None:
             origin["earlier"] = earlier
         with staged_run(target, overwrite=overwrite) as new:
-            made = CounterfactualRows(planned)
-            _write(
-                new, planned, made, origin,
-                encoding=encoding, memory=memory, on_progress=on_progress,
-            )  # fmt: skip
-    again = () if planned.settings.given else (_nothing_changed(made.first_difference),)
+            first_difference = _write(
+                new, planned, origin, encoding=encoding, memory=memory, on_progress=on_progress
+            )
+    again = () if planned.settings.given else (_nothing_changed(first_difference),)
     return WhatIf(
         path=target,
         rows=len(rows) - planned.first,
@@ -175,14 +173,14 @@ def _digest(run: str | os.PathLike[str], attributes: Mapping[str, Any]) -> dict[
 def _write(
     path: Path,
     planned: PlannedCounterfactual,
-    made: CounterfactualRows,
     origin: Mapping[str, Any],
     *,
     encoding: str | None,
     memory: int | str,
     on_progress: Callable[[int, int], None] | None,
-) -> None:
-    """Make the run where nothing is yet, row after row."""
+) -> int | None:
+    """Make the run where nothing is yet, row after row; `CounterfactualRows.first_difference`."""
+    made = CounterfactualRows(planned)
     total = len(planned.rows) - planned.first
     chosen: dict[str, Any] = {
         name: planned.of_tokens(values)
@@ -212,3 +210,4 @@ def _write(
             new.commit_row(row.step)
             if on_progress is not None:
                 on_progress(done, total)
+    return made.first_difference

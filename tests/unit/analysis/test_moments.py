@@ -53,6 +53,12 @@ def test_in_float64_they_are_those_of_torch(variant):
         np.testing.assert_allclose(exact, recorded, rtol=1e-12, atol=1e-15 * largest)
 
 
+def test_a_single_row_without_its_dimension_is_refused():
+    ds = trained("AdamW", {}, "bfloat16").isel(step=0)
+    with pytest.raises(InvalidArgument, match=r"select rows with a list .* ds\.isel\(step=\[0\]\)"):
+        analysis.exact_moments(ds)
+
+
 def test_blocks_without_rows_are_passed_over():
     ds = trained("AdamW", {}, "bfloat16")
     rows = ds.sizes["step"]
@@ -94,7 +100,7 @@ def test_of_a_sum_few_blocks_of_them_are_held(skipna):
     ds = ds.assign(clip_coef=ds.clip_coef.fillna(1))
     exact = analysis.exact_moments(chunked(ds, (4, 2, -1)))
     blocks = exact.exact_exp_avg.data.npartitions
-    # Of all blocks together that are more than those of one moment: the measure sees them.
+    # The measure sees them: asked for whole, there are more of both than of one.
     assert most_held(*exact.data_vars.values()) > blocks
     assert most_held(*exact.sum(skipna=skipna).data_vars.values()) < blocks / 8
 

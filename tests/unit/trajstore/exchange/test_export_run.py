@@ -43,6 +43,20 @@ def test_native_keeps_names_types_and_attributes(small_run: SmallRun, tmp_path: 
     assert attributes["created"] == original["created"]
 
 
+def test_a_zarr_copy_says_how_the_run_was_recorded(tmp_path: Path) -> None:
+    recording = {"parameter": "transformer.wte.weight"}
+    with trajstore.RunWriter.create(
+        tmp_path / "run.zarr",
+        token=range(2),
+        hidden=1,
+        variables={"W": "float32"},
+        attributes={"recording": recording},
+    ) as run:
+        run.append(step=0, W=np.zeros((2, 1), np.float32))
+    trajstore.export(tmp_path / "run.zarr", tmp_path / "copy.zarr", format="zarr")
+    assert trajstore.open_run(tmp_path / "copy.zarr").attrs["recording"] == recording
+
+
 @pytest.mark.torch
 def test_torch_reads_native_types(small_run: SmallRun, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
