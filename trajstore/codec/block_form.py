@@ -12,9 +12,11 @@ import hashlib
 import itertools
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -25,10 +27,13 @@ from trajstore.codec.chunk_decoder import Decoder
 from trajstore.codec.codec_chain import Chain
 from trajstore.codec.crc32c_check import CHECKSUM, checksum, is_intact
 from trajstore.codec.selected_parts import Pick, positions
+from trajstore.threads import default_threads, submit
 
 __all__ = ["BlockForm", "Fetch", "FewerRows", "Runs", "Tail", "with_consequence"]
 
 _ENTRY = 16  # bytes of the index for one chunk: offset and length
+
+_CHUNKS_OF_A_HELPER = 8  # fewer are sooner decoded than handed over
 
 Array = npt.NDArray[Any]
 
@@ -205,6 +210,7 @@ class BlockForm:
         out: Array,
         *,
         padding: bool = False,
+        helpers: ThreadPoolExecutor | None = None,
     ) -> None:
         """Decode what a selection takes of a block.
 
@@ -219,6 +225,8 @@ class BlockForm:
             Receives the values, or their native bits.
         padding : bool
             Whether rows that are not valid may be selected too.
+        helpers : ThreadPoolExecutor, optional
+            Its threads take chunks, too, as far as they have nothing else to do.
 
         Raises
         ------
@@ -227,7 +235,33 @@ class BlockForm:
         """
         if not padding:
             self.check_rows(tail, axes)
-        for picks, offset, length in self.wanted(tail, axes):
+        left = deque(self.wanted(tail, axes))
+        work = partial(self._decode_each, left, fetch, out)
+        called = [
+            submit(helpers, work)
+            for _ in range(min(default_threads() - 1, len(left) // _CHUNKS_OF_A_HELPER))
+            if helpers is not None
+        ]
+        try:
+            work()
+        except BaseException:
+            left.clear()
+            raise
+        finally:
+            # Who has not begun need not; who has is waited for, as it reads from what is open here.
+            for helper in called:
+                if not helper.cancel():
+                    helper.result()
+
+    def _decode_each(
+        self, left: deque[tuple[list[Pick], int, int]], fetch: Fetch, out: Array
+    ) -> None:
+        """Decode chunk after chunk, until none is left; other threads may take of them, too."""
+        while left:
+            try:
+                picks, offset, length = left.popleft()
+            except IndexError:  # another thread has taken the last
+                return
             try:
                 data = fetch(offset, length)
                 if len(data) != length:

@@ -68,12 +68,7 @@ class Decoder:
             return
         steps = window[0]
         key[0] = slice(steps.stop)
-        folded = values[tuple(key)]
-        if not folded.flags.c_contiguous:
-            ordered = scratch.array("ordered", folded.shape, folded.dtype)
-            np.copyto(ordered, folded)
-            folded = ordered
-        unfold(folded, self._chain.native, out.view(f"u{out.itemsize}"), steps.start)
+        unfold(values[tuple(key)], self._chain.native, out.view(f"u{out.itemsize}"), steps.start)
 
     def unpack(self, data: bytes) -> Array:
         """Check and decompress a chunk: all of decoding that can fail.

@@ -16,16 +16,19 @@ the codec by its entry point; this module needs numpy and zarr only.
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
 from zarr.abc.buffer import NDBuffer
 from zarr.abc.codec import ArrayArrayCodec
 from zarr.dtype import UInt16, UInt32, UInt64
 
 from trajstore.codec.scratch_memory import scratch
+from trajstore.compiled_loop import CompiledLoop
 from trajstore.values.native_types import NativeType, narrow, native_type, widen
 
 if TYPE_CHECKING:
@@ -41,6 +44,8 @@ _UNSIGNED: dict[int, Any] = {2: UInt16(), 4: UInt32(), 8: UInt64()}
 Bits = npt.NDArray[Any]
 
 _GROUP = 1 << 20  # bytes that one call of NumPy goes over: more calls, more waiting of threads
+
+_LOOP = CompiledLoop("trajstore.codec.unfold_loop", "unfold_rows")
 
 _SHORT = 256  # values of a row, so few that calling NumPy for each takes longer than adding them
 
@@ -76,13 +81,68 @@ def unfold(folded: Bits, native: NativeType, out: Bits, start: int = 0) -> None:
     Parameters
     ----------
     folded : ndarray of ``native.bits``, (step, …)
-        Is overwritten: a second array of its size would not stay in the cache.
+        May be overwritten: a second array of its size would not stay in the cache.
     native : NativeType
     out : ndarray of unsigned integers of the stored or the native width, (step, …)
         Receives the bits of the stored values of the rows from `start` on, or the native bits.
     start : int
         Rows that are only added up.
     """
+    if not _unfold_compiled(folded, native, out, start):
+        _unfold_by_numpy(folded, native, out, start)
+
+
+def _unfold_compiled(folded: Bits, native: NativeType, out: Bits, start: int) -> bool:
+    """Do what `unfold` does, where there is a compiled loop that can; whether it was done."""
+    widened = out.itemsize != native.itemsize
+    loop = None if widened and not native.is_cut_off else _LOOP.for_numbers(folded.size)
+    lead, width = _rows(folded, out)
+    if loop is None or not folded.size or sum(length > 1 for length in lead) > 1:
+        return False
+    # The only axis of several rows, if there is one.
+    axis = 1 + next((at for at, length in enumerate(lead) if length > 1), 0)
+    loop(
+        _memory(folded),
+        _strides(folded, axis),
+        _memory(out),
+        _strides(out, axis),
+        (len(folded), math.prod(lead), width),
+        start,
+        out.dtype.type(native.spare_bits if widened else 0),
+    )
+    return True
+
+
+def _rows(*arrays: Bits) -> tuple[tuple[int, ...], int]:
+    """Axes behind the first: lengths of those that come first, and values side by side in them."""
+    lead, width = arrays[0].shape[1:], 1
+    while lead and (
+        lead[-1] == 1
+        or all(array.strides[len(lead)] == width * array.itemsize for array in arrays)
+    ):
+        width *= lead[-1]
+        lead = lead[:-1]
+    return lead, width
+
+
+def _strides(array: Bits, axis: int) -> tuple[int, int]:
+    """Values from one step to the next, and from one row to the next."""
+    row = array.strides[axis] if axis < array.ndim else 0
+    return array.strides[0] // array.itemsize, row // array.itemsize
+
+
+def _memory(array: Bits) -> Bits:
+    """From the first to the last value of an array, also what lies between."""
+    steps = zip(array.shape, array.strides, strict=True)
+    reach = sum((length - 1) * stride for length, stride in steps)
+    return as_strided(array, (reach // array.itemsize + 1,), (array.itemsize,))
+
+
+def _unfold_by_numpy(folded: Bits, native: NativeType, out: Bits, start: int) -> None:
+    if not folded.flags.c_contiguous:
+        ordered = scratch.array("ordered", folded.shape, folded.dtype)
+        np.copyto(ordered, folded)
+        folded = ordered
     one = native.bits.type(1)
     length = _rows_of_a_group(folded)
     signs = scratch.array("signs", (length, *folded.shape[1:]), native.bits)

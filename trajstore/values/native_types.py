@@ -102,6 +102,11 @@ class NativeType:
         """
         return NATIVE_TYPES[self.stored.name].mantissa_bits - self.mantissa_bits
 
+    @cached_property
+    def is_cut_off(self) -> bool:
+        """Whether its bits are the highest of the stored form: the exponent is as wide."""
+        return self.exponent_bits == NATIVE_TYPES[self.stored.name].exponent_bits
+
 
 NATIVE_TYPES: dict[str, NativeType] = {
     name: NativeType(
