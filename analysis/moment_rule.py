@@ -4,7 +4,7 @@ What enters is the gradient as the optimizer took it, of the gradient's own type
 multiplies it in place before the optimizer sees it, and rounds (`torch.nn.utils.clip_grad_norm_`).
 What the optimizer then does is float64: m ← β₁·m + (1 − β₁)·g and v ← β₂·v + (1 − β₂)·g² (Kingma
 and Ba, arXiv:1412.6980, algorithm 1), with g negated under `maximize` and coupled weight decay
-added to it, as `torch.optim.Adam` does. NumPy only, no dask.
+added to it, as `torch.optim.Adam` does. NumPy, or a compiled loop over its arrays; no dask.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from analysis.adam_rule import AdamRule
+from trajstore.compiled_loop import CompiledLoop, memory_of, rows_in_one_piece
 from trajstore.errors import InvalidArgument
 from trajstore.values.rounding import round_to
 
@@ -27,6 +28,8 @@ Wide = npt.NDArray[np.float64]
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """By the names of the variables that hold them."""
+
+_LOOP = CompiledLoop("analysis.moment_loop", "follow_rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +126,9 @@ class MomentRule:
             As `gradient` gives it.
         """
         change = np.empty(gradient.shape)
-        beta = self._target(moment, gradient, change)
+        self._target(moment, gradient, change)
         change -= before
-        change *= 1 - beta
+        change *= 1 - self._beta(moment)
         return change
 
     @np.errstate(all="ignore")
@@ -147,11 +150,25 @@ class MomentRule:
         out : ndarray of float64, (row, token, hidden)
             Receives the moment after each step.
         """
+        beta = self._beta(moment)
+        loop = _LOOP.for_numbers(gradient.size)
+        if loop is not None and rows_in_one_piece(gradient, out):
+            loop(
+                memory_of(gradient),
+                gradient.strides[0] // gradient.itemsize,
+                moment == "exp_avg_sq",
+                beta,
+                np.ascontiguousarray(before, np.float64).ravel(),
+                taken,
+                memory_of(out),
+                out.strides[0] // out.itemsize,
+            )
+            return
         state, change = before.astype(np.float64), np.empty(before.shape)
         for row, step in enumerate(taken):
             if step:
                 # The result is fresh memory, and gone through as seldom as can be.
-                beta = self._target(moment, gradient[row], change)
+                self._target(moment, gradient[row], change)
                 change *= 1 - beta
                 np.multiply(state, beta, out=out[row])
                 out[row] += change
@@ -159,10 +176,12 @@ class MomentRule:
                 out[row] = state
             state = out[row]
 
-    def _target(self, moment: str, gradient: Array, out: Wide) -> float:
-        """What the moment is the moving average of, into `out`; and its β."""
+    def _beta(self, moment: str) -> float:
+        """How much of a moment a step keeps."""
+        return self.update.beta1 if moment == "exp_avg" else self.update.beta2
+
+    def _target(self, moment: str, gradient: Array, out: Wide) -> None:
+        """What the moment is the moving average of, into `out`."""
         np.copyto(out, gradient)
-        if moment == "exp_avg":
-            return self.update.beta1
-        out *= out
-        return self.update.beta2
+        if moment == "exp_avg_sq":
+            out *= out

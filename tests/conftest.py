@@ -13,13 +13,17 @@ import pytest
 from bits_and_calls import Cli, random_bits
 from forked_processes import run_command
 
-from trajstore import RunWriter
+from trajstore import RunWriter, compiled_loop
 from trajstore.schema import ENCODINGS
 
 # As many tests run side by side as there are processors. If torch took all of them for each test,
 # its threads would wait for each other most of the time.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Loops are compiled from their first number on, instead of after many millions.
+if "TRAJSTORE_COMPILED" in os.environ:
+    compiled_loop._ENOUGH = 0
 
 # In the background of a script SIGINT is ignored, here and in all that is started from here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -5,6 +5,8 @@ threads then wait for one another. A compiled loop goes over them once, without 
 extra `fast`: without it the same numbers come out, later. Loading numba takes tenths of a second,
 compiling a loop seconds, once on a machine; so a process has it done when it has gone through so
 many numbers without as take that long.
+
+Loops get their arrays as memory, 1-D: only of such does numba know that values lie side by side.
 """
 
 from __future__ import annotations
@@ -16,7 +18,12 @@ from importlib.util import find_spec
 from threading import Lock
 from typing import Any
 
-__all__ = ["CompiledLoop"]
+import numpy.typing as npt
+from numpy.lib.stride_tricks import as_strided
+
+__all__ = ["CompiledLoop", "memory_of", "rows_in_one_piece", "values_side_by_side"]
+
+Array = npt.NDArray[Any]
 
 _ENOUGH = 1 << 26
 """Numbers: NumPy adds up so many differences in about the time that loading numba takes."""
@@ -36,7 +43,7 @@ class CompiledLoop:
     def __init__(self, module: str, name: str) -> None:
         self._module, self._name = module, name
         self._loop: Callable[..., None] | None = None
-        self._left = _ENOUGH
+        self._gone_through = 0
         self._loading = Lock()
 
     def for_numbers(self, count: int) -> Callable[..., None] | None:
@@ -48,9 +55,9 @@ class CompiledLoop:
             Numbers that are to be gone through now.
         """
         if self._loop is None:
-            self._left -= count  # threads may take the same away: it is a rough measure
+            self._gone_through += count  # threads may lose some of it: it is a rough measure
             # One thread loads it; the others go on as before, and so do all if it cannot be.
-            if self._left <= 0 and self._loading.acquire(blocking=False):
+            if self._gone_through >= _ENOUGH and self._loading.acquire(blocking=False):
                 self._loop = self._load()
         return self._loop
 
@@ -74,3 +81,48 @@ class CompiledLoop:
         except RuntimeError:  # there is no folder to keep it in: it is compiled by each process
             compiled = numba.njit(nogil=True)(function)
         return compiled
+
+
+def memory_of(array: Array) -> Array:
+    """From the first to the last value of an array, 1-D, with what lies between.
+
+    Parameters
+    ----------
+    array : ndarray
+        Not empty; no axis runs backwards.
+    """
+    ways = zip(array.shape, array.strides, strict=True)
+    reach = sum((length - 1) * stride for length, stride in ways)
+    return as_strided(array, (reach // array.itemsize + 1,), (array.itemsize,))
+
+
+def values_side_by_side(*arrays: Array) -> tuple[int, int]:
+    """How arrays of one shape can be gone through, row by row of what lies in one piece in each.
+
+    Parameters
+    ----------
+    *arrays : ndarray, (step, …)
+
+    Returns
+    -------
+    axis : int
+        The rows are those of the axes up to this one.
+    width : int
+        Values of a row; 0 if an array is empty, or runs backwards.
+    """
+    shape = arrays[0].shape
+    axis, width = len(shape) - 1, 1
+    if min(shape) == 0 or any(stride < 0 for array in arrays for stride in array.strides):
+        return axis, 0
+    while axis > 0 and (
+        shape[axis] == 1 or all(array.strides[axis] == width * array.itemsize for array in arrays)
+    ):
+        width *= shape[axis]
+        axis -= 1
+    return axis, width
+
+
+def rows_in_one_piece(*arrays: Array) -> bool:
+    """Whether each step of each array, all of one shape, lies in one piece."""
+    axis, width = values_side_by_side(*arrays)
+    return axis == 0 and width > 0

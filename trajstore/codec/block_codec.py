@@ -276,9 +276,7 @@ class _Reading:
         out = np.empty(self._lengths, self._form.chain.native.stored)
         if self._axes:
             try:
-                self._form.read(
-                    tail, self._axes, fetch, out, padding=padding, helpers=_threads()
-                )
+                self._form.read(tail, self._axes, fetch, out, padding=padding, helpers=_threads())
             except ValueError as error:
                 raise self._broken(error) from error
         values = out.reshape(self._shape)

@@ -14,7 +14,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -244,33 +244,39 @@ class BlockForm:
         ]
         try:
             work()
-        except BaseException:
-            left.clear()
-            raise
         finally:
             # Who has not begun need not; who has is waited for, as it reads from what is open here.
-            for helper in called:
-                if not helper.cancel():
-                    helper.result()
+            begun = [helper for helper in called if not helper.cancel()]
+            wait(begun)
+        for helper in begun:
+            helper.result()
 
     def _decode_each(
         self, left: deque[tuple[list[Pick], int, int]], fetch: Fetch, out: Array
     ) -> None:
         """Decode chunk after chunk, until none is left; other threads may take of them, too."""
-        while left:
-            try:
-                picks, offset, length = left.popleft()
-            except IndexError:  # another thread has taken the last
-                return
-            try:
-                data = fetch(offset, length)
-                if len(data) != length:
-                    raise ValueError("the object ends before it")
-                self._decode(data, picks, out)
-            except (ValueError, RuntimeError, OverflowError) as error:
-                raise ValueError(
-                    f"bytes {offset} to {offset + length}: a broken chunk ({error})"
-                ) from error
+        try:
+            while left:
+                try:
+                    picks, offset, length = left.popleft()
+                except IndexError:  # another thread has taken the last
+                    return
+                self._decode_one(picks, offset, length, fetch, out)
+        finally:
+            left.clear()  # after an error nobody need go on
+
+    def _decode_one(
+        self, picks: Sequence[Pick], offset: int, length: int, fetch: Fetch, out: Array
+    ) -> None:
+        try:
+            data = fetch(offset, length)
+            if len(data) != length:
+                raise ValueError("the object ends before it")
+            self._decode(data, picks, out)
+        except (ValueError, RuntimeError, OverflowError) as error:
+            raise ValueError(
+                f"bytes {offset} to {offset + length}: a broken chunk ({error})"
+            ) from error
 
     def check_rows(self, tail: Tail, axes: Sequence[dict[int, Pick]]) -> None:
         """Refuse a selection of rows that the block does not hold.

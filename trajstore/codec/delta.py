@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.stride_tricks import as_strided
 from zarr.abc.buffer import NDBuffer
 from zarr.abc.codec import ArrayArrayCodec
 from zarr.dtype import UInt16, UInt32, UInt64
 
 from trajstore.codec.scratch_memory import scratch
-from trajstore.compiled_loop import CompiledLoop
+from trajstore.compiled_loop import CompiledLoop, memory_of, values_side_by_side
 from trajstore.values.native_types import NativeType, narrow, native_type, widen
 
 if TYPE_CHECKING:
@@ -96,46 +95,29 @@ def _unfold_compiled(folded: Bits, native: NativeType, out: Bits, start: int) ->
     """Do what `unfold` does, where there is a compiled loop that can; whether it was done."""
     widened = out.itemsize != native.itemsize
     loop = None if widened and not native.is_cut_off else _LOOP.for_numbers(folded.size)
-    lead, width = _rows(folded, out)
-    if loop is None or not folded.size or sum(length > 1 for length in lead) > 1:
+    if loop is None:
         return False
-    # The only axis of several rows, if there is one.
-    axis = 1 + next((at for at, length in enumerate(lead) if length > 1), 0)
+    taken = folded[start:]  # of the same shape as what comes out
+    axis, width = values_side_by_side(taken, out)
+    rows = math.prod(taken.shape[1 : axis + 1])
+    if not width or (axis and rows > taken.shape[axis]):
+        return False  # more than one axis of rows
     loop(
-        _memory(folded),
+        memory_of(folded),
         _strides(folded, axis),
-        _memory(out),
+        memory_of(out),
         _strides(out, axis),
-        (len(folded), math.prod(lead), width),
+        (len(folded), rows, width),
         start,
         out.dtype.type(native.spare_bits if widened else 0),
     )
     return True
 
 
-def _rows(*arrays: Bits) -> tuple[tuple[int, ...], int]:
-    """Axes behind the first: lengths of those that come first, and values side by side in them."""
-    lead, width = arrays[0].shape[1:], 1
-    while lead and (
-        lead[-1] == 1
-        or all(array.strides[len(lead)] == width * array.itemsize for array in arrays)
-    ):
-        width *= lead[-1]
-        lead = lead[:-1]
-    return lead, width
-
-
 def _strides(array: Bits, axis: int) -> tuple[int, int]:
     """Values from one step to the next, and from one row to the next."""
-    row = array.strides[axis] if axis < array.ndim else 0
+    row = array.strides[axis] if axis else 0
     return array.strides[0] // array.itemsize, row // array.itemsize
-
-
-def _memory(array: Bits) -> Bits:
-    """From the first to the last value of an array, also what lies between."""
-    steps = zip(array.shape, array.strides, strict=True)
-    reach = sum((length - 1) * stride for length, stride in steps)
-    return as_strided(array, (reach // array.itemsize + 1,), (array.itemsize,))
 
 
 def _unfold_by_numpy(folded: Bits, native: NativeType, out: Bits, start: int) -> None:

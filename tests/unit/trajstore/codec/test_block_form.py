@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -201,3 +204,74 @@ def test_an_index_that_lies_is_an_error_and_no_crash() -> None:
         data = chunks + FORM.tail([entry] * 4, label)
         with pytest.raises(ValueError, match="a broken chunk"):
             read(data, (range(8), range(6), range(2)))
+
+
+MANY = BlockForm(
+    array="W",
+    chain=chain("delta", native_type("bfloat16"), 3, small=True),
+    shape=(8, 120, 2),
+    chunk=(4, 3, 2),
+    runs=((0, OWN),),
+)
+
+
+def read_with(helpers: ThreadPoolExecutor, fetch: Callable[[int, int], bytes]) -> np.ndarray:
+    """All of a block of 80 chunks."""
+    data = written(MANY)
+    axes = [picks(range(whole), part) for whole, part in zip(MANY.shape, MANY.chunk, strict=True)]
+    out = np.zeros(MANY.shape, np.uint16)
+    MANY.read(tail_of(data, MANY), axes, fetch, out, helpers=helpers)
+    return out
+
+
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> bytes:
+    monkeypatch.setattr("trajstore.codec.block_form.default_threads", lambda: 3)
+    monkeypatch.setattr(f"{__name__}.BITS", random_bits(MANY.shape, 3))
+    return written(MANY)
+
+
+def test_other_threads_help_where_there_is_much_to_decode(many: bytes) -> None:
+    names: set[str] = set()
+    together = threading.Barrier(3)
+
+    def fetch(offset: int, length: int) -> bytes:
+        name = threading.current_thread().name
+        if name not in names:
+            names.add(name)
+            together.wait(10)  # for all three
+        return many[offset : offset + length]
+
+    with ThreadPoolExecutor(2) as helpers:
+        np.testing.assert_array_equal(read_with(helpers, fetch), BITS)
+    assert len(names) == 3
+
+
+def test_threads_that_are_busy_are_not_waited_for(many: bytes) -> None:
+    done = threading.Event()
+    with ThreadPoolExecutor(1) as helpers:
+        helpers.submit(done.wait, 10)
+        got = read_with(helpers, lambda offset, length: many[offset : offset + length])
+        assert not done.is_set()
+        done.set()
+    np.testing.assert_array_equal(got, BITS)
+
+
+def test_a_broken_chunk_ends_the_work_of_all_threads(many: bytes) -> None:
+    """Nobody reads any more when the error is there: the file is about to be closed."""
+    reading, most = set[int](), 0
+
+    def fetch(offset: int, length: int) -> bytes:
+        nonlocal most
+        reading.add(threading.get_ident())
+        most = max(most, len(reading))
+        time.sleep(0.001)
+        reading.discard(threading.get_ident())
+        broken = offset > len(many) // 2
+        return bytes(length) if broken else many[offset : offset + length]
+
+    with ThreadPoolExecutor(2) as helpers:
+        with pytest.raises(ValueError, match=r"^bytes \d+ to \d+: a broken chunk"):
+            read_with(helpers, fetch)
+        assert not reading
+    assert most > 1
