@@ -2,8 +2,8 @@
 
 NumPy goes over the numbers once for each operation, and asks for the interpreter's lock after each;
 threads then wait for one another. A compiled loop goes over them once, without the lock. It is the
-extra `fast`: without it the same numbers come out, later. Loading numba takes about half a second of
-a process, and compiling a loop one or two, once on a machine; so neither is done for small runs.
+extra `fast`: without it the same numbers come out, later. A process loads numba in about half a
+second, and compiles a loop in one or two, once on a machine; so neither is done for small runs.
 
 Loops get their arrays as memory, 1-D: only of such does numba know that values lie side by side.
 """
@@ -25,8 +25,8 @@ __all__ = ["CompiledLoop", "memory_of", "rows_in_one_piece", "values_side_by_sid
 Array = npt.NDArray[Any]
 
 _ENOUGH = 1 << 26
-"""Numbers that NumPy goes through before; that takes less time than loading numba. A scan of ten times
-as many then takes about as long as without, and each further one three fifths of that."""
+"""Numbers that NumPy goes through before, in less time than loading numba takes. A scan of ten
+times as many then takes about as long as without it, and each further one three fifths of that."""
 
 
 class CompiledLoop:
