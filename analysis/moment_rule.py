@@ -151,9 +151,8 @@ class MomentRule:
             Receives the moment after each step.
         """
         beta = self._beta(moment)
-        loop = _LOOP.for_numbers(gradient.size)
-        if loop is not None and rows_in_one_piece(gradient, out):
-            loop(
+        if _LOOP.is_worth(gradient.size) and rows_in_one_piece(gradient, out):
+            done = _LOOP.run(
                 memory_of(gradient),
                 gradient.strides[0] // gradient.itemsize,
                 moment == "exp_avg_sq",
@@ -163,7 +162,8 @@ class MomentRule:
                 memory_of(out),
                 out.strides[0] // out.itemsize,
             )
-            return
+            if done:
+                return
         state, change = before.astype(np.float64), np.empty(before.shape)
         for row, step in enumerate(taken):
             if step:

@@ -3,7 +3,7 @@
 NumPy goes over the numbers once for each operation, and asks for the interpreter's lock after each;
 threads then wait for one another. A compiled loop goes over them once, without the lock. It is the
 extra `fast`: without it the same numbers come out, later. A process loads numba in about half a
-second, and compiles a loop in one or two, once on a machine; so neither is done for small runs.
+second, and compiles a loop in as long, once on a machine; so neither is done for small runs.
 
 Loops get their arrays as memory, 1-D: only of such does numba know that values lie side by side.
 """
@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 from numpy.lib.stride_tricks import as_strided
 
@@ -35,44 +36,79 @@ class CompiledLoop:
     Parameters
     ----------
     module : str
-        That imports numba and holds the loop.
+        That holds the loop.
     name : str
-        Of a function, which `numba.njit` can compile. It gets no lock of the interpreter.
+        Of a function that `numba.njit` can compile, and that raises nothing.
     """
 
     def __init__(self, module: str, name: str) -> None:
         self._module, self._name = module, name
-        self._loop: Callable[..., None] | None = None
         self._gone_through = 0
-        self._loading = Lock()
+        self._compiled: Callable[..., None] | None = None
+        self._ready: set[tuple[np.dtype[Any], ...]] = set()
+        self._cannot_be = False
+        self._preparing = Lock()
 
-    def for_numbers(self, count: int) -> Callable[..., None] | None:
-        """The compiled loop; None without numba, and as long as too little was gone through.
+    def is_worth(self, count: int) -> bool:
+        """Whether it is time to try `run`.
 
         Parameters
         ----------
         count : int
             Numbers that are to be gone through now.
         """
-        if self._loop is None:
-            self._gone_through += count  # threads may lose some of it: it is a rough measure
-            # One thread loads it; the others go on as before, and so do all if it cannot be.
-            if self._gone_through >= _ENOUGH and self._loading.acquire(blocking=False):
-                self._loop = self._load()
-        return self._loop
+        self._gone_through += count  # threads may lose some of it: it is a rough measure
+        return self._gone_through >= _ENOUGH and not self._cannot_be
 
-    def _load(self) -> Callable[..., None] | None:
-        if find_spec("numba") is None:
-            return None
+    def run(self, *arguments: Any) -> bool:
+        """Run the loop.
+
+        The first thread that asks for it with arrays of such types has it compiled, or loaded from
+        where numba keeps it. Meanwhile there is none for others: neither for other threads, nor for
+        a child that is forked now, for which it would never be ready.
+
+        Returns
+        -------
+        bool
+            Whether it was run. If not, nothing was done.
+        """
+        types = tuple(item.dtype for item in arguments if isinstance(item, np.ndarray))
+        if types in self._ready and self._compiled is not None:
+            self._compiled(*arguments)
+            return True
+        if not self._preparing.acquire(blocking=False):
+            return False
         try:
-            numba = import_module("numba")
-        except ImportError as error:  # such as numba's about a NumPy that it does not know
+            return self._prepare(types, arguments)
+        except Exception as error:  # of numba: the loop itself raises nothing
+            self._cannot_be = True
             warnings.warn(
-                f"numba is installed and cannot be used, so reading takes longer: {error}",
+                f"numba cannot be used, so reading takes longer ({error!r}). If what it keeps of "
+                "compiled loops is damaged, delete it: *.nbi and *.nbc beside the module "
+                f"{self._module}, or in NUMBA_CACHE_DIR. NUMBA_DISABLE_JIT=1 does without numba.",
                 RuntimeWarning,
                 stacklevel=2,
             )
+            return False
+        finally:
+            self._preparing.release()
+
+    def _prepare(self, types: tuple[np.dtype[Any], ...], arguments: tuple[Any, ...]) -> bool:
+        """Run the loop for the first time with arrays of these types, if there is numba."""
+        if self._compiled is None:
+            self._compiled = self._load()
+        if self._compiled is None:
+            self._cannot_be = True
+            return False
+        self._compiled(*arguments)
+        self._ready.add(types)
+        return True
+
+    def _load(self) -> Callable[..., None] | None:
+        """The function, to be compiled when it is called; None without numba."""
+        if find_spec("numba") is None:
             return None
+        numba = import_module("numba")
         if numba.config.DISABLE_JIT:
             return None
         function = getattr(import_module(self._module), self._name)

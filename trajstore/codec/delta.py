@@ -94,15 +94,14 @@ def unfold(folded: Bits, native: NativeType, out: Bits, start: int = 0) -> None:
 def _unfold_compiled(folded: Bits, native: NativeType, out: Bits, start: int) -> bool:
     """Do what `unfold` does, where there is a compiled loop that can; whether it was done."""
     widened = out.itemsize != native.itemsize
-    loop = None if widened and not native.is_cut_off else _LOOP.for_numbers(folded.size)
-    if loop is None:
+    if (widened and not native.is_cut_off) or not _LOOP.is_worth(folded.size):
         return False
     taken = folded[start:]  # of the same shape as what comes out
     axis, width = values_side_by_side(taken, out)
     rows = math.prod(taken.shape[1 : axis + 1])
     if not width or (axis and rows > taken.shape[axis]):
         return False  # more than one axis of rows
-    loop(
+    return _LOOP.run(
         memory_of(folded),
         _strides(folded, axis),
         memory_of(out),
@@ -111,7 +110,6 @@ def _unfold_compiled(folded: Bits, native: NativeType, out: Bits, start: int) ->
         start,
         out.dtype.type(native.spare_bits if widened else 0),
     )
-    return True
 
 
 def _strides(array: Bits, axis: int) -> tuple[int, int]:

@@ -61,14 +61,15 @@ def check_array(name: str, array: zarr.Array[Any], runs: Runs | None) -> None:
         return
     attributes = array.attrs.asdict()
     odd = sorted(name for name in DECODED & attributes.keys() if not _is_nan(name, attributes))
-    if odd:
+    bool_of_xarray = _is_bool_of_xarray(entry, array, attributes)
+    if odd and not bool_of_xarray:
         raise _refused(name, f"it has the attribute {odd[0]}, by which xarray changes its values")
     if means_time(attributes.get("units")):
         raise _refused(name, f"its units are {attributes['units']!r}, so xarray reads it as times")
     named = getattr(array.metadata, "dimension_names", None)
     if named != entry.dims:
         raise _refused(name, f"its dimensions are {named}, expected {entry.dims}")
-    expected = _stored_type(entry.name, attributes)
+    expected = np.dtype(np.int8) if bool_of_xarray else _stored_type(entry.name, attributes)
     if expected is not None and np.dtype(array.dtype) != expected:
         raise _refused(name, f"it is of type {array.dtype}, expected {expected}")
     if isinstance(entry, Coordinate):
@@ -82,6 +83,16 @@ def check_array(name: str, array: zarr.Array[Any], runs: Runs | None) -> None:
 def _is_nan(name: str, attributes: dict[str, Any]) -> bool:
     """Whether it says that NaN is NaN, as xarray does in its copies."""
     return name == "_FillValue" and attributes[name] in ("AAAAAAAA+H8=", "NaN")
+
+
+def _is_bool_of_xarray(entry: Any, array: zarr.Array[Any], attributes: dict[str, Any]) -> bool:
+    """Whether it is a mask in a copy by an xarray before 2026.9, which has its values as int8."""
+    return (
+        isinstance(entry, Coordinate)
+        and entry.dtype == "bool"
+        and np.dtype(array.dtype) == np.int8
+        and {name: attributes[name] for name in DECODED & attributes.keys()} == {"dtype": "bool"}
+    )
 
 
 def _stored_type(name: str, attributes: dict[str, Any]) -> np.dtype[Any] | None:

@@ -33,6 +33,8 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 
+_SUMMED_AT_ONCE = 8_192  # values, by NumPy
+
 
 def result_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
     """Type of a summary of values of that type."""
@@ -55,8 +57,12 @@ def hidden_sum(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     -------
     ndarray of float64, (…)
     """
-    # NumPy takes that order along vectors that lie in one piece each.
+    # NumPy takes that order along vectors that lie in one piece each; NumPy 2.0 only of so many.
+    length = values.shape[-1]
     with np.errstate(invalid="ignore", over="ignore"):
+        if length > _SUMMED_AT_ONCE:
+            half = length // 2 // 8 * 8
+            return np.asarray(hidden_sum(values[..., :half]) + hidden_sum(values[..., half:]))
         return np.asarray(np.ascontiguousarray(values).sum(-1))
 
 

@@ -24,16 +24,16 @@ def followed(moment, before, gradient, taken, monkeypatch, *, compiled):
     made = []
 
     class Spy(CompiledLoop):
-        def for_numbers(self, count):
-            loop = super().for_numbers(count) if compiled else None
-            return loop and (lambda *arguments: made.append(loop(*arguments)))
+        def run(self, *arguments):
+            made.append(compiled and super().run(*arguments))
+            return made[-1]
 
     with monkeypatch.context() as patch:
         patch.setattr(compiled_loop, "_ENOUGH", 0)
         patch.setattr(moment_rule, "_LOOP", Spy("analysis.moment_loop", "follow_rows"))
         out = np.full(gradient.shape, -1.0)
         RULE.follow(moment, before, gradient, taken, out)
-    return out, bool(made)
+    return out, any(made)
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
 import sys
 import threading
 import types
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,62 +41,121 @@ def loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CompiledLoop:
     return CompiledLoop("doubling", "double")
 
 
-def test_it_is_compiled_when_enough_was_gone_through(loop: CompiledLoop) -> None:
+def doubled(loop: CompiledLoop, dtype: str = "f8") -> bool:
+    """Whether it doubled numbers; if it did, they are right."""
+    values, out = np.arange(5, dtype=dtype), np.full(5, -1, dtype)
+    done = loop.run(values, out)
+    np.testing.assert_array_equal(out, 2 * values if done else [-1] * 5)
+    return done
+
+
+def test_it_is_worth_it_when_enough_was_gone_through(loop: CompiledLoop) -> None:
+    assert not loop.is_worth(999)
+    assert loop.is_worth(1)
+
+
+def test_it_is_loaded_when_it_is_run_first(loop: CompiledLoop) -> None:
     pytest.importorskip("numba")
-    assert loop.for_numbers(999) is None
+    assert loop.is_worth(1_000)
     assert "doubling" not in sys.modules
-    double = loop.for_numbers(1)
-    assert double is not None
-    values, out = np.arange(5.0), np.empty(5)
-    double(values, out)
-    np.testing.assert_array_equal(out, 2 * values)
-    assert loop.for_numbers(1) is double
+    assert doubled(loop)
+    assert "doubling" in sys.modules
+    assert doubled(loop)
+    assert doubled(loop, "i4")
 
 
-def test_while_one_thread_loads_it_others_go_on(
+def test_while_one_thread_prepares_it_others_do_without(
     loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loading, loaded = threading.Event(), threading.Event()
+    pytest.importorskip("numba")
+    assert doubled(loop)
+    preparing, prepared = threading.Event(), threading.Event()
+    real = CompiledLoop._prepare
 
-    def load(self: CompiledLoop) -> object:
-        loading.set()
-        assert loaded.wait(10)
-        return print
+    def prepare(self: CompiledLoop, types: Any, arguments: Any) -> bool:
+        preparing.set()
+        assert prepared.wait(10)
+        return real(self, types, arguments)
 
-    monkeypatch.setattr(CompiledLoop, "_load", load)
-    thread = threading.Thread(target=loop.for_numbers, args=(1_000,))
+    monkeypatch.setattr(CompiledLoop, "_prepare", prepare)
+    thread = threading.Thread(target=doubled, args=(loop, "f4"))
     thread.start()
-    assert loading.wait(10)
-    assert loop.for_numbers(1_000) is None
-    loaded.set()
+    assert preparing.wait(10)
+    assert not doubled(loop, "f4")
+    assert not doubled(loop, "i4")
+    assert doubled(loop, "f8")  # is ready
+    # A child would wait for a thread that it has not.
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if not doubled(loop, "f4") else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    prepared.set()
     thread.join()
-    assert loop.for_numbers(1) is print
+    assert doubled(loop, "f4")
 
 
-def test_without_numba_it_is_never_compiled(
+def test_an_interruption_is_no_end_of_it(
     loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("numba")
+
+    def interrupted(name: str) -> types.ModuleType:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled_loop, "import_module", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            doubled(loop)
+    assert doubled(loop)
+
+
+def never(loop: CompiledLoop) -> None:
+    """It is not run, and not asked for again, and nothing more is said."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not loop.is_worth(1_000)
+
+
+def test_without_numba_it_is_never_run(loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_loop, "find_spec", lambda name: None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert loop.for_numbers(1_000) is None
-    monkeypatch.undo()
-    assert loop.for_numbers(1_000) is None  # it is looked for once
+        assert not doubled(loop)
+    never(loop)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [ImportError("Numba needs NumPy 2.3 or less"), OSError("libllvmlite.so"), None],
+    ids=str,
+)
 def test_a_numba_that_cannot_be_used_is_said_once(
-    loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch
+    loop: CompiledLoop, monkeypatch: pytest.MonkeyPatch, error: Exception | None
 ) -> None:
     def broken(name: str) -> types.ModuleType:
-        raise ImportError("Numba needs NumPy 2.3 or less. Got NumPy 9.9.")
+        if error is None:
+            return types.ModuleType("numba")  # an empty one
+        raise error
 
     monkeypatch.setattr(compiled_loop, "find_spec", lambda name: True)
     monkeypatch.setattr(compiled_loop, "import_module", broken)
-    with pytest.warns(RuntimeWarning, match=r"^numba is installed and cannot be used.*NumPy 9\.9"):
-        assert loop.for_numbers(1_000) is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert loop.for_numbers(1_000) is None
+    what = re.escape(str(error)) if error else "has no attribute 'config'"
+    with pytest.warns(RuntimeWarning, match=rf"^numba cannot be used.*{what}.*NUMBA_DISABLE_JIT"):
+        assert not doubled(loop)
+    never(loop)
+
+
+def test_a_damaged_cache_of_numba_is_said(loop: CompiledLoop, tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    assert doubled(loop)
+    kept = list((tmp_path / "__pycache__").glob("*.nbc"))
+    assert kept
+    for path in kept:
+        path.write_bytes(path.read_bytes()[:300])
+    again = CompiledLoop("doubling", "double")
+    with pytest.warns(RuntimeWarning, match=r"truncated.*is damaged, delete it: \*\.nbi"):
+        assert not doubled(again)
+    never(again)
 
 
 def test_whoever_switches_numba_off_gets_no_loop_of_python(
@@ -101,7 +163,8 @@ def test_whoever_switches_numba_off_gets_no_loop_of_python(
 ) -> None:
     numba = pytest.importorskip("numba")
     monkeypatch.setattr(numba.config, "DISABLE_JIT", True)
-    assert loop.for_numbers(1_000) is None
+    assert not doubled(loop)
+    never(loop)
 
 
 def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(
@@ -110,17 +173,13 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(
     numba = pytest.importorskip("numba")
     real = numba.njit
 
-    def njit(*, nogil: bool, cache: bool = False) -> object:
+    def njit(*, nogil: bool, cache: bool = False) -> Any:
         if cache:
             raise RuntimeError("cannot cache function 'double': no locator available")
         return real(nogil=nogil)
 
     monkeypatch.setattr(numba, "njit", njit)
-    double = loop.for_numbers(1_000)
-    assert double is not None
-    out = np.empty(2)
-    double(np.ones(2), out)
-    assert out.tolist() == [2, 2]
+    assert doubled(loop)
 
 
 def test_memory_reaches_from_the_first_value_to_the_last() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,14 +27,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     loop, made = CompiledLoop("trajstore.codec.unfold_loop", "unfold_rows"), []
 
     class Spy:
-        def for_numbers(self, count: int):
-            compiled = loop.for_numbers(count)
+        def is_worth(self, count: int) -> bool:
+            return loop.is_worth(count)
 
-            def spy(*arguments):
-                made.append(count)
-                compiled(*arguments)
-
-            return spy
+        def run(self, *arguments: Any) -> bool:
+            made.append(arguments[0].size)
+            return loop.run(*arguments)
 
     monkeypatch.setattr(delta, "_LOOP", Spy())
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xarray as xr
+import zarr
 from damage import edit
 
 from trajstore import FormatError, open_run
@@ -85,3 +87,25 @@ def test_a_copy_that_xarray_made_is_opened_where_its_codec_labels_it(
     else:
         with pytest.raises(FormatError, match=r"xr\.open_zarr may still read it"):
             open_run(copy)
+
+
+def test_a_mask_in_a_copy_of_an_older_xarray_is_a_mask(small_run: Small, tmp_path: Path) -> None:
+    """Which has it as int8; of other numbers that attribute is still refused."""
+    path, _ = small_run
+    mask, copy = xr.open_zarr(path).is_dead.values, tmp_path / "copy.zarr"
+    shutil.copytree(path, copy)
+    shutil.rmtree(copy / "is_dead")
+    edit(copy / "zarr.json", lambda root: root.pop("consolidated_metadata"))
+    array = zarr.open_group(copy, mode="r+").create_array(
+        "is_dead", data=mask.astype("i1"), dimension_names=("token",)
+    )
+    array.attrs["dtype"] = "bool"
+    found = open_run(copy).is_dead
+    assert found.dtype == bool
+    np.testing.assert_array_equal(found, mask)
+    array.attrs["scale_factor"] = 2
+    with pytest.raises(FormatError, match=r"is_dead .* has the attribute (dtype|scale_factor)"):
+        open_run(copy)
+    del array.attrs["scale_factor"], array.attrs["dtype"]
+    with pytest.raises(FormatError, match=r"is_dead .* is of type int8, expected bool"):
+        open_run(copy)
