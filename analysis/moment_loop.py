@@ -1,7 +1,8 @@
 """The loop of `analysis.moment_rule.MomentRule.follow`, as numba compiles it.
 
 Indices are unsigned, as a compiler does not put loops into vectors whose indices may be negative
-and then count from the end. Each operation rounds as NumPy's does, in the same order.
+and then count from the end. Each operation rounds as NumPy's does, in the same order; only
+the sign of a NaN may be another.
 """
 
 from __future__ import annotations

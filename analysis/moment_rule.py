@@ -151,7 +151,8 @@ class MomentRule:
             Receives the moment after each step.
         """
         beta = self._beta(moment)
-        if _LOOP.is_worth(gradient.size) and rows_in_one_piece(gradient, out):
+        known = gradient.dtype in (np.float32, np.float64)  # of floats, to numba
+        if known and _LOOP.is_worth(gradient.size) and rows_in_one_piece(gradient, out):
             done = _LOOP.run(
                 memory_of(gradient),
                 gradient.strides[0] // gradient.itemsize,

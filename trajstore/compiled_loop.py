@@ -24,6 +24,8 @@ from numpy.lib.stride_tricks import as_strided
 __all__ = ["CompiledLoop", "memory_of", "rows_in_one_piece", "values_side_by_side"]
 
 Array = npt.NDArray[Any]
+Types = tuple[tuple[np.dtype[Any], bool], ...]
+"""Of arrays: numba compiles a loop anew for others, and for arrays that may not be written."""
 
 _ENOUGH = 1 << 26
 """Numbers that NumPy goes through before, in less time than loading numba takes. A scan of ten
@@ -45,7 +47,7 @@ class CompiledLoop:
         self._module, self._name = module, name
         self._gone_through = 0
         self._compiled: Callable[..., None] | None = None
-        self._ready: set[tuple[np.dtype[Any], ...]] = set()
+        self._ready: set[Types] = set()
         self._cannot_be = False
         self._preparing = Lock()
 
@@ -72,7 +74,8 @@ class CompiledLoop:
         bool
             Whether it was run. If not, nothing was done.
         """
-        types = tuple(item.dtype for item in arguments if isinstance(item, np.ndarray))
+        arrays = [item for item in arguments if isinstance(item, np.ndarray)]
+        types = tuple((array.dtype, array.flags.writeable) for array in arrays)
         if types in self._ready and self._compiled is not None:
             self._compiled(*arguments)
             return True
@@ -93,7 +96,7 @@ class CompiledLoop:
         finally:
             self._preparing.release()
 
-    def _prepare(self, types: tuple[np.dtype[Any], ...], arguments: tuple[Any, ...]) -> bool:
+    def _prepare(self, types: Types, arguments: tuple[Any, ...]) -> bool:
         """Run the loop for the first time with arrays of these types, if there is numba."""
         if self._compiled is None:
             self._compiled = self._load()
@@ -125,7 +128,7 @@ def memory_of(array: Array) -> Array:
     Parameters
     ----------
     array : ndarray
-        Not empty; no axis runs backwards.
+        Not empty, and of which `values_side_by_side` finds any.
     """
     ways = zip(array.shape, array.strides, strict=True)
     reach = sum((length - 1) * stride for length, stride in ways)
@@ -144,11 +147,11 @@ def values_side_by_side(*arrays: Array) -> tuple[int, int]:
     axis : int
         The rows are those of the axes up to this one.
     width : int
-        Values of a row; 0 if an array is empty, or runs backwards.
+        Values of a row; 0 if there are none, or memory that a loop cannot go through.
     """
     shape = arrays[0].shape
     axis, width = len(shape) - 1, 1
-    if min(shape) == 0 or any(stride < 0 for array in arrays for stride in array.strides):
+    if min(shape) == 0 or not all(map(_is_plain, arrays)):
         return axis, 0
     while axis > 0 and (
         shape[axis] == 1 or all(array.strides[axis] == width * array.itemsize for array in arrays)
@@ -162,3 +165,12 @@ def rows_in_one_piece(*arrays: Array) -> bool:
     """Whether each step of each array, all of one shape, lies in one piece."""
     axis, width = values_side_by_side(*arrays)
     return axis == 0 and width > 0
+
+
+def _is_plain(array: Array) -> bool:
+    """Whether its values lie one or more places of their own size apart, as the processor has them.
+
+    numba takes other orders of bytes for the same type.
+    """
+    apart = all(stride >= 0 and stride % array.itemsize == 0 for stride in array.strides)
+    return apart and array.dtype.isnative and array.flags.aligned

@@ -236,18 +236,19 @@ class BlockForm:
         if not padding:
             self.check_rows(tail, axes)
         left = deque(self.wanted(tail, axes))
-        work = partial(self._decode_each, left, fetch, out)
-        called = [
-            submit(helpers, work)
-            for _ in range(min(default_threads() - 1, len(left) // _CHUNKS_OF_A_HELPER))
-            if helpers is not None
-        ]
+        if helpers is None:
+            self._decode_each(left, fetch, out)
+            return
+        count = min(default_threads() - 1, len(left) // _CHUNKS_OF_A_HELPER)
+        offer = [partial(self._decode_each, left, fetch, out)]
+        called = [submit(helpers, _take_up, offer) for _ in range(count)]
         try:
-            work()
+            _take_up(offer)
         finally:
             # Who has not begun need not; who has is waited for, as it reads from what is open here.
             begun = [helper for helper in called if not helper.cancel()]
             wait(begun)
+            offer.clear()  # the pool still knows it, and should hold none of the memory
         for helper in begun:
             helper.result()
 
@@ -315,3 +316,8 @@ class BlockForm:
             if pick.taken is not None:
                 values = values.take(pick.taken, axis)
         out[np.ix_(*[positions(pick.place) for pick in picks])] = values
+
+
+def _take_up(offer: Sequence[Callable[[], None]]) -> None:
+    for work in tuple(offer):
+        work()

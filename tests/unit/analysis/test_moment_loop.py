@@ -1,4 +1,4 @@
-"""The compiled loop follows the moments as NumPy does, bit for bit."""
+"""The compiled loop follows the moments as NumPy does, in all but the sign of a NaN."""
 
 from __future__ import annotations
 
@@ -61,8 +61,13 @@ def test_where_its_arrays_lie_does_not_matter(monkeypatch):
     around = rng.standard_normal((5, 12, 6)).astype("f4")
     before = np.broadcast_to(np.zeros(()), (7, 6))  # as dask's zeros come
     taken = np.array([False, True, True, False, True])[::-1]
+    read_only = around[:, 3:10].copy()
+    read_only.flags.writeable = False
     for gradient, expected in (
         (around[:, 3:10], True),
+        (read_only, True),
+        (around[:, 3:10].astype(">f4"), False),
+        (around[:, 3:10].astype("f2"), False),
         (np.asfortranarray(around)[:, 3:10], False),
         (around[::-1, 3:10], False),
     ):

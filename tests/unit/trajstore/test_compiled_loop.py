@@ -207,11 +207,14 @@ def test_memory_reaches_from_the_first_value_to_the_last() -> None:
         (np.empty((0, 4, 5)), (2, 0)),
         (np.empty((3, 4, 5))[::-1], (2, 0)),
         (np.empty((3, 4, 5))[:, ::-1], (2, 0)),
+        (np.zeros((3, 4), ">f8"), (1, 0)),
+        (np.zeros((3, 4), "f4,u2")["f0"], (1, 0)),
+        (np.zeros(97, "u1")[1:].view("f8").reshape(3, 4), (1, 0)),
     ],
 )
 def test_how_far_values_lie_side_by_side(values: np.ndarray, expected: tuple[int, int]) -> None:
     assert values_side_by_side(values) == expected
-    assert values_side_by_side(np.empty(values.shape), values) == expected
+    assert values_side_by_side(np.empty(values.shape, values.dtype), values) == expected
     assert rows_in_one_piece(values) == (expected[0] == 0)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -259,14 +260,16 @@ def test_threads_that_are_busy_are_not_waited_for(many: bytes) -> None:
 
 def test_a_broken_chunk_ends_the_work_of_all_threads(many: bytes) -> None:
     """Nobody reads any more when the error is there: the file is about to be closed."""
-    reading, most = set[int](), 0
+    reading, seen = set[int](), set[int]()
+    together = threading.Barrier(3)
 
     def fetch(offset: int, length: int) -> bytes:
-        nonlocal most
-        reading.add(threading.get_ident())
-        most = max(most, len(reading))
-        time.sleep(0.001)
-        reading.discard(threading.get_ident())
+        thread = threading.get_ident()
+        reading.add(thread)
+        if thread not in seen:
+            seen.add(thread)
+            together.wait(10)  # for all three
+        reading.discard(thread)
         broken = offset > len(many) // 2
         return bytes(length) if broken else many[offset : offset + length]
 
@@ -274,4 +277,20 @@ def test_a_broken_chunk_ends_the_work_of_all_threads(many: bytes) -> None:
         with pytest.raises(ValueError, match=r"^bytes \d+ to \d+: a broken chunk"):
             read_with(helpers, fetch)
         assert not reading
-    assert most > 1
+    assert len(seen) == 3
+
+
+def test_a_pool_that_is_busy_holds_nothing_of_what_was_read(many: bytes) -> None:
+    done, held = threading.Event(), []
+
+    def fetch(offset: int, length: int) -> bytes:
+        return many[offset : offset + length]
+
+    with ThreadPoolExecutor(1) as helpers:
+        helpers.submit(done.wait, 10)
+        held = [weakref.ref(fetch)]
+        read_with(helpers, fetch)
+        del fetch
+        gc.collect()
+        assert held[0]() is None
+        done.set()
