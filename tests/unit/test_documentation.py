@@ -172,7 +172,9 @@ def test_a_page_runs(
 ) -> None:
     if request.node.get_closest_marker("torch"):
         pytest.importorskip("torch")
-    pytest.importorskip("matplotlib").use("agg")
+    matplotlib = pytest.importorskip("matplotlib")
+    if matplotlib.get_backend().lower() != "agg":  # else figures of other tests would be closed
+        matplotlib.use("agg")
     for name in ("gatsby.zarr", "other.zarr", "run.zarr"):
         shutil.copytree(example_run, tmp_path / name)
     monkeypatch.chdir(tmp_path)
