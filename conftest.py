@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Figures are drawn without a screen. Set later, matplotlib would close those of other tests.
+os.environ["MPLBACKEND"] = "agg"
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 

@@ -32,7 +32,7 @@ def examples(language: str) -> list[str]:
 def test_the_session(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib").use("Agg")
+    pytest.importorskip("matplotlib")
     monkeypatch.chdir(folder)
     session = examples("python")[0]
     lines = [line for line in session.splitlines() if line and not line.startswith("#")]
@@ -46,7 +46,7 @@ def test_every_example(folder: Path) -> None:
     ds = trajstore.open_run(folder / "gatsby.zarr")
     for example in examples("python")[1:]:
         if ".plot()" in example:
-            pytest.importorskip("matplotlib").use("Agg")
+            pytest.importorskip("matplotlib")
         result = eval(example.strip(), {"ds": ds})
         if hasattr(result, "compute"):
             result.compute()

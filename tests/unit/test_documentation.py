@@ -172,9 +172,7 @@ def test_a_page_runs(
 ) -> None:
     if request.node.get_closest_marker("torch"):
         pytest.importorskip("torch")
-    matplotlib = pytest.importorskip("matplotlib")
-    if matplotlib.get_backend().lower() != "agg":  # else figures of other tests would be closed
-        matplotlib.use("agg")
+    pytest.importorskip("matplotlib")
     for name in ("gatsby.zarr", "other.zarr", "run.zarr"):
         shutil.copytree(example_run, tmp_path / name)
     monkeypatch.chdir(tmp_path)

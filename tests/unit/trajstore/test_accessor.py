@@ -37,7 +37,7 @@ def test_a_run_is_written_to_netcdf(small_run: tuple[Path, Any], tmp_path: Path)
 
 
 def test_every_kind_is_a_method() -> None:
-    pytest.importorskip("matplotlib").use("Agg")
+    pytest.importorskip("matplotlib")
     ds = xr.Dataset({"loss": ("step", [3.0, 2.0, 1.0])}, coords={"step": [0, 1, 2]})
     assert len(dir(ds.traj.plot)) == len(analysis.figures.FIGURES)
     ax = ds.traj.plot.loss(log="y")

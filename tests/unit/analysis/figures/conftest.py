@@ -16,11 +16,8 @@ ADAM = {
 
 @pytest.fixture(autouse=True)
 def _closed() -> Iterator[None]:
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
+    pyplot = pytest.importorskip("matplotlib.pyplot")
     yield
-    from matplotlib import pyplot
-
     pyplot.close("all")
 
 
