@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from bits_and_calls import Cli, random_bits
 from forked_processes import run_command
+from hypothesis import settings
 
 from trajstore import RunWriter, compiled_loop
 from trajstore.schema import ENCODINGS
@@ -21,9 +22,12 @@ from trajstore.schema import ENCODINGS
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Loops are compiled from their first number on, instead of after many millions.
+# Loops are compiled from their first number on, instead of after many millions; so the first try of
+# a test may take long.
 if "TRAJSTORE_COMPILED" in os.environ:
     compiled_loop._ENOUGH = 0
+    settings.register_profile("compiled", deadline=None)
+    settings.load_profile("compiled")
 
 # In the background of a script SIGINT is ignored, here and in all that is started from here.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
