@@ -207,13 +207,7 @@ def test_an_index_that_lies_is_an_error_and_no_crash() -> None:
             read(data, (range(8), range(6), range(2)))
 
 
-MANY = BlockForm(
-    array="W",
-    chain=chain("delta", native_type("bfloat16"), 3, small=True),
-    shape=(8, 120, 2),
-    chunk=(4, 3, 2),
-    runs=((0, OWN),),
-)
+MANY = replace(FORM, shape=(8, 120, 2))
 
 
 def read_with(helpers: ThreadPoolExecutor, fetch: Callable[[int, int], bytes]) -> np.ndarray:
