@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import dask.array as da
 import numpy as np
+import numpy.typing as npt
 import xarray as xr
 
 from analysis import input_checks
@@ -14,7 +15,9 @@ from analysis.consecutive_rows import measure_rows
 from analysis.recorded_changes import cumulated, hold_only_changes
 from analysis.streaming_scan import Scan
 from trajstore.argument_types import checks_types
+from trajstore.codec.selected_parts import hull_of, within_hull
 from trajstore.errors import InvalidArgument
+from trajstore.store.array_reader import StoredArray
 from trajstore.values.token_norms import result_dtype
 
 __all__ = [
@@ -54,9 +57,40 @@ def _measured(
 ) -> xr.DataArray:
     blocks = history.blocks(name)
     dtype = result_dtype(blocks.dtype)
-    arrays = [blocks] if reference is None else [blocks, reference]
-    data = over_hidden(measure_rows, *arrays, order=order, dtype=dtype)
+    stored = history.stored(name) if reference is None else None
+    if stored is not None:
+        data = da.from_array(
+            _StoredNorms(stored, order, dtype),
+            blocks.chunks[:2],
+            name=f"{order_label(order)}-{blocks.name}",
+            meta=np.empty((0, 0), dtype),
+        )
+    else:
+        arrays = [blocks] if reference is None else [blocks, reference]
+        data = over_hidden(measure_rows, *arrays, order=order, dtype=dtype)
     return history.wrap(data, name)
+
+
+class _StoredNorms:
+    """Norms of the vectors of a stored array, (step, token), for dask to ask for.
+
+    It asks for blocks, or for what is taken of them, where that is all that is wanted.
+    """
+
+    ndim = 2
+
+    def __init__(self, stored: StoredArray, order: float, dtype: np.dtype[Any]) -> None:
+        self.shape = stored.shape[:2]
+        self.dtype = dtype
+        self._stored = stored
+        self._order = order
+
+    def __getitem__(self, key: tuple[Any, Any]) -> npt.NDArray[Any]:
+        rows, tokens = (hull_of(*pair) for pair in zip(key, self.shape, strict=True))
+        norms = self._stored.norms(
+            slice(rows.start, rows.stop), slice(tokens.start, tokens.stop), self._order
+        )
+        return np.asarray(norms[within_hull(key[0], rows)][..., within_hull(key[1], tokens)])
 
 
 def grad_norms(ds: xr.Dataset, ord: float = 2) -> xr.DataArray:
@@ -87,7 +121,7 @@ def grad_norms(ds: xr.Dataset, ord: float = 2) -> xr.DataArray:
     >>> norms.sel(step=1, token=[ord("e"), ord("z")]).values.round(4)
     array([0.0916, 0.0087], dtype=float32)
     """
-    return build_grad_norms(Scan(ds), ord)
+    return build_grad_norms(Scan(ds, alone=True), ord)
 
 
 @checks_types

@@ -22,6 +22,8 @@ from analysis.many_runs import check_single_run, with_own_attributes
 from analysis.recorded_changes import check_every_step, hold_only_changes, moved_kernel
 from analysis.token_populations import with_mostly_dead
 from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.store.array_reader import StoredArray
+from trajstore.store.lazy_source import stored_source
 from trajstore.values.token_norms import result_dtype
 
 __all__ = ["Scan", "native_dtype"]
@@ -71,6 +73,9 @@ class Scan:
     measures : mapping of str to sequence of str
         By lattice, of `analysis.consecutive_rows.MEASURES`: what is measured together, in one
         pass. A measure that is not among them has a pass of its own.
+    alone : bool
+        Whether all that is asked is a single question about single rows, so that blocks need not
+        be shared.
 
     Raises
     ------
@@ -78,7 +83,13 @@ class Scan:
         If it is no Dataset, or steps do not increase.
     """
 
-    def __init__(self, ds: xr.Dataset, measures: Mapping[str, Sequence[str]] | None = None) -> None:
+    def __init__(
+        self,
+        ds: xr.Dataset,
+        measures: Mapping[str, Sequence[str]] | None = None,
+        *,
+        alone: bool = False,
+    ) -> None:
         input_checks.dataset(ds)
         check_single_run(ds)
         self.ds = ds = with_mostly_dead(with_own_attributes(ds))
@@ -97,6 +108,7 @@ class Scan:
         for lattice, asked in (measures or {}).items():
             known = self._together.get(self._own_name(lattice), ())
             self._together[self._own_name(lattice)] = tuple(dict.fromkeys((*known, *asked)))
+        self._alone = alone
         self._blocks: dict[str, da.Array] = {}
         self._boundaries: dict[tuple[str, str], da.Array] = {}
         self._points: dict[str, Points] = {}
@@ -149,6 +161,13 @@ class Scan:
             data = array.data.rechunk({2: -1})
             self._blocks[name] = data
         return self._blocks[name]
+
+    def stored(self, name: str) -> StoredArray | None:
+        """Where the blocks of a matrix are read from, if nobody else is to share them.
+
+        None also where they are no blocks of a run on this machine, or something is done to them.
+        """
+        return stored_source(self.blocks(name)) if self._alone else None
 
     def aligned(self, like: str, name: str) -> da.Array:
         """Blocks of a matrix, chunked as another."""

@@ -41,10 +41,13 @@ class CompiledLoop:
         That holds the loop.
     name : str
         Of a function that `numba.njit` can compile, and that raises nothing.
+    in_any_order : bool
+        Whether its sums may be taken in another order than it says: in several parts at once.
     """
 
-    def __init__(self, module: str, name: str) -> None:
+    def __init__(self, module: str, name: str, *, in_any_order: bool = False) -> None:
         self._module, self._name = module, name
+        self._liberties = {"reassoc", "contract"} if in_any_order else False
         self._gone_through = 0
         self._compiled: Callable[..., None] | None = None
         self._ready: set[Types] = set()
@@ -115,10 +118,11 @@ class CompiledLoop:
         if numba.config.DISABLE_JIT:
             return None
         function = getattr(import_module(self._module), self._name)
+        options = {"nogil": True, "fastmath": self._liberties}
         try:
-            compiled: Callable[..., None] = numba.njit(nogil=True, cache=True)(function)
+            compiled: Callable[..., None] = numba.njit(cache=True, **options)(function)
         except RuntimeError:  # there is no folder to keep it in: it is compiled by each process
-            compiled = numba.njit(nogil=True)(function)
+            compiled = numba.njit(**options)(function)
         return compiled
 
 
@@ -130,6 +134,8 @@ def memory_of(array: Array) -> Array:
     array : ndarray
         Not empty, and of which `values_side_by_side` finds any.
     """
+    if array.flags.c_contiguous:
+        return array.reshape(-1)
     ways = zip(array.shape, array.strides, strict=True)
     reach = sum((length - 1) * stride for length, stride in ways)
     return as_strided(array, (reach // array.itemsize + 1,), (array.itemsize,))

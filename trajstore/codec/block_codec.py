@@ -31,7 +31,13 @@ from zarr.storage import LocalStore, StorePath
 from trajstore.codec.block_form import BlockForm, Fetch, FewerRows, Runs, Tail, with_consequence
 from trajstore.codec.block_label import ANYWHERE, digest_of
 from trajstore.codec.codec_chain import Chain
-from trajstore.codec.selected_parts import Pick, outer_positions, picks
+from trajstore.codec.selected_parts import (
+    Pick,
+    hull_of,
+    outer_positions,
+    picks,
+    within_hull,
+)
 from trajstore.errors import FormatError
 from trajstore.threads import default_threads, submit
 from trajstore.values.native_types import narrow
@@ -188,9 +194,9 @@ class _Reading:
         self._points: tuple[Any, ...] | None = None
         if outer is None:
             # The smallest box that holds the points is read, and they are taken from it.
-            hulls = [_hull(*pair) for pair in zip(selection, form.shape, strict=True)]
+            hulls = [hull_of(*pair) for pair in zip(selection, form.shape, strict=True)]
             self._points = tuple(
-                _shifted(item, hull) for item, hull in zip(selection, hulls, strict=True)
+                within_hull(item, hull) for item, hull in zip(selection, hulls, strict=True)
             )
             along: Sequence[Any] = hulls
             self._shape = tuple(len(hull) for hull in hulls)
@@ -320,20 +326,6 @@ def _place(key: str, ndim: int) -> tuple[int, int] | None:
     if len(numbers) != ndim or not all(number.isdecimal() for number in numbers):
         return None
     return int(numbers[0]), int(numbers[1]) if ndim > 1 else 0
-
-
-def _hull(item: Any, length: int) -> range:
-    """All positions between the first and the last that are selected along an axis."""
-    taken = np.arange(length)[item]
-    return range(int(taken.min()), int(taken.max()) + 1) if taken.size else range(0)
-
-
-def _shifted(item: Any, hull: range) -> Any:
-    """The selection, of what lies within the hull."""
-    if isinstance(item, slice):
-        return slice(None, None, item.step)
-    array = np.asarray(item)
-    return array[hull.start : hull.stop] if array.dtype == bool else array - hull.start
 
 
 def _stretches(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel, LabelError
-from trajstore.codec.chunk_decoder import Decoder
+from trajstore.codec.chunk_decoder import Decode, Decoder
 from trajstore.codec.codec_chain import Chain
 from trajstore.codec.crc32c_check import CHECKSUM, checksum, is_intact
 from trajstore.codec.selected_parts import Pick, positions
@@ -39,6 +39,9 @@ Array = npt.NDArray[Any]
 
 Runs = tuple[tuple[int, str], ...]
 """Whose blocks there are: from each number on, identity of the run; the last is the run itself."""
+
+Part = tuple[list[Pick], int, int]
+"""Of a selection: what is taken of a chunk, and its offset and length in the object."""
 
 Fetch = Callable[[int, int], bytes]
 """Bytes of an object: from an offset on, so many."""
@@ -209,6 +212,7 @@ class BlockForm:
         fetch: Fetch,
         out: Array,
         *,
+        decode: Decode | None = None,
         padding: bool = False,
         helpers: ThreadPoolExecutor | None = None,
     ) -> None:
@@ -223,6 +227,9 @@ class BlockForm:
         fetch : callable
         out : ndarray of ``native.stored`` or ``native.bits``
             Receives the values, or their native bits.
+        decode : callable, optional
+            Instead of `Decoder.decode`: receives of each chunk the bytes, what is wanted of it and
+            its place in `out`, which need be no array of values then.
         padding : bool
             Whether rows that are not valid may be selected too.
         helpers : ThreadPoolExecutor, optional
@@ -236,11 +243,13 @@ class BlockForm:
         if not padding:
             self.check_rows(tail, axes)
         left = deque(self.wanted(tail, axes))
+        decode = decode or self.decoder.decode
+        each = partial(_each_of, left, partial(self._decode, fetch=fetch, decode=decode, out=out))
         if helpers is None:
-            self._decode_each(left, fetch, out)
+            each()
             return
         count = min(default_threads() - 1, len(left) // _CHUNKS_OF_A_HELPER)
-        offer = [partial(self._decode_each, left, fetch, out)]
+        offer = [each]
         called = [submit(helpers, _take_up, offer) for _ in range(count)]
         try:
             _take_up(offer)
@@ -252,28 +261,21 @@ class BlockForm:
         for helper in begun:
             helper.result()
 
-    def _decode_each(
-        self, left: deque[tuple[list[Pick], int, int]], fetch: Fetch, out: Array
-    ) -> None:
-        """Decode chunk after chunk, until none is left; other threads may take of them, too."""
-        try:
-            while left:
-                try:
-                    picks, offset, length = left.popleft()
-                except IndexError:  # another thread has taken the last
-                    return
-                self._decode_one(picks, offset, length, fetch, out)
-        finally:
-            left.clear()  # after an error nobody need go on
-
-    def _decode_one(
-        self, picks: Sequence[Pick], offset: int, length: int, fetch: Fetch, out: Array
+    def _decode(
+        self,
+        picks: Sequence[Pick],
+        offset: int,
+        length: int,
+        *,
+        fetch: Fetch,
+        decode: Decode,
+        out: Array,
     ) -> None:
         try:
             data = fetch(offset, length)
             if len(data) != length:
                 raise ValueError("the object ends before it")
-            self._decode(data, picks, out)
+            _decode_picks(data, picks, decode, out)
         except (ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(
                 f"bytes {offset} to {offset + length}: a broken chunk ({error})"
@@ -293,9 +295,7 @@ class BlockForm:
         if last > tail.label.rows:
             raise FewerRows(f"it holds {tail.label.rows} rows, of which {last} are wanted")
 
-    def wanted(
-        self, tail: Tail, axes: Sequence[dict[int, Pick]]
-    ) -> Iterator[tuple[list[Pick], int, int]]:
+    def wanted(self, tail: Tail, axes: Sequence[dict[int, Pick]]) -> Iterator[Part]:
         """Inner chunks that a selection needs: what is taken of each, its offset and length."""
         for position in itertools.product(*axes):
             entry = 0
@@ -304,18 +304,31 @@ class BlockForm:
             offset, length = tail.index[entry].tolist()
             yield [axis[at] for axis, at in zip(axes, position, strict=True)], offset, length
 
-    def _decode(self, data: bytes, picks: Sequence[Pick], out: Array) -> None:
-        window = tuple(pick.window for pick in picks)
-        if all(pick.taken is None for pick in picks):
-            place = tuple(pick.place for pick in picks)
-            self.decoder.decode(data, window, out[place])
-            return
-        values = np.empty([item.stop - item.start for item in window], out.dtype)
-        self.decoder.decode(data, window, values)
-        for axis, pick in enumerate(picks):
-            if pick.taken is not None:
-                values = values.take(pick.taken, axis)
-        out[np.ix_(*[positions(pick.place) for pick in picks])] = values
+
+def _each_of(left: deque[Part], decode: Callable[[list[Pick], int, int], None]) -> None:
+    """Decode chunk after chunk, until none is left; other threads may take of them, too."""
+    try:
+        while left:
+            try:
+                part = left.popleft()
+            except IndexError:  # another thread has taken the last
+                return
+            decode(*part)
+    finally:
+        left.clear()  # after an error nobody need go on
+
+
+def _decode_picks(data: bytes, picks: Sequence[Pick], decode: Decode, out: Array) -> None:
+    window = tuple(pick.window for pick in picks)
+    if all(pick.taken is None for pick in picks):
+        decode(data, window, out[tuple(pick.place for pick in picks)])
+        return
+    values = np.empty([item.stop - item.start for item in window], out.dtype)
+    decode(data, window, values)
+    for axis, pick in enumerate(picks):
+        if pick.taken is not None:
+            values = values.take(pick.taken, axis)
+    out[np.ix_(*[positions(pick.place) for pick in picks])] = values
 
 
 def _take_up(offer: Sequence[Callable[[], None]]) -> None:

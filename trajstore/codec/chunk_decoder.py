@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +14,14 @@ from trajstore.codec.codec_chain import Chain
 from trajstore.codec.crc32c_check import CHECKSUM, is_intact
 from trajstore.codec.delta import unfold
 from trajstore.codec.scratch_memory import scratch
+from trajstore.values.native_types import NativeType
 
-__all__ = ["Decoder"]
+__all__ = ["Decode", "Decoder"]
 
 Array = npt.NDArray[np.generic]
+
+Decode = Callable[[bytes, tuple[slice, ...], Array], None]
+"""From the bytes of a chunk, and what is wanted of it, to where that goes."""
 
 
 class Decoder:
@@ -60,15 +65,36 @@ class Decoder:
         ValueError
             If the checksum does not fit, or what is inside is not a chunk of that shape.
         """
-        values = self._unpack(data, *self._stretch(window[self._lead]))
-        key = list(window)
-        key[self._lead] = slice(None)
+        values = self._wanted(data, window)
         if self._chain.kind != "delta":
-            out[...] = values.view(out.dtype)[tuple(key)]
+            out[...] = values.view(out.dtype)
             return
-        steps = window[0]
-        key[0] = slice(steps.stop)
-        unfold(values[tuple(key)], self._chain.native, out.view(f"u{out.itemsize}"), steps.start)
+        unfold(values, self.native, out.view(f"u{out.itemsize}"), window[0].start)
+
+    @property
+    def native(self) -> NativeType:
+        """Type whose values the chunks hold."""
+        return self._chain.native
+
+    def folded(self, data: bytes, window: tuple[slice, ...]) -> Array | None:
+        """Folded differences that part of a chunk is made of; None if its chain takes none.
+
+        Parameters
+        ----------
+        data, window
+            As for `decode`.
+
+        Returns
+        -------
+        ndarray of ``native.bits``
+            Of the window, but from the first step on. Scratch of this thread, until the next call.
+
+        Raises
+        ------
+        ValueError
+            As by `decode`.
+        """
+        return self._wanted(data, window) if self._chain.kind == "delta" else None
 
     def unpack(self, data: bytes) -> Array:
         """Check and decompress a chunk: all of decoding that can fail.
@@ -93,9 +119,15 @@ class Decoder:
         """
         return self._unpack(data, 0, self._length)
 
-    def _stretch(self, lead: slice) -> tuple[int, int]:
-        """What must be decompressed for a window, of the axis that comes first in the bytes."""
-        return (0 if self._from_start else lead.start), lead.stop
+    def _wanted(self, data: bytes, window: tuple[slice, ...]) -> Array:
+        """What a window is made of: of differences along the steps, all up to its last one."""
+        lead = window[self._lead]
+        values = self._unpack(data, 0 if self._from_start else lead.start, lead.stop)
+        key = list(window)
+        key[self._lead] = slice(None)
+        if self._chain.kind == "delta":
+            key[0] = slice(window[0].stop)
+        return values[tuple(key)]
 
     def _unpack(self, data: bytes, start: int, stop: int) -> Array:
         """As `unpack`, but only so much of the axis that comes first in the bytes."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Pick", "outer_positions", "picks", "positions"]
+__all__ = ["Pick", "hull_of", "outer_positions", "picks", "positions", "within_hull"]
 
 Array = npt.NDArray[Any]
 
@@ -75,6 +75,27 @@ def _is_consecutive(wanted: Array | range) -> bool:
     if isinstance(wanted, range):
         return wanted.step == 1
     return np.array_equal(wanted, np.arange(wanted[0], wanted[0] + len(wanted)))
+
+
+def hull_of(item: Any, length: int) -> range:
+    """All positions between the first and the last that are selected along an axis.
+
+    Parameters
+    ----------
+    item : int, slice, or sequence of int or bool
+    length : int
+        Of the axis.
+    """
+    taken = np.arange(length)[item]
+    return range(int(taken.min()), int(taken.max()) + 1) if taken.size else range(0)
+
+
+def within_hull(item: Any, hull: range) -> Any:
+    """The same selection, of what lies within its `hull_of`."""
+    if isinstance(item, slice):
+        return slice(None, None, item.step)
+    array = np.asarray(item)
+    return array[hull.start : hull.stop] if array.dtype == bool else array - hull.start
 
 
 def outer_positions(

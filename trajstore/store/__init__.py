@@ -9,7 +9,8 @@ on readers see the row. ``commit_timer`` has that done with a block that is not 
 ``open_run`` opens the run (``open_group``) as an ``xarray_engine``, if its arrays pass
 ``schema_check``, with ``block_view`` where they are not stored by the codec of blocks.
 ``array_reader`` reads native bits past zarr, for writers that go on, for verify, and in tiles
-(``tiled_reader``) for exporters; ``run_info`` says what there is; ``open_runs`` opens many in one
+(``tiled_reader``) for exporters, and norms for an analysis that asks dask for nothing else
+(``lazy_source``); ``run_info`` says what there is; ``open_runs`` opens many in one
 Dataset.
 
 Before the first row, ``new_run`` makes what a run begins with, and ``create`` its folder;

@@ -132,7 +132,7 @@ class _Reader(BackendArray):
 
     def __init__(self, array: zarr.Array[Any], stored: StoredArray | None) -> None:
         self._array = array
-        self._stored = stored
+        self.stored = stored
         self.shape = array.shape
         self.dtype = array.dtype
 
@@ -151,10 +151,10 @@ class _Reader(BackendArray):
         return await asyncio.to_thread(self.__getitem__, key)
 
     def _outer(self, key: tuple[Any, ...]) -> Any:
-        if self._stored is None or not all(map(_is_plain, key)):
+        if self.stored is None or not all(map(_is_plain, key)):
             return self._array.oindex[key]
         slices = [item if isinstance(item, slice) else slice(item, item + 1) for item in key]
-        values = self._stored.values(tuple(slices))
+        values = self.stored.values(tuple(slices))
         return values[tuple(slice(None) if isinstance(item, slice) else 0 for item in key)]
 
     def _points(self, key: tuple[Any, ...]) -> Any:

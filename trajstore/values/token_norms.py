@@ -23,6 +23,7 @@ from trajstore.values.ulp_lattice import binade, lattice_type, unsigned_view
 __all__ = [
     "hidden_sum",
     "result_dtype",
+    "rounding_slack",
     "step_norm",
     "token_norm",
     "ulp_hops",
@@ -120,16 +121,22 @@ def _rounded(values: npt.NDArray[np.float64], dtype: npt.DTypeLike) -> Array:
         return values.astype(result_dtype(dtype))
 
 
+def rounding_slack(hidden: int) -> float:
+    """By how much the length of a vector depends on the order of adding up, relative to it.
+
+    Of n squares and their n - 1 sums each is off by half an epsilon at most, relative to a total in
+    which nothing cancels; the root halves that. Two orders may be off, in either direction.
+    """
+    return float((hidden + 8) * np.finfo(np.float64).eps / 2)
+
+
 def _rounded_lengths(wide: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
     """What `vector_norm` of order 2 rounds to in float32, in half the time.
 
     A scalar product adds in an order of its own. Each order comes so close to the sum of the
     squares that nearly always all of them round alike; where they might not, `hidden_sum` decides.
     """
-    hidden = wide.shape[-1]
-    # Of n squares and their n - 1 sums each is off by half an epsilon at most, relative to a total
-    # in which nothing cancels; the root halves that. Both orders may be off, in either direction.
-    slack = (hidden + 8) * np.finfo(np.float64).eps / 2
+    slack = rounding_slack(wide.shape[-1])
     with np.errstate(invalid="ignore", over="ignore"):
         lengths = np.sqrt(np.vecdot(wide, wide))
         rounded = np.asarray(lengths * (1 - slack), np.float32)

@@ -1,0 +1,126 @@
+"""Which dask arrays are known to be an array of a run, and which are something else."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import cloudpickle
+import numpy as np
+import pytest
+import xarray as xr
+from bits_and_calls import random_bits
+
+from trajstore import FormatError, RunWriter, open_run
+from trajstore.schema import ENCODINGS
+from trajstore.store.lazy_source import stored_source
+
+SHAPE = (11, 40, 6)
+
+
+def written(folder: Path, encoding: str = "delta") -> Path:
+    bits = random_bits(SHAPE, 1)
+    path = folder / "run.zarr"
+    with RunWriter.create(
+        path,
+        token=np.arange(40),
+        hidden=6,
+        variables={"W": "bfloat16", "grad": "bfloat16"},
+        is_dead=np.arange(40) % 3 == 0,
+        block_rows=4,
+        encoding=encoding,
+    ) as writer:
+        for step in range(11):
+            writer.append(step=step, W=bits[step], grad=bits[step])
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return written(tmp_path)
+
+
+WAYS: dict[str, Callable[[Path], xr.Dataset]] = {
+    "xr.open_zarr": xr.open_zarr,
+    "without dask": lambda path: xr.open_zarr(path, chunks=None).chunk(step=4),
+    "as it is": lambda path: xr.open_zarr(path, chunks={}),
+    "larger chunks": lambda path: xr.open_zarr(path, chunks={"step": 8}),
+    "the engine": lambda path: xr.open_dataset(path, engine="trajstore", chunks={}),
+    "open_run": open_run,
+    "open_run without dask": lambda path: open_run(path, chunks=None).chunk(step=3),
+}
+
+
+# Of arrays that zarr reads by its own codecs, these know how they are stored.
+KNOW_ALL = ("the engine", "open_run", "open_run without dask")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_what_is_read_as_it_is_stored_is_known(tmp_path: Path, encoding: str, way: str) -> None:
+    run = written(tmp_path, encoding)
+    grad = WAYS[way](run).grad
+    found = stored_source(grad.data)
+    if encoding != "delta" and way not in KNOW_ALL:
+        assert found is None
+        return
+    assert found is not None
+    assert (found.path, found.name, found.shape) == (run, "grad", SHAPE)
+    np.testing.assert_array_equal(found.values(()), grad.values)
+    key = slice(2, 9), slice(3, 30), 2
+    again = cloudpickle.loads(cloudpickle.dumps(found))
+    np.testing.assert_array_equal(again.norms(*key), found.norms(*key))
+
+
+CHANGES: dict[str, Callable[[xr.DataArray], xr.DataArray]] = {
+    "some rows": lambda W: W[2:],
+    "one token": lambda W: W[:, [3]],
+    "another order": lambda W: W.transpose("token", "step", "hidden"),
+    "calculated": lambda W: W * 1,
+    "cast": lambda W: W.astype("f8"),
+    "other chunks": lambda W: W.chunk(step=1),
+    "computed": lambda W: W.compute().chunk(step=4),
+    "kept": lambda W: W.persist(),
+    "filled": lambda W: W.fillna(0),
+    "joined": lambda W: xr.concat([W, W], "step"),
+    "selected before": lambda W: W,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("open_it", [xr.open_zarr, open_run])
+def test_whatever_is_done_to_it_makes_it_something_else(
+    run: Path, open_it: Callable[[Path], xr.Dataset], change: str
+) -> None:
+    ds = open_it(run)
+    if change == "selected before":
+        ds = xr.open_zarr(run, chunks=None)[["grad"]].isel(step=slice(1, None)).chunk(step=4)
+    assert stored_source(CHANGES[change](ds.grad).data) is None
+
+
+def test_what_xarray_decodes_is_not_what_is_stored(run: Path) -> None:
+    ds = xr.open_zarr(run, decode_cf=False)
+    ds.grad.attrs["scale_factor"] = 2.0
+    decoded = xr.decode_cf(ds.drop_encoding())
+    assert stored_source(decoded.grad.data) is None
+
+
+def test_values_that_were_loaded_are_not_read_again(run: Path) -> None:
+    ds = xr.open_zarr(run, chunks=None)
+    ds.grad.load()
+    ds.grad[0] = 5
+    assert stored_source(ds.grad.chunk(step=4).data) is None
+
+
+def test_a_copy_under_another_name_is_left_to_the_codec(run: Path) -> None:
+    """Which refuses it: its label says where it belongs."""
+    shutil.copytree(run / "grad", run / "other")
+    copy = xr.open_zarr(run, consolidated=False).other
+    assert stored_source(copy.data) is None
+    with pytest.raises(FormatError, match="where other belongs"):
+        copy.compute()
+
+
+def test_arrays_in_memory_are_no_run() -> None:
+    assert stored_source(xr.DataArray(np.zeros(SHAPE)).chunk().data) is None
