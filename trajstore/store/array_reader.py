@@ -38,7 +38,9 @@ __all__ = ["StoredArray", "block_form", "stored_array"]
 
 Array = npt.NDArray[Any]
 
-_LARGE = 4 << 20  # bytes of a selection for which a pool of threads is worth its making
+# Bytes of a selection, or shards of it, for which a pool of threads is worth its making.
+_LARGE = 4 << 20
+_MANY = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ class StoredArray:
     form : BlockForm
         How its shards are stored.
     threads : int
-        That read one selection, if it is large.
+        That read one selection, if it is large or of many shards.
     """
 
     path: Location
@@ -230,7 +232,8 @@ class StoredArray:
             for block, in_block in blocks.items()
             for part, in_part in parts.items()
         ]
-        if self.threads == 1 or len(jobs) == 1 or out.nbytes < _LARGE:
+        worth = len(jobs) > 1 and (out.nbytes >= _LARGE or len(jobs) >= _MANY)
+        if self.threads == 1 or not worth:
             for job in jobs:
                 job()
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -17,10 +18,12 @@ import zarr
 from xarray.backends import BackendEntrypoint, StoreBackendEntrypoint, ZarrStore
 
 from trajstore.schema import STEP
+from trajstore.store.array_reader import stored_array
 from trajstore.store.block_view import as_blocks
 from trajstore.store.object_keys import DOCUMENT
-from trajstore.store.open_group import ends, open_group
+from trajstore.store.open_group import ends, open_group, run_identity
 from trajstore.store.remote_path import RemotePath, RunPath, location
+from trajstore.threads import default_threads
 
 __all__ = ["TrajstoreBackend", "run_dataset"]
 
@@ -34,14 +37,21 @@ def run_dataset(
 ) -> xr.Dataset:
     """Dataset of the group of a run, without dask.
 
-    Of a run that is at an address, steps that follow upon each other are not read one block after
+    Its steps are read past zarr, which takes longer for each of their blocks than for a matrix. Of
+    a run that is at an address, steps that follow upon each other are not read one block after
     the other: the first and the last tell them all.
     """
     store = ZarrStore(group, mode="r", consolidate_on_close=False)
     dropped = {drop_variables} if isinstance(drop_variables, str) else {*(drop_variables or ())}
     steps = None
-    if STEP.name not in dropped and isinstance(location(place), RemotePath):
-        steps = _told_by_the_ends(group[STEP.name])
+    if STEP.name not in dropped:
+        array = cast(Any, group[STEP.name])
+        if isinstance(location(place), RemotePath):
+            steps = _told_by_the_ends(array)
+        else:
+            stored = stored_array(place, STEP.name, array, run_identity(group.attrs))
+            if stored is not None:
+                steps = replace(stored, threads=default_threads()).values(())
     if steps is None:
         return reader(store, drop_variables=dropped)
     described = cast(Any, store).open_store_variable(STEP.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,14 +93,32 @@ def test_slices_are_what_numpy_would_pick(
 ) -> None:
     whole, bits = stored
     array = replace(whole, threads=threads)
-    found = array.bits(key)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trajstore.store.array_reader._MANY", 1)
+        found, values = array.bits(key), array.values(key)
     assert found.dtype == bits.dtype
     assert found.shape == bits[key].shape
     assert found.tobytes() == bits[key].tobytes()
-    values = array.values(key)
     assert values.dtype == np.float32
     expected = bits if bits.itemsize == 4 else widen(bits, native_type("bfloat16"))
     assert values.tobytes() == expected[key].tobytes()
+
+
+def test_many_shards_are_read_side_by_side(
+    stored: tuple[StoredArray, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread waits for a shard of its own: of a slow disk, too, all come at once."""
+    array, bits = stored
+    monkeypatch.setattr("trajstore.store.array_reader._MANY", 9)
+    together = threading.Barrier(3, timeout=30)
+    whole = StoredArray._read_shard
+
+    def waiting(self: StoredArray, *arguments: Any) -> None:
+        together.wait()
+        whole(self, *arguments)
+
+    monkeypatch.setattr(StoredArray, "_read_shard", waiting)
+    assert replace(array, threads=3).bits(()).tobytes() == bits.tobytes()  # of nine shards
 
 
 @pytest.mark.parametrize("order", [1, 2, np.inf])
