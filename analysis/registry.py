@@ -280,7 +280,7 @@ def compute(ds: xr.Dataset, names: Sequence[str], lattice: str = "native") -> xr
     for quantity in asked:
         of = lattice if quantity.on(lattice) else "native"
         measures[of] = (*measures.get(of, ()), *quantity.measures)
-    history = Scan(ds, measures)
+    history = Scan(ds, measures, alone=len(names) == 1)
     variables: dict[str, xr.DataArray] = {}
     for name in names:
         result = QUANTITIES[name].build(history, **QUANTITIES[name].on(lattice))
@@ -397,7 +397,7 @@ def answer(
             )
         options |= quantity.on(lattice)
     measures = {str(options.get("lattice", "native")): quantity.measures}
-    result = quantity.build(Scan(ds, measures), **options)
+    result = quantity.build(Scan(ds, measures, alone=True), **options)
     if by_population:
         if not isinstance(result, xr.DataArray) or "token" not in result.dims:
             raise InvalidArgument(f"{name} is not one number per token, so it has no populations")

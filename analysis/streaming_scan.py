@@ -74,8 +74,7 @@ class Scan:
         By lattice, of `analysis.consecutive_rows.MEASURES`: what is measured together, in one
         pass. A measure that is not among them has a pass of its own.
     alone : bool
-        Whether all that is asked is a single question about single rows, so that blocks need not
-        be shared.
+        Whether only one quantity is asked for, so that nobody shares the blocks that it reads.
 
     Raises
     ------
