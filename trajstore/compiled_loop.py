@@ -47,6 +47,7 @@ class CompiledLoop:
 
     def __init__(self, module: str, name: str, *, in_any_order: bool = False) -> None:
         self._module, self._name = module, name
+        # numba does not see from what it has kept of a loop that these were others.
         self._liberties = {"reassoc", "contract"} if in_any_order else False
         self._gone_through = 0
         self._compiled: Callable[..., None] | None = None

@@ -65,36 +65,26 @@ class Decoder:
         ValueError
             If the checksum does not fit, or what is inside is not a chunk of that shape.
         """
-        values = self._wanted(data, window)
-        if self._chain.kind != "delta":
-            out[...] = values.view(out.dtype)
-            return
-        unfold(values, self.native, out.view(f"u{out.itemsize}"), window[0].start)
+        self.complete(self.unpack_window(data, window), window, out)
 
     @property
     def native(self) -> NativeType:
         """Type whose values the chunks hold."""
         return self._chain.native
 
-    def folded(self, data: bytes, window: tuple[slice, ...]) -> Array | None:
-        """Folded differences that part of a chunk is made of; None if its chain takes none.
+    @property
+    def takes_differences(self) -> bool:
+        """Whether what `unpack` gives are differences."""
+        return self._chain.kind == "delta"
 
-        Parameters
-        ----------
-        data, window
-            As for `decode`.
-
-        Returns
-        -------
-        ndarray of ``native.bits``
-            Of the window, but from the first step on. Scratch of this thread, until the next call.
-
-        Raises
-        ------
-        ValueError
-            As by `decode`.
-        """
-        return self._wanted(data, window) if self._chain.kind == "delta" else None
+    def complete(
+        self, values: Array, window: tuple[slice, ...], out: npt.NDArray[np.generic]
+    ) -> None:
+        """Do what is left to `decode` of what `unpack_window` gave, which may be overwritten."""
+        if self.takes_differences:
+            unfold(values, self.native, out.view(f"u{out.itemsize}"), window[0].start)
+        else:
+            out[...] = values.view(out.dtype)
 
     def unpack(self, data: bytes) -> Array:
         """Check and decompress a chunk: all of decoding that can fail.
@@ -119,13 +109,16 @@ class Decoder:
         """
         return self._unpack(data, 0, self._length)
 
-    def _wanted(self, data: bytes, window: tuple[slice, ...]) -> Array:
-        """What a window is made of: of differences along the steps, all up to its last one."""
+    def unpack_window(self, data: bytes, window: tuple[slice, ...]) -> Array:
+        """As `unpack`, but only what part of a chunk is made of.
+
+        Of differences that are all along the steps, up to the last one that is wanted.
+        """
         lead = window[self._lead]
         values = self._unpack(data, 0 if self._from_start else lead.start, lead.stop)
         key = list(window)
         key[self._lead] = slice(None)
-        if self._chain.kind == "delta":
+        if self.takes_differences:
             key[0] = slice(window[0].stop)
         return values[tuple(key)]
 

@@ -6,7 +6,6 @@ for, each chunk is decoded to memory that the next one takes, or, by a compiled 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -58,29 +57,29 @@ class ChunkNorms:
         ValueError
             As by `Decoder.decode`.
         """
-        if self._by_loop(data, window, out[..., 0]):
+        values = self._decoder.unpack_window(data, window)
+        if self._by_loop(values, window[0].start, out[..., 0]):
             return
         shape = tuple(item.stop - item.start for item in window)
         vectors = scratch.array("vectors", shape, self._decoder.native.stored)
-        self._decoder.decode(data, window, vectors)
+        self._decoder.complete(values, window, vectors)
         out[..., 0] = token_norm(vectors, self._order)
 
-    def _by_loop(self, data: bytes, window: tuple[slice, ...], out: Array) -> bool:
+    def _by_loop(self, folded: Array, start: int, out: Array) -> bool:
         """Do the same, where there is a compiled loop that can; whether it was done."""
-        native, steps = self._decoder.native, window[0]
+        native = self._decoder.native
         if self._order != 2 or not native.is_cut_off or native.stored != np.float32:
             return False
-        if not _LOOP.is_worth(math.prod(item.stop - item.start for item in window)):
+        if not self._decoder.takes_differences or not rows_in_one_piece(folded):
             return False
-        folded = self._decoder.folded(data, window)
-        if folded is None or not rows_in_one_piece(folded):
+        if not _LOOP.is_worth(folded.size):
             return False
         lengths, unsure = np.empty(out.shape, np.float32), np.empty(1, np.uint8)
         done = _LOOP.run(
             memory_of(folded),
             folded.strides[0] // folded.itemsize,
             folded.shape,
-            steps.start,
+            start,
             np.uint32(native.spare_bits),
             rounding_slack(folded.shape[2]),
             lengths.reshape(-1),

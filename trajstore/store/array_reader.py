@@ -82,6 +82,11 @@ class StoredArray:
         return self.form.shape
 
     @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of its values."""
+        return self.chain.native.stored
+
+    @property
     def ndim(self) -> int:
         """Number of dimensions."""
         return len(self.shape)
@@ -109,6 +114,8 @@ class StoredArray:
 
     def norms(self, rows: slice, tokens: slice, order: float) -> Array:
         """Norms of the vectors of a matrix, of which none leaves the processor's cache.
+
+        In the thread that asks, unless shards are many: `threads` are for what fills memory.
 
         Parameters
         ----------

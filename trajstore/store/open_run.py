@@ -26,7 +26,7 @@ from trajstore.store.remote_path import RunPath, location
 from trajstore.store.xarray_engine import run_dataset
 from trajstore.threads import default_threads
 
-__all__ = ["open_run"]
+__all__ = ["StoredReader", "open_run"]
 
 _MATRIX = 3  # dimensions of what is worth reading without a detour
 
@@ -97,12 +97,12 @@ def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> x
         if stored is not None and stored.shape != variable.shape:  # it has just grown
             stored = None
         if chunks is None:
-            reader = _Reader(array, stored and replace(stored, threads=default_threads()))
+            reader = StoredReader(array, stored and replace(stored, threads=default_threads()))
             lazy: Any = indexing.LazilyIndexedArray(reader)
             data[name] = indexing.CopyOnWriteArray(lazy)
         else:
             data[name] = da.from_array(
-                cast(Any, _Reader(array, stored)),  # whose key may be one of xarray's
+                cast(Any, StoredReader(array, stored)),  # whose key may be one of xarray's
                 _dask_chunks(stored) if stored else _preferred_chunks(variable),
                 name=f"{name}-{token}",
                 meta=np.empty((0,) * variable.ndim, variable.dtype),
@@ -123,8 +123,14 @@ def _preferred_chunks(variable: xr.DataArray) -> tuple[int, ...]:
     return tuple(chunks[dim] for dim in variable.dims)
 
 
-class _Reader(BackendArray):
+class StoredReader(BackendArray):
     """An array of a run, as xarray or dask reads it.
+
+    Parameters
+    ----------
+    array : zarr.Array
+    stored : StoredArray or None
+        None where there is no other way than zarr's.
 
     What `stored` can read, it does: without the copy by way of zarr, which is a fifth of the time
     of a scan, and without its event loop, which is half of that of a token. All else is zarr's.
@@ -138,6 +144,7 @@ class _Reader(BackendArray):
 
     @property
     def ndim(self) -> int:
+        """Number of dimensions."""
         return len(self.shape)
 
     def __getitem__(self, key: Any) -> Any:
@@ -148,6 +155,7 @@ class _Reader(BackendArray):
         return indexing.explicit_indexing_adapter(key, self.shape, support, read)
 
     async def async_getitem(self, key: indexing.ExplicitIndexer) -> Any:
+        """The same in a thread, for xarray's `load_async`."""
         return await asyncio.to_thread(self.__getitem__, key)
 
     def _outer(self, key: tuple[Any, ...]) -> Any:

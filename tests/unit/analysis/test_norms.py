@@ -68,6 +68,17 @@ def test_norms_of_a_run_are_measured_where_it_is_read(tmp_path, asked, open_it, 
     assert got.name == ds.traj.grad_norms(order).name
 
 
+@pytest.mark.parametrize("open_it", [xr.open_zarr, open_run], ids=["xarray", "trajstore"])
+def test_norms_of_what_was_selected_without_dask(tmp_path, open_it):
+    path = wide_run(tmp_path / "run.zarr", "delta")
+    ds = open_it(path, chunks=None)
+    expected = analysis.grad_norms(ds.load())
+    ds = open_it(path, chunks=None)
+    dead = ds.is_dead.values
+    for key in ({"token": [7, 1]}, {"token": dead}, {"step": [0, 2, 9]}, {"step": slice(4, 9)}):
+        assert analysis.grad_norms(ds.isel(key)).equals(expected.isel(key))
+
+
 def test_who_needs_the_gradients_too_reads_them_once(tmp_path, asked):
     path = wide_run(tmp_path / "run.zarr", "delta")
     whole = open_run(path).load()
