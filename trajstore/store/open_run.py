@@ -126,14 +126,14 @@ def _preferred_chunks(variable: xr.DataArray) -> tuple[int, ...]:
 class StoredReader(BackendArray):
     """An array of a run, as xarray or dask reads it.
 
+    What `stored` can read, it does: without the copy by way of zarr, which is a fifth of the time
+    of a scan, and without its event loop, which is half of that of a token. All else is zarr's.
+
     Parameters
     ----------
     array : zarr.Array
     stored : StoredArray or None
         None where there is no other way than zarr's.
-
-    What `stored` can read, it does: without the copy by way of zarr, which is a fifth of the time
-    of a scan, and without its event loop, which is half of that of a token. All else is zarr's.
     """
 
     def __init__(self, array: zarr.Array[Any], stored: StoredArray | None) -> None:
