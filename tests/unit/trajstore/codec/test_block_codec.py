@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -520,6 +521,10 @@ def test_no_file_stays_open(small: Stored) -> None:
     for _ in range(5):
         with pytest.raises(FormatError):
             array[:, 0]
+    # The error of one block does not wait for other blocks that are being read.
+    until = time.monotonic() + 30
+    while open_below(path.resolve()) and time.monotonic() < until:
+        time.sleep(0.01)
     assert not open_below(path.resolve())
 
 
