@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import dask.array as da
 import numpy as np
@@ -17,8 +17,10 @@ from analysis.streaming_scan import Scan
 from trajstore.argument_types import checks_types
 from trajstore.codec.selected_parts import hull_of, within_hull
 from trajstore.errors import InvalidArgument
-from trajstore.store.array_reader import StoredArray
 from trajstore.values.token_norms import result_dtype
+
+if TYPE_CHECKING:
+    from trajstore.store.array_reader import StoredArray
 
 __all__ = [
     "build_displacement",
@@ -60,7 +62,7 @@ def _measured(
     stored = history.stored(name) if reference is None else None
     if stored is not None:
         data = da.from_array(
-            _StoredNorms(stored, order, dtype),
+            _StoredNorms(stored, order),
             blocks.chunks[:2],
             name=f"{order_label(order)}-{blocks.name}",
             meta=np.empty((0, 0), dtype),
@@ -79,9 +81,9 @@ class _StoredNorms:
 
     ndim = 2
 
-    def __init__(self, stored: StoredArray, order: float, dtype: np.dtype[Any]) -> None:
+    def __init__(self, stored: StoredArray, order: float) -> None:
         self.shape = stored.shape[:2]
-        self.dtype = dtype
+        self.dtype = result_dtype(stored.dtype)
         self._stored = stored
         self._order = order
 

@@ -7,7 +7,7 @@ dask nodes is made once, so each chunk is read once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import dask.array as da
 import numpy as np
@@ -22,9 +22,10 @@ from analysis.many_runs import check_single_run, with_own_attributes
 from analysis.recorded_changes import check_every_step, hold_only_changes, moved_kernel
 from analysis.token_populations import with_mostly_dead
 from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.store.array_reader import StoredArray
-from trajstore.store.lazy_source import stored_source
 from trajstore.values.token_norms import result_dtype
+
+if TYPE_CHECKING:
+    from trajstore.store.array_reader import StoredArray
 
 __all__ = ["Scan", "native_dtype"]
 
@@ -166,7 +167,12 @@ class Scan:
 
         None also where they are no blocks of a run on this machine, or something is done to them.
         """
-        return stored_source(self.blocks(name)) if self._alone else None
+        if not self._alone:
+            return None
+        # It knows zarr, which who has no run need not load.
+        from trajstore.store.lazy_source import stored_source
+
+        return stored_source(self.blocks(name))
 
     def aligned(self, like: str, name: str) -> da.Array:
         """Blocks of a matrix, chunked as another."""

@@ -521,10 +521,9 @@ def test_no_file_stays_open(small: Stored) -> None:
     for _ in range(5):
         with pytest.raises(FormatError):
             array[:, 0]
-    # The error of one block does not wait for other blocks that are being read.
     until = time.monotonic() + 30
     while open_below(path.resolve()) and time.monotonic() < until:
-        time.sleep(0.01)
+        time.sleep(0.01)  # the error of a block does not wait for others that are being read
     assert not open_below(path.resolve())
 
 

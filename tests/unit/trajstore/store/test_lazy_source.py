@@ -12,35 +12,18 @@ import dask.array as da
 import numpy as np
 import pytest
 import xarray as xr
-from bits_and_calls import random_bits
+from damage import wide_run
 
-from trajstore import FormatError, RunWriter, open_run
+from trajstore import FormatError, open_run
 from trajstore.schema import ENCODINGS
 from trajstore.store.lazy_source import stored_source
 
-SHAPE = (11, 40, 6)
-
-
-def written(folder: Path, encoding: str = "delta") -> Path:
-    bits = random_bits(SHAPE, 1)
-    path = folder / "run.zarr"
-    with RunWriter.create(
-        path,
-        token=np.arange(40),
-        hidden=6,
-        variables={"W": "bfloat16", "grad": "bfloat16"},
-        is_dead=np.arange(40) % 3 == 0,
-        block_rows=4,
-        encoding=encoding,
-    ) as writer:
-        for step in range(11):
-            writer.append(step=step, W=bits[step], grad=bits[step])
-    return path
+SHAPE = (11, 300, 3)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    return written(tmp_path)
+    return wide_run(tmp_path / "run.zarr", "delta")
 
 
 WAYS: dict[str, Callable[[Path], xr.Dataset]] = {
@@ -61,7 +44,7 @@ KNOW_ALL = ("the engine", "open_run", "open_run without dask")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_what_is_read_as_it_is_stored_is_known(tmp_path: Path, encoding: str, way: str) -> None:
-    run = written(tmp_path, encoding)
+    run = wide_run(tmp_path / "run.zarr", encoding)
     grad = WAYS[way](run).grad
     found = stored_source(grad.data)
     if encoding != "delta" and way not in KNOW_ALL:
