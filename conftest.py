@@ -17,7 +17,7 @@ HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 # Its modules cannot be imported, so neither can their examples. The folder itself is among
 # `testpaths`, and what is named there is collected whatever this says; what it holds is not.
-collect_ignore_glob = [] if HAS_TORCH else ["trainers/*"]
+collect_ignore_glob = [] if HAS_TORCH else ["trajstore/trainers/*"]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -31,7 +31,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _needs_torch(item: pytest.DoctestItem) -> bool:
-    return item.path.is_relative_to(item.config.rootpath / "trainers") or "torch" in item.path.stem
+    return (
+        item.path.is_relative_to(item.config.rootpath / "trajstore" / "trainers")
+        or "torch" in item.path.stem
+    )
 
 
 @pytest.fixture(scope="session")

@@ -11,43 +11,44 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from analysis import input_checks
-from analysis.alignments import build_alignment
-from analysis.cloud_shape import build_inertia, build_pca
-from analysis.collective_motion import (
+from trajstore.analysis.cloud.alignments import build_alignment
+from trajstore.analysis.cloud.identical_vectors import build_clusters
+from trajstore.analysis.cloud.near_cells import build_adjacency
+from trajstore.analysis.cloud.nearest_vectors import build_nearest_distance
+from trajstore.analysis.cloud.projections import build_projection
+from trajstore.analysis.cloud.shape import build_inertia, build_pca
+from trajstore.analysis.model.gradient_explanation import build_explain_gradient
+from trajstore.analysis.model.logit_statistics import build_logit_stats
+from trajstore.analysis.motion.autocorrelation import build_autocorrelation
+from trajstore.analysis.motion.collective import (
     build_bulk_thermal,
     build_centroid,
     build_coherence,
     build_distinct,
 )
-from analysis.divergence import divergence
-from analysis.freeze_causes import build_adam_update, build_freeze_cause
-from analysis.freeze_counterfactuals import build_freeze_blame
-from analysis.freezing import build_freeze
-from analysis.gradient_explanation import build_explain_gradient
-from analysis.identical_vectors import build_clusters
-from analysis.level_crossings import LEVELS, level_crossings
-from analysis.logit_statistics import build_logit_stats
-from analysis.lost_updates import build_moment_stuck
-from analysis.many_runs import RUN, over_runs
-from analysis.moment_ratios import build_moment_error
-from analysis.moments import build_exact_moments
-from analysis.motion import build_acceleration, build_speed, build_velocity
-from analysis.motion_memory import build_autocorrelation
-from analysis.near_cells import build_adjacency
-from analysis.nearest_vectors import build_nearest_distance
-from analysis.norms import build_displacement, build_grad_norms
-from analysis.paths import build_path_efficiency, build_radial_tangential
-from analysis.projections import build_projection
-from analysis.resume_seams import build_seams
-from analysis.streaming_scan import Scan
-from analysis.token_populations import by_population as statistics_by_population
-from analysis.ulp_motion import (
+from trajstore.analysis.motion.freezing import build_freeze
+from trajstore.analysis.motion.level_crossings import LEVELS, level_crossings
+from trajstore.analysis.motion.norms import build_displacement, build_grad_norms
+from trajstore.analysis.motion.paths import build_path_efficiency, build_radial_tangential
+from trajstore.analysis.motion.resume_seams import build_seams
+from trajstore.analysis.motion.ulp_motion import (
     build_lattice_displacement,
     build_lifecycle,
     build_regimes,
     build_ulp,
 )
+from trajstore.analysis.motion.velocity import build_acceleration, build_speed, build_velocity
+from trajstore.analysis.optimizer.freeze_causes import build_adam_update, build_freeze_cause
+from trajstore.analysis.optimizer.freeze_counterfactuals import build_freeze_blame
+from trajstore.analysis.optimizer.lost_updates import build_moment_stuck
+from trajstore.analysis.optimizer.moment_ratios import build_moment_error
+from trajstore.analysis.optimizer.moments import build_exact_moments
+from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.population_statistics import by_population as statistics_by_population
+from trajstore.analysis.scan.run_attributes import RUN
+from trajstore.analysis.scan.scan import Scan
+from trajstore.analysis.several.divergence import divergence
+from trajstore.analysis.several.many_runs import over_runs
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean

@@ -118,8 +118,8 @@ def corner(block: np.ndarray) -> np.ndarray:
 def in_trajstore(path: Path, question: str) -> None:
     import dask
 
-    import analysis
     import trajstore
+    from trajstore import analysis
 
     ds = trajstore.open_run(path)
     ds = ds.drop_vars([name for name in ds if name not in ("W", "grad", "clip_coef")])

@@ -20,8 +20,8 @@ from measure import cache, machine, save, table
 
 from trajstore.codec.chunk_decoder import Decoder
 from trajstore.codec.codec_chain import Chain
-from trajstore.store.array_reader import stored_array
-from trajstore.store.open_group import open_group, run_identity
+from trajstore.store.reading.array_reader import stored_array
+from trajstore.store.reading.open_group import open_group, run_identity
 from trajstore.values.native_types import native_type
 
 NATIVE = native_type("bfloat16")
@@ -109,7 +109,7 @@ def _wordybird() -> dict[str, np.ndarray]:
 
 def _gatsby(run: Path | None) -> dict[str, np.ndarray]:
     if run is None:
-        import trainers
+        from trajstore import trainers
 
         run = cache() / "gatsby-2000.zarr"
         if not run.exists():

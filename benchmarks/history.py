@@ -45,7 +45,7 @@ def record(path: str | Path, rows: Mapping[str, Any], **options: Any) -> None:
 
 
 def _record(folder: Path, steps: int) -> None:
-    import trainers
+    from trajstore import trainers
 
     run = folder / "run.zarr"
     if not run.exists():

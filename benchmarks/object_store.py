@@ -26,7 +26,7 @@ import numpy as np
 from history import MATRICES, record, wordybird
 from measure import alternate, cache, machine, save, table
 
-from trajstore.store.remote_path import REMOTE_REQUESTS, RemotePath, location
+from trajstore.store.storage.remote_path import REMOTE_REQUESTS, RemotePath, location
 from trajstore.threads import in_parallel
 
 RUN = "s3://bucket/run.zarr"

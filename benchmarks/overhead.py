@@ -85,10 +85,10 @@ def train_once(arguments: argparse.Namespace) -> dict[str, float]:
     import torch
     from transformers import TrainerCallback
 
-    from trainers.presets import preset
-    from trainers.recording.hf_callback import TrajectoryCallback
-    from trainers.runs.training_setup import build_training
-    from trainers.texts.corpus import load_corpus
+    from trajstore.trainers.presets import preset
+    from trajstore.trainers.recording.hf_callback import TrajectoryCallback
+    from trajstore.trainers.runs.training_setup import build_training
+    from trajstore.trainers.texts.corpus import load_corpus
 
     steps = arguments.steps or STEPS[arguments.preset[0]]
     config = preset(arguments.preset[0]).with_values(
@@ -136,7 +136,7 @@ def alternating(training: Any, memory: str) -> dict[str, float]:
     """Train with a row at every other step: seconds of the steps with a row and of the others."""
     from transformers import TrainerCallback
 
-    from trainers.recording.hf_callback import TrajectoryCallback
+    from trajstore.trainers.recording.hf_callback import TrajectoryCallback
 
     begun: list[float] = []
 
@@ -184,7 +184,7 @@ def with_the_model(training: Any, memory: str) -> dict[str, float]:
     """Seconds of the steps that look at all parameters, and of the others, of one training."""
     from transformers import TrainerCallback
 
-    from trainers.recording.hf_callback import TrajectoryCallback
+    from trajstore.trainers.recording.hf_callback import TrajectoryCallback
 
     begun: list[tuple[float, float]] = []
 

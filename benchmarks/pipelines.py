@@ -30,8 +30,8 @@ from zarr.registry import register_codec
 from trajstore import RunWriter
 from trajstore.codec.chunk_decoder import Decoder
 from trajstore.codec.codec_chain import Chain
-from trajstore.store.array_reader import stored_array
-from trajstore.store.open_group import run_identity
+from trajstore.store.reading.array_reader import stored_array
+from trajstore.store.reading.open_group import run_identity
 from trajstore.values.native_types import narrow
 
 FUSED = "benchmark.fused"

@@ -125,7 +125,7 @@ def peak(path: Path, reader: str, question: str, rows: int) -> int:
 
 
 def print_peak(path: str, reader: str, question: str, rows: int) -> None:
-    import analysis  # noqa: F401
+    from trajstore import analysis  # noqa: F401
 
     before = resident("VmRSS")
     questions(rows)[question][1](READERS[reader](Path(path)))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from measure import save, table
 
-from trajstore.store.block_plan import plan
+from trajstore.store.metadata.block_plan import plan
 
 MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
 WHATEVER_IT_TAKES = 1 << 40

@@ -60,9 +60,9 @@ class Stretches:
     def __init__(self, changes: list[str], corpus: str | None) -> None:
         import torch
 
-        from trainers.presets import preset
-        from trainers.runs.training_setup import build_training
-        from trainers.texts.corpus import load_corpus
+        from trajstore.trainers.presets import preset
+        from trajstore.trainers.runs.training_setup import build_training
+        from trajstore.trainers.texts.corpus import load_corpus
 
         torch.set_num_threads(1)
         config = preset("gatsby").with_values([*changes, "training.device=cpu"])
@@ -75,7 +75,7 @@ class Stretches:
         """Seconds of one of so many steps: by the clock, of its thread, and of all threads."""
         import torch
 
-        from trainers import capture
+        from trajstore.trainers import capture
 
         training = self._training
         seconds: list[float] = []
@@ -134,9 +134,9 @@ def alone(model: str, repeats: int = 25) -> list[list[str]]:
     """Processor time of what a step does for each variable, on tensors of its shapes."""
     import torch
 
-    from trainers.presets import preset
-    from trainers.recording.forward_values import HiddenSpread
-    from trainers.recording.step_examples import example_losses
+    from trajstore.trainers.presets import preset
+    from trajstore.trainers.recording.forward_values import HiddenSpread
+    from trajstore.trainers.recording.step_examples import example_losses
 
     torch.set_num_threads(1)
     config = preset("gatsby").with_values(MODELS[model])

@@ -13,7 +13,7 @@ import argparse
 
 from measure import cache, machine, save, table
 
-from trajstore.store.run_info import information
+from trajstore.store.reading.run_info import information
 
 
 def main() -> None:

@@ -18,8 +18,8 @@ from history import MATRICES, wordybird
 from measure import cache, machine, resident, save, table
 
 from trajstore import RunWriter
-from trajstore.store.array_reader import stored_array
-from trajstore.store.open_group import open_group, run_identity
+from trajstore.store.reading.array_reader import stored_array
+from trajstore.store.reading.open_group import open_group, run_identity
 
 
 def main() -> None:

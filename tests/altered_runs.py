@@ -10,8 +10,8 @@ import numpy as np
 import zarr
 
 from trajstore.codec.block_label import digest_of
-from trajstore.store.array_reader import stored_array
-from trajstore.store.open_group import run_identity
+from trajstore.store.reading.array_reader import stored_array
+from trajstore.store.reading.open_group import run_identity
 
 __all__ = ["flip"]
 

@@ -76,7 +76,7 @@ def wide_run(path: Path, encoding: str, rows: int = 11) -> Path:
     tokens = 300
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "trajstore.store.block_plan._CHUNK", 1 << 10
+            "trajstore.store.metadata.block_plan._CHUNK", 1 << 10
         )  # to have several chunks a shard
         writer = RunWriter.create(
             path,

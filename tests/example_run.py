@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from analysis.adam_rule import AdamRule
 from trajstore import RunWriter
+from trajstore.analysis.optimizer.adam_rule import AdamRule
 from trajstore.values.rounding import round_to
 
 TEXT = "the cat sat on the mat"

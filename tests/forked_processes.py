@@ -24,7 +24,7 @@ processes.set_forkserver_preload(
         "dask.array",
         "analysis",
         "trajstore.cli.main",
-        "trainers.runs.record",
+        "trajstore.trainers.runs.record",
         "transformers.models.gpt2.modeling_gpt2",
     ]
 )

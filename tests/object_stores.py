@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from trajstore.store.remote_path import RemotePath, _store, location
+from trajstore.store.storage.remote_path import RemotePath, _store, location
 
 __all__ = ["Fault", "copied", "faulty", "s3_server", "serving", "to_s3", "web_server"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 pytest.importorskip("torch")
-from trainers import RunConfig, preset
+from trajstore.trainers import RunConfig, preset
 
 __all__ = ["BLOCK", "TEXT", "small_config", "stop_after"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trajstore import RunWriter
-from trajstore.store.commit_timer import CommitTimer
+from trajstore.store.writing.commit_timer import CommitTimer
 
 __all__ = ["StillTimer", "commit_now"]
 
@@ -32,7 +32,7 @@ class StillTimer(CommitTimer):
     @classmethod
     def install(cls, monkeypatch: pytest.MonkeyPatch) -> None:
         """Have every writer that is made from now on take it."""
-        monkeypatch.setattr("trajstore.store.block_commits.CommitTimer", cls)
+        monkeypatch.setattr("trajstore.store.writing.block_commits.CommitTimer", cls)
 
     @classmethod
     def of(cls, writer: RunWriter) -> StillTimer:

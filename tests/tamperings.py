@@ -109,7 +109,7 @@ def _record(path: Path, encoding: str, seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         small = {"_FEWEST_TOKENS": 3, "_LARGEST_OBJECT": BLOCK * HIDDEN * 4 * 6, "_CHUNK": 150}
         for name, value in small.items():
-            patch.setattr(f"trajstore.store.block_plan.{name}", value)
+            patch.setattr(f"trajstore.store.metadata.block_plan.{name}", value)
         writer = RunWriter.create(
             path,
             token=np.arange(TOKENS) * 7 + seed,

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from list_recorder import TinyModel, batches  # noqa: E402
 
-from trainers import capture  # noqa: E402
+from trajstore.trainers import capture  # noqa: E402
 
 
 def tiny_run(

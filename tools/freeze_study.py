@@ -18,8 +18,8 @@ import xarray as xr
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from analysis import displacement, exact_moments, freeze, speed
 from trajstore import open_run
+from trajstore.analysis import displacement, exact_moments, freeze, speed
 
 # Of Okabe and Ito, which people who do not see all colours tell apart.
 RUNS = (

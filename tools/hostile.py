@@ -43,8 +43,9 @@ NEVER_PRINTED = ("\x1b[31m", "\x1b[2J", "\u202e", "\x07")
 
 def main() -> int:
     """Try, and print a table."""
-    for module in ("h5py", "xarray", "dask.array", "zarr", "analysis.figures", "trajstore.accessor",
-                   "trajstore.exchange.import_file", "trajstore.exchange.export_run"):  # fmt: skip
+    for module in ("h5py", "xarray", "dask.array", "zarr", "trajstore.analysis.figures",
+                   "trajstore.analysis.accessor", "trajstore.exchange.importing.import_file",
+                   "trajstore.exchange.exporting.export_run"):  # fmt: skip
         __import__(module)  # what is imported is no memory of what is read
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     root = Path(tempfile.mkdtemp(prefix="hostile-"))

@@ -9,17 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainers.config import RunConfig
-    from trainers.counterfactuals.what_if import what_if
-    from trainers.presets import PRESETS, preset
-    from trainers.recording.capture import capture
-    from trainers.recording.hf_callback import TrajectoryCallback
-    from trainers.runs.fork import fork
-    from trainers.runs.record import record
-    from trainers.runs.resume_checks import recorded_config
-    from trainers.runs.run_plan import plan
-    from trainers.runs.timed_steps import time_steps
-    from trainers.texts.fetch import fetch
+    from trajstore.trainers.config import RunConfig
+    from trajstore.trainers.counterfactuals.what_if import what_if
+    from trajstore.trainers.presets import PRESETS, preset
+    from trajstore.trainers.recording.capture import capture
+    from trajstore.trainers.recording.hf_callback import TrajectoryCallback
+    from trajstore.trainers.runs.fork import fork
+    from trajstore.trainers.runs.record import record
+    from trajstore.trainers.runs.resume_checks import recorded_config
+    from trajstore.trainers.runs.run_plan import plan
+    from trajstore.trainers.runs.timed_steps import time_steps
+    from trajstore.trainers.texts.fetch import fetch
 
 __all__ = [
     "PRESETS",
@@ -37,18 +37,18 @@ __all__ = [
 ]
 
 _HOME = {
-    "PRESETS": "trainers.presets",
-    "RunConfig": "trainers.config",
-    "TrajectoryCallback": "trainers.recording.hf_callback",
-    "capture": "trainers.recording.capture",
-    "fetch": "trainers.texts.fetch",
-    "fork": "trainers.runs.fork",
-    "plan": "trainers.runs.run_plan",
-    "preset": "trainers.presets",
-    "record": "trainers.runs.record",
-    "recorded_config": "trainers.runs.resume_checks",
-    "time_steps": "trainers.runs.timed_steps",
-    "what_if": "trainers.counterfactuals.what_if",
+    "PRESETS": "trajstore.trainers.presets",
+    "RunConfig": "trajstore.trainers.config",
+    "TrajectoryCallback": "trajstore.trainers.recording.hf_callback",
+    "capture": "trajstore.trainers.recording.capture",
+    "fetch": "trajstore.trainers.texts.fetch",
+    "fork": "trajstore.trainers.runs.fork",
+    "plan": "trajstore.trainers.runs.run_plan",
+    "preset": "trajstore.trainers.presets",
+    "record": "trajstore.trainers.runs.record",
+    "recorded_config": "trajstore.trainers.runs.resume_checks",
+    "time_steps": "trajstore.trainers.runs.timed_steps",
+    "what_if": "trajstore.trainers.counterfactuals.what_if",
 }
 
 

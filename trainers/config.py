@@ -23,7 +23,7 @@ from trajstore.byte_sizes import parse_bytes
 from trajstore.errors import ConfigError, InvalidArgument
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import resolve_record
-from trajstore.store.commit_timer import COMMIT_EVERY
+from trajstore.store.writing.commit_timer import COMMIT_EVERY
 
 __all__ = [
     "MAY_CHANGE",

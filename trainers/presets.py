@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainers.config import (
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument
+from trajstore.nearest_name import did_you_mean
+from trajstore.trainers.config import (
     DataConfig,
     InitialisationConfig,
     ModelConfig,
@@ -14,9 +17,6 @@ from trainers.config import (
     ScheduleConfig,
     TrainingConfig,
 )
-from trajstore.argument_types import checks_types
-from trajstore.errors import InvalidArgument
-from trajstore.nearest_name import did_you_mean
 
 __all__ = ["PRESETS", "preset"]
 

@@ -1,7 +1,7 @@
 """Record every optimizer step of a training run into compressed Zarr arrays, and read it back.
 
 Nothing here is imported before it is asked for: zarr loads the codec of a run through this package,
-and need not load xarray, dask and the rest for it. `ds.traj` is there as soon as xarray is.
+and need not load xarray, dask and the rest for it.
 """
 
 from __future__ import annotations
@@ -24,22 +24,20 @@ from trajstore.errors import (
     WriterClosed,
 )
 from trajstore.version import __version__
-from trajstore.xarray_hook import import_with_xarray
 
 TYPE_CHECKING = False  # of typing, whose import would take most of the time that this one takes
 if TYPE_CHECKING:
     from typing import Any
 
-    from trajstore.accessor import TrajAccessor
-    from trajstore.exchange.export_run import Exported, export
-    from trajstore.exchange.import_file import Imported, import_file
-    from trajstore.exchange.to_torch import to_torch
-    from trajstore.exchange.upgrade_run import Upgraded, upgrade
+    from trajstore.exchange.exporting.export_run import Exported, export
+    from trajstore.exchange.exporting.to_torch import to_torch
+    from trajstore.exchange.exporting.upgrade_run import Upgraded, upgrade
+    from trajstore.exchange.importing.import_file import Imported, import_file
     from trajstore.integrity.repair import Repair, repair
     from trajstore.integrity.verify import Verification, verify
-    from trajstore.store.open_run import open_run
-    from trajstore.store.open_runs import open_runs
-    from trajstore.store.writer import RunWriter
+    from trajstore.store.reading.open_run import open_run
+    from trajstore.store.reading.open_runs import open_runs
+    from trajstore.store.writing.writer import RunWriter
 
 __all__ = [
     "ConfigError",
@@ -58,7 +56,6 @@ __all__ = [
     "RunNotFound",
     "RunWriter",
     "StepNotFound",
-    "TrajAccessor",
     "TrajstoreError",
     "Upgraded",
     "VariableNotRecorded",
@@ -76,20 +73,19 @@ __all__ = [
 ]
 
 _HOME = {
-    "Exported": "trajstore.exchange.export_run",
-    "Imported": "trajstore.exchange.import_file",
+    "Exported": "trajstore.exchange.exporting.export_run",
+    "Imported": "trajstore.exchange.importing.import_file",
     "Repair": "trajstore.integrity.repair",
-    "RunWriter": "trajstore.store.writer",
-    "TrajAccessor": "trajstore.accessor",
-    "Upgraded": "trajstore.exchange.upgrade_run",
+    "RunWriter": "trajstore.store.writing.writer",
+    "Upgraded": "trajstore.exchange.exporting.upgrade_run",
     "Verification": "trajstore.integrity.verify",
-    "export": "trajstore.exchange.export_run",
-    "import_file": "trajstore.exchange.import_file",
-    "open_run": "trajstore.store.open_run",
-    "open_runs": "trajstore.store.open_runs",
+    "export": "trajstore.exchange.exporting.export_run",
+    "import_file": "trajstore.exchange.importing.import_file",
+    "open_run": "trajstore.store.reading.open_run",
+    "open_runs": "trajstore.store.reading.open_runs",
     "repair": "trajstore.integrity.repair",
-    "to_torch": "trajstore.exchange.to_torch",
-    "upgrade": "trajstore.exchange.upgrade_run",
+    "to_torch": "trajstore.exchange.exporting.to_torch",
+    "upgrade": "trajstore.exchange.exporting.upgrade_run",
     "verify": "trajstore.integrity.verify",
 }
 
@@ -106,6 +102,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-import_with_xarray("trajstore.accessor")

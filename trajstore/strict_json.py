@@ -1,10 +1,11 @@
-"""JSON read strictly, and compared."""
+"""JSON read strictly, and compared; times as JSON has them."""
 
 from __future__ import annotations
 
 import json
 import os
 import stat
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ __all__ = [
     "parse",
     "same",
     "too_large",
+    "utc_now",
 ]
 
 Document = dict[str, Any]
@@ -114,3 +116,8 @@ def differences(one: Any, other: Any, at: str = "") -> list[str]:
             for line in differences(*pair, f"{at}.{number}")
         ]
     return [] if same(one, other) else [at]
+
+
+def utc_now() -> str:
+    """ISO 8601 to the second, UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -10,11 +10,11 @@ from typing import Any
 
 import xarray as xr
 
-from analysis.exploring.run_history import Report, RunHistory, grown, prepare
-from analysis.exploring.token_list import TokenList
+from trajstore.analysis.exploring.run_history import Report, RunHistory, grown, prepare
+from trajstore.analysis.exploring.token_list import TokenList
 from trajstore.errors import RunNotFound, TrajstoreError
-from trajstore.store.open_group import runs_beside
-from trajstore.store.open_run import open_run
+from trajstore.store.reading.open_group import runs_beside
+from trajstore.store.reading.open_run import open_run
 from trajstore.watching.run_follower import Look, RunFollower
 
 __all__ = ["LiveRun", "Seen"]
@@ -68,7 +68,7 @@ class LiveRun:
     RunNotFound, FormatError
         If there is no run.
     VariableNotRecorded, InvalidArgument
-        As `analysis.exploring.run_history.prepare`; for an address.
+        As `trajstore.analysis.exploring.run_history.prepare`; for an address.
     """
 
     def __init__(self, path: str | os.PathLike[str], report: Report | None = None) -> None:

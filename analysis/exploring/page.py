@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from analysis.exploring import plots
-from analysis.exploring.live_run import LiveRun
-from analysis.exploring.token_history import cause_sentences, token_history
-from analysis.exploring.token_list import nearest
-from analysis.figures.figure import described
-from analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, population_colour
+from trajstore.analysis.exploring import plots
+from trajstore.analysis.exploring.live_run import LiveRun
+from trajstore.analysis.exploring.token_history import cause_sentences, token_history
+from trajstore.analysis.exploring.token_list import nearest
+from trajstore.analysis.figures.figure import described
+from trajstore.analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, population_colour
 
 __all__ = ["Page"]
 
@@ -73,7 +73,7 @@ class Page:
         """The page, to be served."""
         import panel as pn
 
-        text = files("analysis.exploring").joinpath("page.html").read_text()
+        text = files("trajstore.analysis.exploring").joinpath("page.html").read_text()
         template = pn.Template(text)
         template.add_panel("page", self._content)
         return template

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from analysis.consecutive_rows import REGIMES
-from analysis.exploring.run_history import RunHistory
-from analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, population_colour
-from analysis.freeze_causes import CAUSES
+from trajstore.analysis.exploring.run_history import RunHistory
+from trajstore.analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, population_colour
+from trajstore.analysis.optimizer.freeze_causes import CAUSES
+from trajstore.analysis.scan.consecutive_rows import REGIMES
 
 __all__ = [
     "MANY",

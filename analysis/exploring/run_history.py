@@ -10,19 +10,20 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from analysis import input_checks
-from analysis.cloud_shape import build_pca, build_scores
-from analysis.figures.figure import Options, together
-from analysis.freeze_causes import build_freeze_cause
-from analysis.freezing import build_freeze
-from analysis.norms import build_displacement, build_grad_norms
-from analysis.rest_layers import pool_layers
-from analysis.streaming_scan import Scan
-from analysis.task_progress import progress_of_tasks
-from analysis.token_populations import by_population, populations
-from analysis.ulp_motion import build_regimes
+from trajstore.analysis.cloud.shape import build_pca, build_scores
+from trajstore.analysis.figures.figure import Options, together
+from trajstore.analysis.motion.freezing import build_freeze
+from trajstore.analysis.motion.norms import build_displacement, build_grad_norms
+from trajstore.analysis.motion.rest_layers import pool_layers
+from trajstore.analysis.motion.ulp_motion import build_regimes
+from trajstore.analysis.optimizer.freeze_causes import build_freeze_cause
+from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.population_statistics import by_population
+from trajstore.analysis.scan.scan import Scan
+from trajstore.analysis.scan.task_progress import progress_of_tasks
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.populations.masks import populations
 
 __all__ = ["RunHistory", "grown", "prepare"]
 

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from analysis.exploring.live_run import LiveRun
-from analysis.exploring.page import Page
-from analysis.exploring.plots import MANY
-from analysis.figures.figure import run_name
+from trajstore.analysis.exploring.live_run import LiveRun
+from trajstore.analysis.exploring.page import Page
+from trajstore.analysis.exploring.plots import MANY
+from trajstore.analysis.figures.figure import run_name
 from trajstore.errors import InvalidArgument, MissingExtra
 
 __all__ = ["address", "check_panel", "free_port", "serving"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import xarray as xr
 
-from analysis.cloud_shape import build_scores
-from analysis.exploring.run_history import RunHistory
-from analysis.freeze_causes import CAUSES
-from analysis.norms import build_grad_norms
-from analysis.streaming_scan import Scan
-from analysis.ulp_motion import build_lattice_displacement
+from trajstore.analysis.cloud.shape import build_scores
+from trajstore.analysis.exploring.run_history import RunHistory
+from trajstore.analysis.motion.norms import build_grad_norms
+from trajstore.analysis.motion.ulp_motion import build_lattice_displacement
+from trajstore.analysis.optimizer.freeze_causes import CAUSES
+from trajstore.analysis.scan.scan import Scan
 
 __all__ = ["cause_sentences", "token_history"]
 

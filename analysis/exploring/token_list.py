@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from analysis.exploring.run_history import RunHistory
+from trajstore.analysis.exploring.run_history import RunHistory
 
 __all__ = ["TokenList", "nearest"]
 

@@ -11,15 +11,15 @@ figures: ``step_curves`` (one number a step), ``token_bands`` (mean and spread o
 ``spectra``, ``token_paths``, ``moment_map``, and ``parameters`` of the model. A new one is a module
 of its own, and a line in the registry.
 
->>> from analysis.figures import FIGURES
+>>> from trajstore.analysis.figures import FIGURES
 >>> FIGURES["gradients"](ds).get_ylabel()
 'L2 norm of the gradient / nat per unit of W'
 """
 
-from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.registry import FIGURES, figures_named
-from analysis.figures.sheet import Collected, collect, draw_sheet, save
-from analysis.figures.style import STYLES
+from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.registry import FIGURES, figures_named
+from trajstore.analysis.figures.sheet import Collected, collect, draw_sheet, save
+from trajstore.analysis.figures.style import STYLES
 
 __all__ = [
     "FIGURES",

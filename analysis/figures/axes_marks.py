@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from analysis.figures.figure import Look
-from analysis.figures.style import population_colour
+from trajstore.analysis.figures.figure import Look
+from trajstore.analysis.figures.style import population_colour
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from analysis.collective_motion import build_bulk_thermal
-from analysis.figures.axes_marks import named, note, with_legend, with_units
-from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import population_colour, shades
-from analysis.streaming_scan import Scan
+from trajstore.analysis.figures.axes_marks import named, note, with_legend, with_units
+from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.style import population_colour, shades
+from trajstore.analysis.motion.collective import build_bulk_thermal
+from trajstore.analysis.scan.scan import Scan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

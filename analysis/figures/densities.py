@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from analysis.figures.axes_marks import log_scale, named, note, with_legend, with_units
-from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import population_colour
-from analysis.log_histograms import log_histogram
-from analysis.motion import build_speed
-from analysis.streaming_scan import Scan
-from analysis.ulp_motion import build_lattice_displacement
+from trajstore.analysis.figures.axes_marks import log_scale, named, note, with_legend, with_units
+from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.style import population_colour
+from trajstore.analysis.motion.ulp_motion import build_lattice_displacement
+from trajstore.analysis.motion.velocity import build_speed
+from trajstore.analysis.optimizer.log_histograms import log_histogram
+from trajstore.analysis.scan.scan import Scan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
-from analysis import input_checks
-from analysis.figures.across_runs import Group, mean_and_spread, run_groups
-from analysis.figures.style import STYLES, Style, style
-from analysis.many_runs import each_run
-from analysis.streaming_scan import Scan
-from analysis.task_progress import Report, compute_all
-from analysis.token_populations import populations
+from trajstore.analysis.figures.across_runs import Group, mean_and_spread, run_groups
+from trajstore.analysis.figures.style import STYLES, Style, style
+from trajstore.analysis.scan.scan import Scan
+from trajstore.analysis.scan.task_progress import Report, compute_all
+from trajstore.analysis.several.many_runs import each_run
 from trajstore.errors import InvalidArgument, MissingExtra
 from trajstore.nearest_name import did_you_mean
+from trajstore.populations.masks import check_dataset, populations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -233,7 +232,7 @@ class Figure:
         """
         check_matplotlib()
         for run in (ds, ds if other is None else other):
-            input_checks.dataset(run)
+            check_dataset(run)
         _check_axes(ax)
         chosen = asked_for(options)
         self.check(chosen, other=other is not None, log=log)

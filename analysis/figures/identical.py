@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import xarray as xr
 
-from analysis.figures.axes_marks import (
+from trajstore.analysis.cloud.identical_vectors import build_clusters
+from trajstore.analysis.figures.axes_marks import (
     along_steps,
     population_curves,
     spread_note,
     with_legend,
 )
-from analysis.figures.figure import Figure, Look, Options
-from analysis.identical_vectors import build_clusters
-from analysis.streaming_scan import Scan
+from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.scan.scan import Scan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
-from analysis.figures.axes_marks import named, note, with_legend
-from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import population_colour
-from analysis.motion_memory import build_autocorrelation
-from analysis.streaming_scan import Scan
+from trajstore.analysis.figures.axes_marks import named, note, with_legend
+from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.style import population_colour
+from trajstore.analysis.motion.autocorrelation import build_autocorrelation
+from trajstore.analysis.scan.scan import Scan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from analysis.figures.axes_marks import log_scale, named, note, with_legend
-from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import CAUSE_COLOURS
-from analysis.streaming_scan import Scan
-from analysis.underflow_line import build_moment_plane
+from trajstore.analysis.figures.axes_marks import log_scale, named, note, with_legend
+from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.style import CAUSE_COLOURS
+from trajstore.analysis.optimizer.underflow_line import build_moment_plane
+from trajstore.analysis.scan.scan import Scan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

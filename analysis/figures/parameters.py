@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
-from analysis import input_checks
-from analysis.figures.axes_marks import note
-from analysis.figures.figure import Figure, Look, Options
-from analysis.streaming_scan import Scan
+from trajstore.analysis.figures.axes_marks import note
+from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.scan import Scan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

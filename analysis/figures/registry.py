@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from analysis.figures.bulk_motion import bulk_thermal
-from analysis.figures.densities import hops, speed_density
-from analysis.figures.figure import Figure
-from analysis.figures.identical import clusters
-from analysis.figures.memory_of_motion import autocorrelation
-from analysis.figures.moment_map import moments
-from analysis.figures.parameters import parameters
-from analysis.figures.rest import freeze, last_motion, lifecycle
-from analysis.figures.spectra import spectrum
-from analysis.figures.stacks import causes, regimes
-from analysis.figures.step_curves import centroid, logits, loss, seams
-from analysis.figures.strata import stratigraphy
-from analysis.figures.token_bands import displacement, gradients, speed
-from analysis.figures.token_paths import trajectory
+from trajstore.analysis.figures.bulk_motion import bulk_thermal
+from trajstore.analysis.figures.densities import hops, speed_density
+from trajstore.analysis.figures.figure import Figure
+from trajstore.analysis.figures.identical import clusters
+from trajstore.analysis.figures.memory_of_motion import autocorrelation
+from trajstore.analysis.figures.moment_map import moments
+from trajstore.analysis.figures.parameters import parameters
+from trajstore.analysis.figures.rest import freeze, last_motion, lifecycle
+from trajstore.analysis.figures.spectra import spectrum
+from trajstore.analysis.figures.stacks import causes, regimes
+from trajstore.analysis.figures.step_curves import centroid, logits, loss, seams
+from trajstore.analysis.figures.strata import stratigraphy
+from trajstore.analysis.figures.token_bands import displacement, gradients, speed
+from trajstore.analysis.figures.token_paths import trajectory
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
-from analysis.figures.axes_marks import (
+from trajstore.analysis.figures.axes_marks import (
     along_steps,
     named,
     note,
@@ -15,12 +15,12 @@ from analysis.figures.axes_marks import (
     spread_note,
     with_legend,
 )
-from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import population_colour
-from analysis.freezing import build_freeze
-from analysis.streaming_scan import Scan
-from analysis.token_populations import chosen_populations
-from analysis.ulp_motion import build_lifecycle
+from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.style import population_colour
+from trajstore.analysis.motion.freezing import build_freeze
+from trajstore.analysis.motion.ulp_motion import build_lifecycle
+from trajstore.analysis.scan.scan import Scan
+from trajstore.populations.masks import chosen_populations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import xarray as xr
 
-from analysis.figures.across_runs import Group
-from analysis.figures.figure import (
+from trajstore.analysis.figures.across_runs import Group
+from trajstore.analysis.figures.figure import (
     MOST_GROUPS,
     Figure,
     Options,
@@ -24,10 +24,10 @@ from analysis.figures.figure import (
     run_name,
     together,
 )
-from analysis.task_progress import return_memory
+from trajstore.analysis.scan.task_progress import return_memory
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
-from trajstore.store.create import staged_file
-from trajstore.store.remote_path import local_path
+from trajstore.store.storage.remote_path import local_path
+from trajstore.store.writing.create import staged_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
-from analysis.cloud_shape import build_pca
-from analysis.figures.axes_marks import log_scale, named, with_legend, with_units
-from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import population_colour
-from analysis.streaming_scan import Scan
+from trajstore.analysis.cloud.shape import build_pca
+from trajstore.analysis.figures.axes_marks import log_scale, named, with_legend, with_units
+from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.style import population_colour
+from trajstore.analysis.scan.scan import Scan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

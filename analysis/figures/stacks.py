@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import xarray as xr
 
-from analysis.figures.axes_marks import along_steps, named, with_legend
-from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, REGIME_MEANINGS
-from analysis.freeze_causes import CAUSES, build_freeze_cause
-from analysis.streaming_scan import Scan
-from analysis.token_populations import count_by_population
-from analysis.ulp_motion import build_regimes
+from trajstore.analysis.figures.axes_marks import along_steps, named, with_legend
+from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, REGIME_MEANINGS
+from trajstore.analysis.motion.ulp_motion import build_regimes
+from trajstore.analysis.optimizer.freeze_causes import CAUSES, build_freeze_cause
+from trajstore.analysis.scan.population_statistics import count_by_population
+from trajstore.analysis.scan.scan import Scan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

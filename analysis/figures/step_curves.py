@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
-from analysis import input_checks
-from analysis.collective_motion import build_centroid
-from analysis.figures.axes_marks import (
+from trajstore.analysis.figures.axes_marks import (
     along_steps,
     note,
     population_curves,
     spread_note,
     with_legend,
 )
-from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import POPULATION_COLOURS
-from analysis.logit_statistics import build_logit_stats
-from analysis.resume_seams import build_seams
-from analysis.streaming_scan import Scan
+from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.style import POPULATION_COLOURS
+from trajstore.analysis.model.logit_statistics import build_logit_stats
+from trajstore.analysis.motion.collective import build_centroid
+from trajstore.analysis.motion.resume_seams import build_seams
+from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from analysis.consecutive_rows import REGIMES
-from analysis.figures.axes_marks import named, note, with_legend
-from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import REGIME_COLOURS, REGIME_MEANINGS, population_colour
-from analysis.rest_layers import build_stratigraphy
-from analysis.streaming_scan import Scan
+from trajstore.analysis.figures.axes_marks import named, note, with_legend
+from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.style import REGIME_COLOURS, REGIME_MEANINGS, population_colour
+from trajstore.analysis.motion.rest_layers import build_stratigraphy
+from trajstore.analysis.scan.consecutive_rows import REGIMES
+from trajstore.analysis.scan.scan import Scan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

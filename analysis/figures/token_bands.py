@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xarray as xr
 
-from analysis.figures.axes_marks import (
+from trajstore.analysis.figures.axes_marks import (
     along_steps,
     log_scale,
     named,
@@ -16,11 +16,12 @@ from analysis.figures.axes_marks import (
     spread_note,
     with_legend,
 )
-from analysis.figures.figure import Figure, Look, Options
-from analysis.motion import build_speed
-from analysis.norms import build_displacement, build_grad_norms
-from analysis.streaming_scan import Scan
-from analysis.token_populations import chosen_populations, statistics
+from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.motion.norms import build_displacement, build_grad_norms
+from trajstore.analysis.motion.velocity import build_speed
+from trajstore.analysis.scan.population_statistics import statistics
+from trajstore.analysis.scan.scan import Scan
+from trajstore.populations.masks import chosen_populations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from analysis.cloud_shape import build_pca
-from analysis.figures.axes_marks import named, note, with_legend, with_units
-from analysis.figures.figure import Figure, Look, Options
-from analysis.figures.style import population_colour, shades
-from analysis.streaming_scan import Scan
-from analysis.token_populations import chosen_populations
+from trajstore.analysis.cloud.shape import build_pca
+from trajstore.analysis.figures.axes_marks import named, note, with_legend, with_units
+from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.style import population_colour, shades
+from trajstore.analysis.scan.scan import Scan
+from trajstore.populations.masks import chosen_populations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

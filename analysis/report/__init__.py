@@ -4,6 +4,6 @@
 together with facts, tables and figures, and fills the template beside it.
 """
 
-from analysis.report.page import write_report
+from trajstore.analysis.report.page import write_report
 
 __all__ = ["write_report"]

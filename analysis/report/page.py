@@ -14,19 +14,19 @@ from typing import Any, TypeGuard
 
 import xarray as xr
 
-from analysis.figures import FIGURES, Options, collect, draw_sheet
-from analysis.figures.figure import described, prepared, run_system, together
-from analysis.figures.sheet import Collected
-from analysis.report.verdicts import evidence, latest, seam_verdict, verdicts
-from analysis.summary_tables import summary
-from analysis.token_populations import populations
+from trajstore.analysis.figures import FIGURES, Options, collect, draw_sheet
+from trajstore.analysis.figures.figure import described, prepared, run_system, together
+from trajstore.analysis.figures.sheet import Collected
+from trajstore.analysis.report.verdicts import evidence, latest, seam_verdict, verdicts
+from trajstore.analysis.results.summary_tables import summary
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import InvalidArgument, MissingExtra, RunExists, VariableNotRecorded
 from trajstore.integrity.verify import verify
-from trajstore.store.create import staged_file
-from trajstore.store.open_run import open_run
-from trajstore.store.remote_path import Location, RunPath, local_path, location
-from trajstore.store.run_info import information
+from trajstore.populations.masks import populations
+from trajstore.store.reading.open_run import open_run
+from trajstore.store.reading.run_info import information
+from trajstore.store.storage.remote_path import Location, RunPath, local_path, location
+from trajstore.store.writing.create import staged_file
 from trajstore.version import __version__
 
 __all__ = ["check_target", "write_report"]
@@ -108,7 +108,9 @@ def _template() -> Any:
         raise MissingExtra("reports need Jinja2; install trajstore[report]") from error
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters["seen"] = seen
-    return environment.from_string(files("analysis.report").joinpath("page.html").read_text())
+    return environment.from_string(
+        files("trajstore.analysis.report").joinpath("page.html").read_text()
+    )
 
 
 def _facts(run: Location, check: bool, report: Callable[[int, int], None] | None) -> dict[str, Any]:

@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from analysis.freeze_causes import CAUSES, build_freeze_cause
-from analysis.freezing import build_freeze
-from analysis.norms import build_grad_norms
-from analysis.resume_seams import build_seams
-from analysis.streaming_scan import Scan
-from analysis.token_populations import count_by_population, populations
+from trajstore.analysis.motion.freezing import build_freeze
+from trajstore.analysis.motion.norms import build_grad_norms
+from trajstore.analysis.motion.resume_seams import build_seams
+from trajstore.analysis.optimizer.freeze_causes import CAUSES, build_freeze_cause
+from trajstore.analysis.scan.population_statistics import count_by_population
+from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.populations.masks import populations
 
 __all__ = ["evidence", "verdicts"]
 

@@ -51,9 +51,9 @@ def train(
     """Record a training from wherever it stands, telling each step; in a process."""
     import torch
 
-    import trainers
-    from trainers.runs import checkpoint_schedule
-    from trajstore.store import commit_timer
+    from trajstore import trainers
+    from trajstore.store.writing import commit_timer
+    from trajstore.trainers.runs import checkpoint_schedule
 
     torch.set_num_threads(1)
     if changes == BY_TIME:  # of seconds, such a training has few

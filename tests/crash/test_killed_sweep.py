@@ -19,10 +19,10 @@ import pytest
 import xarray as xr
 
 pytest.importorskip("torch")
-from trainers import preset, record
-from trainers.replay.replay_device import torch_threads
-from trajstore.store.lock import is_written_to
-from trajstore.store.open_group import open_group
+from trajstore.store.reading.open_group import open_group
+from trajstore.store.storage.lock import is_written_to
+from trajstore.trainers import preset, record
+from trajstore.trainers.replay.replay_device import torch_threads
 
 pytestmark = [
     pytest.mark.torch,

@@ -58,7 +58,9 @@ def finish(path: Path, encoding: str) -> None:
     ((_, identity),) = ds.attrs["runs"]
     whole = path.with_name("whole.zarr")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trajstore.store.writer.new_identity", lambda: identity)  # as blocks have it
+        patch.setattr(
+            "trajstore.store.writing.writer.new_identity", lambda: identity
+        )  # as blocks have it
         run = create(whole, encoding)
     with run:
         for step in range(ROWS):

@@ -11,7 +11,7 @@ import numpy as np
 
 from trajstore import RunWriter
 from trajstore.schema import ENCODINGS, FORMAT
-from trajstore.store import block_plan as layout
+from trajstore.store.metadata import block_plan as layout
 
 ROWS, TOKENS, HIDDEN = 7, 4, 3
 TYPES = {"W": "bfloat16", "grad": "float16", "exp_avg": "float32", "logits": "bfloat16",

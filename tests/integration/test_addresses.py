@@ -61,7 +61,9 @@ def test_it_works_there(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("analysis.report.page._drawn", lambda ds, report: ([], {}))  # takes long
+    monkeypatch.setattr(
+        "trajstore.analysis.report.page._drawn", lambda ds, report: ([], {})
+    )  # takes long
     result = run(line)
     assert result.exit_code == 0, result.output
     assert [path.name for path in tmp_path.iterdir()] == list(made)
@@ -99,7 +101,7 @@ def test_sizes_that_a_web_server_does_not_say_are_unknown(
     run: Callable[[str], Result], here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last test, as it ends the connections, and with them what ``memory://`` holds."""
-    monkeypatch.setattr("analysis.report.page._drawn", lambda ds, report: ([], {}))
+    monkeypatch.setattr("trajstore.analysis.report.page._drawn", lambda ds, report: ([], {}))
     with web_server(here.parent) as (server, _):
         told = {}
         for command in ("info", "info --json", "report", "watch"):

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-import analysis
 import trajstore
+from trajstore import analysis
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import xarray as xr
 
-import analysis
 import trajstore
+from trajstore import analysis
 from trajstore.values.rounding import round_to
 
 pytest.importorskip("torch")

@@ -14,9 +14,9 @@ import pandas as pd
 import pytest
 import xarray as xr
 
-import analysis
 import trajstore
-from analysis.write_results import describe
+from trajstore import analysis
+from trajstore.analysis.results.write_results import describe
 from trajstore.cli.tables import out, print_description
 
 ROWS, TOKENS, HIDDEN = 21, 12, 8

@@ -43,7 +43,7 @@ HEAD = """
 
 LOOP = """
     from torch.nn.parallel import DistributedDataParallel
-    from trainers import capture
+    from trajstore.trainers import capture
     torch.distributed.init_process_group("gloo")
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
@@ -74,7 +74,7 @@ LOOP = """
 
 TRAINER = """
     from transformers import Trainer, TrainingArguments
-    from trainers import TrajectoryCallback
+    from trajstore.trainers import TrajectoryCallback
 
     class Keeping(Trainer):
         kept = []

@@ -13,16 +13,9 @@ import pytest
 import xarray as xr
 from object_stores import faulty, s3_server, to_s3, web_server
 
-from trajstore import (
-    InvalidArgument,
-    ObjectStoreError,
-    RunNotFound,
-    RunWriter,
-    open_run,
-    verify,
-)
-from trajstore.store import remote_path
-from trajstore.store.remote_path import location
+from trajstore import InvalidArgument, ObjectStoreError, RunNotFound, RunWriter, open_run, verify
+from trajstore.store.storage import remote_path
+from trajstore.store.storage.remote_path import location
 
 pytest.importorskip("obstore")
 

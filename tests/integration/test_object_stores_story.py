@@ -19,7 +19,7 @@ from object_stores import faulty, s3_server, to_s3
 from zarr.storage import ObjectStore
 
 from trajstore import open_run
-from trajstore.store.remote_path import RemotePath, location
+from trajstore.store.storage.remote_path import RemotePath, location
 
 STEPS = int(os.environ.get("TRAJSTORE_OBJECTS", "0"))
 KINDS = ("500", "503", "cut", "lose", "slow")

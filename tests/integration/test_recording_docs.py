@@ -50,7 +50,7 @@ def test_a_script_of_the_docs(name: str, tmp_path: Path) -> None:
 
 
 def test_every_preset_is_described() -> None:
-    from trainers import PRESETS
+    from trajstore.trainers import PRESETS
 
     assert all(f"`{name}`" in PAGE for name in PRESETS)
 

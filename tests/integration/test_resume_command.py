@@ -17,8 +17,8 @@ import xarray as xr
 from click.testing import CliRunner
 
 pytest.importorskip("torch")
-from trainers import preset, record
 from trajstore.cli.main import main
+from trajstore.trainers import preset, record
 
 pytestmark = pytest.mark.torch
 
@@ -116,7 +116,7 @@ def test_the_second_signal_ends_it_at_once(text: Path, tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, threading\n"
         "from trajstore.cli.main import main\n"
-        "from trainers.recording.forward_values import StepLoss\n"
+        "from trajstore.trainers.recording.forward_values import StepLoss\n"
         "def wait(*arguments, **options):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    threading.Event().wait(600)\n"
@@ -145,7 +145,7 @@ def test_a_killed_recording_goes_on_from_its_checkpoint(
     path = tmp_path / "run.zarr"
     script = (
         "import os, signal, sys\n"
-        "from trainers.runs import checkpoint_schedule\n"
+        "from trajstore.trainers.runs import checkpoint_schedule\n"
         "from trajstore.cli.main import main\n"
         "after_step = checkpoint_schedule.Checkpointing.after_step\n"
         "def kill(self, recorder, scaler):\n"
@@ -212,7 +212,7 @@ def test_a_signal_before_the_training_says_what_is_there(
     def interrupt(*arguments: Any, **options: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("trainers.runs.record.load_corpus", interrupt)
+    monkeypatch.setattr("trajstore.trainers.runs.record.load_corpus", interrupt)
     call = ["--resume", "--steps", "9"] if resume else ["--preset", "gatsby"]
     done = CliRunner().invoke(main, ["record", *call, "-o", str(path)])
     assert done.exit_code == 128 + signal.SIGINT

@@ -22,7 +22,7 @@ PROGRAM = """
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
     from torch.nn.functional import cross_entropy
-    from trainers import capture
+    from trajstore.trainers import capture
     from trajstore.errors import TrajstoreError
 
     folder, rank = sys.argv[1], int(os.environ["RANK"])

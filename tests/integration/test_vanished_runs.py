@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from trajstore import RunNotFound, RunWriter, open_run, repair, verify
 from trajstore.cli.main import main
-from trajstore.store import zarr_json
+from trajstore.store.metadata import zarr_json
 from trajstore.watching.run_follower import RunFollower
 
 VARIABLES = {"W": "bfloat16", "grad": "float32", "loss": "float32"}
@@ -79,7 +79,7 @@ def test_a_command_says_it_in_a_sentence(whole: Path, monkeypatch: pytest.Monkey
         shutil.rmtree(path)
         return ds
 
-    monkeypatch.setattr("trajstore.store.open_run.open_run", open_and_lose)
+    monkeypatch.setattr("trajstore.store.reading.open_run.open_run", open_and_lose)
     said = CliRunner().invoke(main, ["analyze", str(whole), "speed"])
     assert said.exit_code == 2
     assert said.stderr.count("\n") == 1

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 pytest.importorskip("torch")
-from trainers import preset, record
 from trajstore.cli.main import main
+from trajstore.trainers import preset, record
 
 pytestmark = pytest.mark.torch
 

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 
 CODE = """
 import sys
-import analysis, trajstore, trainers
+import trajstore
+from trajstore import analysis, trainers
 ds = trajstore.open_run(sys.argv[1])
 assert ds.traj.grad_norms().compute().shape == (11, 10)
 assert analysis.freeze(ds).compute().last_motion.shape == (10,)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-import analysis
+from trajstore import analysis
 
 # Bits near each other make motion and rest; the others make trouble.
 BITS = st.one_of(

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-import analysis
+from trajstore import analysis
 from trajstore.errors import InvalidArgument
 
 # Ties, both zeros, neighbours on the lattice, both signs; NaN only now and then.

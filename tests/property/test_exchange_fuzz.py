@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 
 import trajstore
 from trajstore.errors import TrajstoreError
+from trajstore.exchange.importing.read_runs import understood
 from trajstore.exchange.layouts import EXPORT_LAYOUTS, LAYOUTS
-from trajstore.exchange.understanding import understood
 from trajstore.formats.open_file import open_file
 
 TRIES = int(os.environ.get("TRAJSTORE_FUZZ", "1500"))
@@ -254,7 +254,7 @@ FUZZ = """
 import random, resource, sys
 from pathlib import Path
 from trajstore.errors import TrajstoreError
-from trajstore.exchange.understanding import understood
+from trajstore.exchange.importing.read_runs import understood
 from trajstore.formats.open_file import open_file
 
 good, path, most = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2]), int(sys.argv[5])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-import analysis
+from trajstore import analysis
 
 # Zeros of both signs, subnormals, infinities, NaN; and values whose moments rest and move.
 BITS = st.one_of(

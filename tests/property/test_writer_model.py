@@ -14,7 +14,7 @@ from still_timer import commit_now
 
 from trajstore import RunWriter
 from trajstore.schema import ENCODINGS
-from trajstore.store.block_plan import BLOCKS
+from trajstore.store.metadata.block_plan import BLOCKS
 
 TYPES = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
 

@@ -30,8 +30,8 @@ from still_timer import commit_now
 
 from trajstore import RunWriter, repair, verify
 from trajstore.schema import ENCODINGS
-from trajstore.store.block_plan import BLOCKS
-from trajstore.store.object_keys import DOCUMENT
+from trajstore.store.metadata.block_plan import BLOCKS
+from trajstore.store.metadata.object_keys import DOCUMENT
 
 
 class _Death(BaseException):

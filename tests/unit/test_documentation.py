@@ -101,7 +101,7 @@ def test_every_block_is_found() -> None:
 
 
 def test_the_gallery_has_every_figure() -> None:
-    from analysis.figures import FIGURES
+    from trajstore.analysis.figures import FIGURES
 
     page = (ROOT / "docs" / "figures.md").read_text()
     missing = [
@@ -176,8 +176,9 @@ def test_a_page_runs(
     for name in ("gatsby.zarr", "other.zarr", "run.zarr"):
         shutil.copytree(example_run, tmp_path / name)
     monkeypatch.chdir(tmp_path)
-    import analysis.figures
     import trajstore
+    import trajstore.analysis.figures
+    from trajstore import analysis
 
     names = {"analysis": analysis, "trajstore": trajstore, "ds": trajstore.open_run("gatsby.zarr")}
     for block in blocks(page):
@@ -221,7 +222,7 @@ def check_command(words: list[str], where: str) -> None:
     line = f"{where}: trajstore {shlex.join(words)}"
     if not words or words[0].startswith("-"):
         return
-    command = main.commands.get(words[0])
+    command = main.get_command(click.Context(main), words[0])
     assert command is not None, f"{line}: no command"
     context = click.Context(command, info_name=words[0])
     try:
@@ -247,9 +248,9 @@ def check_command(words: list[str], where: str) -> None:
 
 def known_names(command: str) -> dict[str, set[str]]:
     """What the arguments of a command can be, beyond what click knows."""
-    from analysis import QUANTITIES
-    from analysis.figures import FIGURES
-    from analysis.registry import ACROSS_RUNS, ALONE
+    from trajstore.analysis import QUANTITIES
+    from trajstore.analysis.figures import FIGURES
+    from trajstore.analysis.registry import ACROSS_RUNS, ALONE
     from trajstore.exchange.layouts import EXPORT_LAYOUTS
 
     presets = re.findall(r"^def (\w+)\(\) -> RunConfig", _presets(), re.MULTILINE)

@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("trajstore", "analysis", pytest.param("trainers", marks=pytest.mark.torch))
+PACKAGES = (
+    "trajstore",
+    "trajstore.analysis",
+    pytest.param("trajstore.trainers", marks=pytest.mark.torch),
+)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_function_has_an_example(package: str) -> None:
-    if package == "trainers":
+    if package == "trajstore.trainers":
         pytest.importorskip("torch")
     facade = importlib.import_module(package)
     functions = {

@@ -9,15 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainers.config import RunConfig, ScheduleConfig
-from trainers.counterfactuals.settings import ChangedSettings
-from trainers.recording.step_hooks import clip_coefficient
-from trainers.replay.parameter_placement import tensor_of
-from trainers.replay.recorded_rows import RecordedRows
-from trainers.replay.replay_result import CannotReplay
-from trainers.runs.optimizer import build_schedule
 from trajstore.errors import ConfigError
-from trajstore.store.tiled_reader import attribute
+from trajstore.store.reading.tiled_reader import attribute
+from trajstore.trainers.config import RunConfig, ScheduleConfig
+from trajstore.trainers.counterfactuals.settings import ChangedSettings
+from trajstore.trainers.recording.step_hooks import clip_coefficient
+from trajstore.trainers.replay.parameter_placement import tensor_of
+from trajstore.trainers.replay.recorded_rows import RecordedRows
+from trajstore.trainers.replay.replay_result import CannotReplay
+from trajstore.trainers.runs.optimizer import build_schedule
 from trajstore.values.native_types import as_bits
 
 __all__ = ["changed_clip_coefs", "changed_learning_rates", "changed_schedule"]

@@ -9,18 +9,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainers.counterfactuals.open_loop import OpenLoop
-from trainers.counterfactuals.planned_counterfactual import (
+from trajstore.schema import VARIABLES
+from trajstore.trainers.counterfactuals.open_loop import OpenLoop
+from trajstore.trainers.counterfactuals.planned_counterfactual import (
     OF_THE_OPTIMIZER,
     PlannedCounterfactual,
 )
-from trainers.recording.device_norms import token_norm, ulp_l1
-from trainers.recording.parameter_rows import MOMENTS
-from trainers.replay.parameter_placement import tensor_of
-from trainers.replay.recorded_optimizer import State
-from trainers.replay.recorded_rows import RecordedRow
-from trainers.replay.replay_result import CannotReplay
-from trajstore.schema import VARIABLES
+from trajstore.trainers.recording.device_norms import token_norm, ulp_l1
+from trajstore.trainers.recording.parameter_rows import MOMENTS
+from trajstore.trainers.replay.parameter_placement import tensor_of
+from trajstore.trainers.replay.recorded_optimizer import State
+from trajstore.trainers.replay.recorded_rows import RecordedRow
+from trajstore.trainers.replay.replay_result import CannotReplay
 from trajstore.values.native_types import as_bits
 
 __all__ = ["CounterfactualRows"]

@@ -7,8 +7,8 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from trainers.replay.parameter_placement import Placement
-from trainers.replay.recorded_optimizer import RecordedOptimizer, State
+from trajstore.trainers.replay.parameter_placement import Placement
+from trajstore.trainers.replay.recorded_optimizer import RecordedOptimizer, State
 from trajstore.values.native_types import NativeType, native_type
 
 __all__ = ["OpenLoop"]

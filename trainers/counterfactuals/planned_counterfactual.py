@@ -10,23 +10,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainers.counterfactuals.changed_rates import (
+from trajstore.errors import InvalidArgument, StepNotFound
+from trajstore.schema import MODEL, RECORDED
+from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
+from trajstore.store.reading.tiled_reader import TiledRun
+from trajstore.trainers.counterfactuals.changed_rates import (
     changed_clip_coefs,
     changed_learning_rates,
     changed_schedule,
 )
-from trainers.counterfactuals.settings import ChangedSettings, changed_settings
-from trainers.recording.parameter_rows import MOMENTS
-from trainers.recording.provenance import provenance
-from trainers.recording.token_selection import Tokens, select_tokens
-from trainers.replay.parameter_placement import Placement, recorded_placement, tensor_of
-from trainers.replay.recorded_optimizer import RecordedOptimizer, recorded_optimizer
-from trainers.replay.recorded_rows import RecordedRows
-from trainers.replay.replay_result import CannotReplay
-from trajstore.errors import InvalidArgument, StepNotFound
-from trajstore.schema import MODEL, RECORDED
-from trajstore.store.fork_provenance import steps_of_another_optimizer
-from trajstore.store.tiled_reader import TiledRun
+from trajstore.trainers.counterfactuals.settings import ChangedSettings, changed_settings
+from trajstore.trainers.recording.parameter_rows import MOMENTS
+from trajstore.trainers.recording.provenance import provenance
+from trajstore.trainers.recording.token_selection import Tokens, select_tokens
+from trajstore.trainers.replay.parameter_placement import Placement, recorded_placement, tensor_of
+from trajstore.trainers.replay.recorded_optimizer import RecordedOptimizer, recorded_optimizer
+from trajstore.trainers.replay.recorded_rows import RecordedRows
+from trajstore.trainers.replay.replay_result import CannotReplay
 from trajstore.values.native_types import NATIVE_TYPES, NativeType
 
 __all__ = ["CAVEAT", "OF_THE_OPTIMIZER", "PlannedCounterfactual"]

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainers.config import RunConfig
-from trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD
 from trajstore.errors import ConfigError
-from trajstore.store.tiled_reader import attribute
+from trajstore.store.reading.tiled_reader import attribute
+from trajstore.trainers.config import RunConfig
+from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD
 
 __all__ = ["CHANGEABLE", "ChangedSettings", "changed_settings"]
 

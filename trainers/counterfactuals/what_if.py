@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainers.counterfactuals.counterfactual_rows import CounterfactualRows
-from trainers.counterfactuals.planned_counterfactual import PlannedCounterfactual
-from trainers.recording.token_selection import Tokens
-from trainers.replay.recorded_rows import RecordedRows
-from trainers.replay.replay_device import replay_device, torch_threads
 from trajstore.argument_types import checks_types
 from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
-from trajstore.store.create import check_local_target, staged_run
-from trajstore.store.fingerprint import FINGERPRINT
-from trajstore.store.run_info import digest_of_files
-from trajstore.store.tiled_reader import attribute, open_tiled
-from trajstore.store.writer import RunWriter
+from trajstore.store.metadata.fingerprint import FINGERPRINT
+from trajstore.store.reading.run_info import digest_of_files
+from trajstore.store.reading.tiled_reader import attribute, open_tiled
+from trajstore.store.writing.create import check_local_target, staged_run
+from trajstore.store.writing.writer import RunWriter
+from trajstore.trainers.counterfactuals.counterfactual_rows import CounterfactualRows
+from trajstore.trainers.counterfactuals.planned_counterfactual import PlannedCounterfactual
+from trajstore.trainers.recording.token_selection import Tokens
+from trajstore.trainers.replay.recorded_rows import RecordedRows
+from trajstore.trainers.replay.replay_device import replay_device, torch_threads
 
 __all__ = ["WhatIf", "what_if"]
 
@@ -111,7 +111,7 @@ def what_if(
 
     Examples
     --------
-    >>> from trainers import preset, record
+    >>> from trajstore.trainers import preset, record
     >>> config = preset("gatsby").with_values(["training.steps=3", "training.batch_size=4"])
     >>> run = record(config, "run.zarr")
     >>> found = what_if(run, "other.zarr", ["optimizer.lr=1e-4"])

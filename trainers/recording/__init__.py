@@ -9,7 +9,7 @@ Where the tensors of one step go:
    ``device_norms`` sums up; ``model_parameters`` does of all parameters of the model.
 3. ``device_to_host`` copies it into its place in the writer's block: at once on the CPU, over the
    bus and behind the training from CUDA. When the step ends the row is handed over as a whole.
-4. `trajstore.store.writer` encodes full blocks, writes and commits them.
+4. `trajstore.store.writing.writer` encodes full blocks, writes and commits them.
 
 Before the first step ``capture``, for a `Trainer` called by ``hf_callback``, puts that together:
 what ``options`` ask for, of the matrices that ``parameters`` finds, into the runs that

@@ -8,21 +8,21 @@ from typing import Any
 
 import torch
 
-from trainers.recording.compared_run import Comparison
-from trainers.recording.model_parameters import ModelParameters
-from trainers.recording.numeric_advice import optimizer_advice, tell
-from trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
-from trainers.recording.parameter_rows import ParameterRows
-from trainers.recording.parameters import find_parameters
-from trainers.recording.planned_run import plan_runs
-from trainers.recording.resumed_run import ExistingRun
-from trainers.recording.sharding import find_shares
-from trainers.recording.step_examples import StepExamples
-from trainers.recording.step_hooks import Recorder, real_optimizer
 from trajstore.errors import RecordingError
 from trajstore.optimizer_advice import require_sound
-from trajstore.store.remote_path import RunPath
-from trajstore.store.token_share import together
+from trajstore.store.storage.remote_path import RunPath
+from trajstore.store.writing.token_share import together
+from trajstore.trainers.recording.compared_run import Comparison
+from trajstore.trainers.recording.model_parameters import ModelParameters
+from trajstore.trainers.recording.numeric_advice import optimizer_advice, tell
+from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
+from trajstore.trainers.recording.parameter_rows import ParameterRows
+from trajstore.trainers.recording.parameters import find_parameters
+from trajstore.trainers.recording.planned_run import plan_runs
+from trajstore.trainers.recording.resumed_run import ExistingRun
+from trajstore.trainers.recording.sharding import find_shares
+from trajstore.trainers.recording.step_examples import StepExamples
+from trajstore.trainers.recording.step_hooks import Recorder, real_optimizer
 
 __all__ = ["attach", "capture", "recording"]
 
@@ -217,7 +217,7 @@ def capture(
     on_note : callable, optional
         Called with each sentence of advice about the optimizer's types, such as that its second
         moment can never decay, and where the loss is not seen. Without it they are logged, as
-        warnings of ``trainers.recording.numeric_advice``.
+        warnings of ``trajstore.trainers.recording.numeric_advice``.
     **options
         Of `RecordingOptions`.
 

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.schema import STEP
-from trajstore.store.resumed_run import ResumedRun
-from trajstore.store.writer import RunWriter
+from trajstore.store.writing.resumed_run import ResumedRun
+from trajstore.store.writing.writer import RunWriter
 
 __all__ = ["ComparedRun", "Comparison", "RowDifference", "RowTarget"]
 

@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from transformers import BatchEncoding
 
-from trainers.recording.options import RecordingOptions
-from trainers.recording.parameters import RecordedParameter, unwrap
-from trainers.token_texts import token_texts
+from trajstore.trainers.recording.options import RecordingOptions
+from trajstore.trainers.recording.parameters import RecordedParameter, unwrap
+from trajstore.trainers.token_texts import token_texts
 
 __all__ = ["COUNTING_SECONDS", "TokenFacts", "facts_of_trainer"]
 

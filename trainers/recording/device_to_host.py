@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainers.recording.compared_run import RowTarget
 from trajstore.errors import RecordingError
+from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["DeferredTransfer", "DirectTransfer", "Transfer", "open_transfer", "place_tensor"]

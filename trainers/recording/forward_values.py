@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from trainers.recording.torch_internals import outside_compile
+from trajstore.trainers.recording.torch_internals import outside_compile
 
 __all__ = [
     "ForwardPasses",

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.populations.named import with_populations
 from trajstore.schema import POPULATION
 
 __all__ = ["population_masks"]
@@ -35,9 +36,6 @@ def population_masks(
     """
     if not given:
         return {}
-    # What a population is, the analysis says; nothing else of a recording asks it.
-    from analysis.named_populations import with_populations
-
     ds = xr.Dataset(
         coords={
             "token": np.arange(tokens, dtype=np.int32),

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trainers.recording.capture import attach
-from trainers.recording.compared_run import Comparison
-from trainers.recording.data_set_tokens import facts_of_trainer
-from trainers.recording.numeric_advice import tell
-from trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
-from trainers.recording.parameters import find_parameters
-from trainers.recording.step_hooks import Recorder, real_optimizer
 from trajstore.errors import RecordingError
-from trajstore.store.remote_path import RunPath
+from trajstore.store.storage.remote_path import RunPath
+from trajstore.trainers.recording.capture import attach
+from trajstore.trainers.recording.compared_run import Comparison
+from trajstore.trainers.recording.data_set_tokens import facts_of_trainer
+from trajstore.trainers.recording.numeric_advice import tell
+from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
+from trajstore.trainers.recording.parameters import find_parameters
+from trajstore.trainers.recording.step_hooks import Recorder, real_optimizer
 
 __all__ = ["TrajectoryCallback"]
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainers.recording.parameters import unwrap
-from trainers.recording.torch_internals import (
+from trajstore.schema import MODEL
+from trajstore.trainers.recording.parameters import unwrap
+from trajstore.trainers.recording.torch_internals import (
     copy_each,
     differences,
     multiply_each,
@@ -22,7 +23,6 @@ from trainers.recording.torch_internals import (
     sign_each,
     signs,
 )
-from trajstore.schema import MODEL
 
 __all__ = ["ModelParameters"]
 

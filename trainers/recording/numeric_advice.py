@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch.optim import Optimizer
 
-from trainers.recording.parameters import RecordedParameter
-from trainers.recording.provenance import optimizer_attributes
 from trajstore.optimizer_advice import Advice, advise
+from trajstore.trainers.recording.parameters import RecordedParameter
+from trajstore.trainers.recording.provenance import optimizer_attributes
 
 __all__ = ["optimizer_advice", "tell"]
 

@@ -17,15 +17,15 @@ from typing import Any, ParamSpec, TypeVar, get_args
 import numpy.typing as npt
 import torch
 
-from trainers.recording.forward_values import LogitsMode
-from trainers.recording.token_selection import Tokens
 from trajstore.byte_sizes import DEFAULT_MEMORY, parse_bytes
 from trajstore.errors import InvalidArgument
 from trajstore.schema import ENCODINGS, TIERS, VARIABLES, resolve_record
-from trajstore.store.commit_timer import COMMIT_EVERY, check_commit_every
-from trajstore.store.create import check_target
-from trajstore.store.open_group import open_group
-from trajstore.store.remote_path import RunPath
+from trajstore.store.reading.open_group import open_group
+from trajstore.store.storage.remote_path import RunPath
+from trajstore.store.writing.commit_timer import COMMIT_EVERY, check_commit_every
+from trajstore.store.writing.create import check_target
+from trajstore.trainers.recording.forward_values import LogitsMode
+from trajstore.trainers.recording.token_selection import Tokens
 
 __all__ = ["RecordingOptions", "TrainingLoop", "takes_options"]
 

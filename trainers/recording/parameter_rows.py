@@ -14,16 +14,16 @@ from pathlib import Path
 
 import torch
 
-from trainers.recording.compared_run import RowTarget
-from trainers.recording.device_norms import ULP_TYPES, token_norm, ulp_l1
-from trainers.recording.device_to_host import Transfer, open_transfer
-from trainers.recording.planned_run import PlannedRun
-from trainers.recording.resumed_run import ExistingRun
-from trainers.recording.sharding import has_rows_of, own_rows
-from trainers.recording.step_examples import EXAMPLE_INDEX, padded
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import RecordingError
 from trajstore.schema import OF_EXAMPLES, VARIABLES, room_for_examples
+from trajstore.trainers.recording.compared_run import RowTarget
+from trajstore.trainers.recording.device_norms import ULP_TYPES, token_norm, ulp_l1
+from trajstore.trainers.recording.device_to_host import Transfer, open_transfer
+from trajstore.trainers.recording.planned_run import PlannedRun
+from trajstore.trainers.recording.resumed_run import ExistingRun
+from trajstore.trainers.recording.sharding import has_rows_of, own_rows
+from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX, padded
 
 __all__ = ["MOMENTS", "ParameterRows"]
 

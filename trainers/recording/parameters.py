@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainers.recording.torch_internals import name_outside_compile, uncompiled
 from trajstore.errors import RecordingError
+from trajstore.trainers.recording.torch_internals import name_outside_compile, uncompiled
 
 __all__ = ["RecordedParameter", "find_parameters", "unwrap"]
 

@@ -15,18 +15,18 @@ import numpy.typing as npt
 import torch
 from torch.optim import Optimizer
 
-from trainers.recording.given_populations import population_masks
-from trainers.recording.model_parameters import ModelParameters
-from trainers.recording.options import RecordingOptions, TrainingLoop
-from trainers.recording.parameters import RecordedParameter
-from trainers.recording.provenance import optimizer_attributes, provenance
-from trainers.recording.token_selection import select_tokens
 from trajstore.byte_sizes import parse_bytes
 from trajstore.errors import InvalidArgument
 from trajstore.schema import POPULATION
-from trajstore.store.remote_path import Location, RunPath, location
-from trajstore.store.token_share import TokenShare
-from trajstore.store.writer import RunWriter
+from trajstore.store.storage.remote_path import Location, RunPath, location
+from trajstore.store.writing.token_share import TokenShare
+from trajstore.store.writing.writer import RunWriter
+from trajstore.trainers.recording.given_populations import population_masks
+from trajstore.trainers.recording.model_parameters import ModelParameters
+from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
+from trajstore.trainers.recording.parameters import RecordedParameter
+from trajstore.trainers.recording.provenance import optimizer_attributes, provenance
+from trajstore.trainers.recording.token_selection import select_tokens
 
 __all__ = ["PlannedRun", "plan_runs", "run_path"]
 

@@ -13,7 +13,7 @@ import transformers
 import zarr
 from torch.optim import Optimizer
 
-from trajstore.store.zarr_json import utc_now
+from trajstore.strict_json import utc_now
 from trajstore.version import __version__
 
 __all__ = ["changed_provenance", "optimizer_attributes", "provenance", "resumed_provenance"]

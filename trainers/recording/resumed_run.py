@@ -10,15 +10,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainers.recording.compared_run import ComparedRun, Comparison, RowDifference, RowTarget
-from trainers.recording.device_to_host import place_tensor
-from trainers.recording.planned_run import PlannedRun
-from trainers.recording.provenance import resumed_provenance
 from trajstore.errors import InvalidArgument, NothingToResume
 from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token
-from trajstore.store.open_group import open_group
-from trajstore.store.resumed_run import resumed_run
-from trajstore.store.writer import RunWriter
+from trajstore.store.reading.open_group import open_group
+from trajstore.store.writing.resumed_run import resumed_run
+from trajstore.store.writing.writer import RunWriter
+from trajstore.trainers.recording.compared_run import (
+    ComparedRun,
+    Comparison,
+    RowDifference,
+    RowTarget,
+)
+from trajstore.trainers.recording.device_to_host import place_tensor
+from trajstore.trainers.recording.planned_run import PlannedRun
+from trajstore.trainers.recording.provenance import resumed_provenance
 from trajstore.values.native_types import narrow, native_type
 
 __all__ = ["ExistingRun"]

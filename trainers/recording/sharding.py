@@ -2,7 +2,7 @@
 
 FSDP2 (`torch.distributed.fsdp.fully_shard`) and tensor parallelism both hold a parameter as a
 `DTensor` that is ``Shard(0)``: each process has consecutive tokens. Each records those, into one
-run (`trajstore.store.token_share`); nobody gathers a matrix.
+run (`trajstore.store.writing.token_share`); nobody gathers a matrix.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from trainers.recording.parameters import RecordedParameter, unwrap
 from trajstore.errors import RecordingError
 from trajstore.schema import MODEL, OF_EXAMPLES, VARIABLES
-from trajstore.store.token_share import TokenShare
+from trajstore.store.writing.token_share import TokenShare
+from trajstore.trainers.recording.parameters import RecordedParameter, unwrap
 
 __all__ = [
     "agreed",

@@ -13,10 +13,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from trainers.recording.forward_values import is_trained, logits_of, loss_of
-from trainers.recording.torch_internals import outside_compile
 from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.schema import OF_EXAMPLES
+from trajstore.trainers.recording.forward_values import is_trained, logits_of, loss_of
+from trajstore.trainers.recording.torch_internals import outside_compile
 
 __all__ = ["EXAMPLE_INDEX", "StepExamples", "example_losses", "padded"]
 

@@ -30,16 +30,27 @@ from accelerate.state import GradientState
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from trainers.recording.compared_run import RowTarget
-from trainers.recording.forward_values import ForwardPasses, LogitsMode
-from trainers.recording.model_parameters import ModelParameters
-from trainers.recording.options import TrainingLoop
-from trainers.recording.parameter_rows import MOMENTS, ParameterRows
-from trainers.recording.parameters import unwrap
-from trainers.recording.sharding import agreed, is_sharded, own_logits, own_rows, total_norm, whole
-from trainers.recording.step_examples import StepExamples
-from trainers.recording.torch_internals import call_when_backward_ends, found_overflow, version
 from trajstore.errors import RecordingError
+from trajstore.trainers.recording.compared_run import RowTarget
+from trajstore.trainers.recording.forward_values import ForwardPasses, LogitsMode
+from trajstore.trainers.recording.model_parameters import ModelParameters
+from trajstore.trainers.recording.options import TrainingLoop
+from trajstore.trainers.recording.parameter_rows import MOMENTS, ParameterRows
+from trajstore.trainers.recording.parameters import unwrap
+from trajstore.trainers.recording.sharding import (
+    agreed,
+    is_sharded,
+    own_logits,
+    own_rows,
+    total_norm,
+    whole,
+)
+from trajstore.trainers.recording.step_examples import StepExamples
+from trajstore.trainers.recording.torch_internals import (
+    call_when_backward_ends,
+    found_overflow,
+    version,
+)
 
 __all__ = ["Recorder", "clip_coefficient", "real_optimizer"]
 

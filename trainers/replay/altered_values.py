@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainers.replay.findings import Suspect, finding_at
-from trainers.replay.flipped_bits import flipped_scalar, flipped_values, has_recorded_norm
-from trainers.replay.recorded_steps import StepMismatch
-from trainers.replay.replay_result import Finding
-from trainers.replay.step_simulator import Simulator
+from trajstore.trainers.replay.findings import Suspect, finding_at
+from trajstore.trainers.replay.flipped_bits import flipped_scalar, flipped_values, has_recorded_norm
+from trajstore.trainers.replay.recorded_steps import StepMismatch
+from trajstore.trainers.replay.replay_result import Finding
+from trajstore.trainers.replay.step_simulator import Simulator
 
 __all__ = ["Blame"]
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainers.replay.findings import Comparisons, Findings, Suspect
-from trainers.replay.recorded_rows import RecordedRow, RecordedRows
-from trainers.replay.replay_result import Finding
+from trajstore.trainers.replay.findings import Comparisons, Findings, Suspect
+from trajstore.trainers.replay.recorded_rows import RecordedRow, RecordedRows
+from trajstore.trainers.replay.replay_result import Finding
 from trajstore.values.native_types import NATIVE_TYPES, is_nan, widen
 from trajstore.values.rounding import convert
 

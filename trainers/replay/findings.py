@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from trainers.replay.replay_result import LISTED, CannotReplay, Compared, Finding, Kind, Unreplayed
+from trajstore.trainers.replay.replay_result import (
+    LISTED,
+    CannotReplay,
+    Compared,
+    Finding,
+    Kind,
+    Unreplayed,
+)
 from trajstore.values.native_types import NativeType, widen
 from trajstore.values.ulp_lattice import ordinal
 

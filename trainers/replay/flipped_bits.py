@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainers.replay.findings import Suspect
-from trainers.replay.recorded_steps import RecordedStep, StepMismatch
-from trainers.replay.row_checks import flipped_clip_coefs, flipped_rates
-from trainers.replay.step_simulator import Simulator, StepInputs
-from trainers.replay.summary_checks import token_norm_bits
+from trajstore.trainers.replay.findings import Suspect
+from trajstore.trainers.replay.recorded_steps import RecordedStep, StepMismatch
+from trajstore.trainers.replay.row_checks import flipped_clip_coefs, flipped_rates
+from trajstore.trainers.replay.step_simulator import Simulator, StepInputs
+from trajstore.trainers.replay.summary_checks import token_norm_bits
 
 __all__ = ["flipped_scalar", "flipped_values", "has_recorded_norm"]
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trajstore.store.tiled_reader import TiledRun, attribute
+from trajstore.store.reading.tiled_reader import TiledRun, attribute
 from trajstore.values.native_types import NativeType, as_bits
 
 __all__ = ["Placement", "recorded_placement", "tensor_of"]

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainers.replay.altered_values import Blame
-from trainers.replay.findings import Findings
-from trainers.replay.parameter_placement import Placement
-from trainers.replay.recorded_steps import RecordedStep, StepMismatch
-from trainers.replay.step_simulator import Simulator, StepResult
+from trajstore.trainers.replay.altered_values import Blame
+from trajstore.trainers.replay.findings import Findings
+from trajstore.trainers.replay.parameter_placement import Placement
+from trajstore.trainers.replay.recorded_steps import RecordedStep, StepMismatch
+from trajstore.trainers.replay.step_simulator import Simulator, StepResult
 
 __all__ = ["OpenMismatch"]
 

@@ -1,6 +1,6 @@
 """The optimizer of a recorded run, to be carried out again: the real class of `torch.optim`.
 
-Or that which steps with it, where its state has a type of its own (`trainers.rounded_optimizer`).
+Or that which steps with it, where its state has a type of its own (`rounded_optimizer`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trainers.replay.replay_result import CannotReplay
-from trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedOptimizer, RoundedSGD
+from trajstore.trainers.replay.replay_result import CannotReplay
+from trajstore.trainers.rounded_optimizer import (
+    RoundedAdam,
+    RoundedAdamW,
+    RoundedOptimizer,
+    RoundedSGD,
+)
 
 __all__ = ["REPLAYABLE", "RecordedOptimizer", "State", "recorded_optimizer"]
 
@@ -152,7 +157,7 @@ def _optimizer_class(path: str) -> type[Optimizer]:
             return known
     raise CannotReplay(
         f"the optimizer is {path}; those of torch.optim that can be replayed: "
-        f"{', '.join(REPLAYABLE)}; and of trainers.rounded_optimizer: "
+        f"{', '.join(REPLAYABLE)}; and of trajstore.trainers.rounded_optimizer: "
         + ", ".join(known.__name__ for known in _ROUNDED)
     )
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainers.replay.parameter_placement import tensor_of
-from trajstore.store.tiled_reader import TiledRun
+from trajstore.store.reading.tiled_reader import TiledRun
+from trajstore.trainers.replay.parameter_placement import tensor_of
 from trajstore.values.native_types import NativeType
 
 __all__ = ["RecordedRow", "RecordedRows"]

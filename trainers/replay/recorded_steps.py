@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainers.replay.findings import ulps_apart
-from trainers.replay.recorded_optimizer import State
-from trainers.replay.recorded_rows import RecordedRow, RecordedRows
-from trainers.replay.replay_result import CannotReplay
-from trainers.replay.step_simulator import Bits, Simulator, StepInputs, StepResult
+from trajstore.trainers.replay.findings import ulps_apart
+from trajstore.trainers.replay.recorded_optimizer import State
+from trajstore.trainers.replay.recorded_rows import RecordedRow, RecordedRows
+from trajstore.trainers.replay.replay_result import CannotReplay
+from trajstore.trainers.replay.step_simulator import Bits, Simulator, StepInputs, StepResult
 from trajstore.values.native_types import NativeType
 
 __all__ = ["RecordedStep", "RecordedSteps", "StepMismatch"]

@@ -11,23 +11,23 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trainers.replay.cell_checks import CellChecks
-from trainers.replay.findings import Comparisons, Findings, UnreplayedSteps
-from trainers.replay.pending_mismatch import OpenMismatch
-from trainers.replay.recorded_rows import RecordedRow, RecordedRows
-from trainers.replay.recorded_steps import RecordedSteps
-from trainers.replay.replay_device import replay_device, torch_threads
-from trainers.replay.replay_result import CannotReplay, Compared, Replay
-from trainers.replay.row_checks import (
+from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
+from trajstore.store.reading.tiled_reader import attribute, open_tiled
+from trajstore.trainers.replay.cell_checks import CellChecks
+from trajstore.trainers.replay.findings import Comparisons, Findings, UnreplayedSteps
+from trajstore.trainers.replay.pending_mismatch import OpenMismatch
+from trajstore.trainers.replay.recorded_rows import RecordedRow, RecordedRows
+from trajstore.trainers.replay.recorded_steps import RecordedSteps
+from trajstore.trainers.replay.replay_device import replay_device, torch_threads
+from trajstore.trainers.replay.replay_result import CannotReplay, Compared, Replay
+from trajstore.trainers.replay.row_checks import (
     ClippingCheck,
     check_skipped,
     checked_first_row,
     with_usable_rate,
 )
-from trainers.replay.step_simulator import Simulator, recorded_simulator
-from trainers.replay.summary_checks import SummaryChecks
-from trajstore.store.fork_provenance import steps_of_another_optimizer
-from trajstore.store.tiled_reader import attribute, open_tiled
+from trajstore.trainers.replay.step_simulator import Simulator, recorded_simulator
+from trajstore.trainers.replay.summary_checks import SummaryChecks
 
 __all__ = ["replay"]
 
@@ -55,7 +55,7 @@ def replay(
 
     Examples
     --------
-    >>> from trainers import preset, record
+    >>> from trajstore.trainers import preset, record
     >>> config = preset("gatsby").with_values(["training.steps=2", "training.batch_size=4"])
     >>> found = replay(record(config, "run.zarr"))
     >>> found.clean, found.replayed

@@ -130,7 +130,7 @@ class Unreplayed:
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Result of `trainers.replay.replay.replay`.
+    """Result of `trajstore.trainers.replay.replay.replay`.
 
     Attributes
     ----------

@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainers.recording.parameter_rows import MOMENTS
-from trainers.recording.step_hooks import clip_coefficient
-from trainers.replay.findings import Comparisons, Findings, Suspect, finding_at
-from trainers.replay.parameter_placement import tensor_of
-from trainers.replay.recorded_rows import RecordedRow, RecordedRows
-from trainers.replay.recorded_steps import RecordedStep
-from trainers.replay.replay_result import CannotReplay, Finding
-from trainers.replay.step_simulator import Simulator, StepInputs, StepResult
+from trajstore.trainers.recording.parameter_rows import MOMENTS
+from trajstore.trainers.recording.step_hooks import clip_coefficient
+from trajstore.trainers.replay.findings import Comparisons, Findings, Suspect, finding_at
+from trajstore.trainers.replay.parameter_placement import tensor_of
+from trajstore.trainers.replay.recorded_rows import RecordedRow, RecordedRows
+from trajstore.trainers.replay.recorded_steps import RecordedStep
+from trajstore.trainers.replay.replay_result import CannotReplay, Finding
+from trajstore.trainers.replay.step_simulator import Simulator, StepInputs, StepResult
 from trajstore.values.native_types import as_bits
 
 __all__ = [

@@ -11,11 +11,15 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from trainers.recording.parameter_rows import MOMENTS
-from trainers.replay.parameter_placement import Placement, recorded_placement, tensor_of
-from trainers.replay.recorded_optimizer import RecordedOptimizer, State, recorded_optimizer
-from trainers.replay.replay_result import CannotReplay
-from trajstore.store.tiled_reader import TiledRun, attribute
+from trajstore.store.reading.tiled_reader import TiledRun, attribute
+from trajstore.trainers.recording.parameter_rows import MOMENTS
+from trajstore.trainers.replay.parameter_placement import Placement, recorded_placement, tensor_of
+from trajstore.trainers.replay.recorded_optimizer import (
+    RecordedOptimizer,
+    State,
+    recorded_optimizer,
+)
+from trajstore.trainers.replay.replay_result import CannotReplay
 from trajstore.values.native_types import NativeType
 
 __all__ = ["Bits", "Simulator", "StepInputs", "StepResult", "recorded_simulator"]

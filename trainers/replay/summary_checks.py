@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainers.recording.device_norms import token_norm, ulp_l1
-from trainers.replay.findings import Comparisons, Findings, Suspect
-from trainers.replay.parameter_placement import tensor_of
-from trainers.replay.recorded_rows import RecordedRow, RecordedRows
-from trainers.replay.replay_result import Finding
+from trajstore.trainers.recording.device_norms import token_norm, ulp_l1
+from trajstore.trainers.replay.findings import Comparisons, Findings, Suspect
+from trajstore.trainers.replay.parameter_placement import tensor_of
+from trajstore.trainers.replay.recorded_rows import RecordedRow, RecordedRows
+from trajstore.trainers.replay.replay_result import Finding
 from trajstore.values.native_types import NATIVE_TYPES, NativeType, as_bits
 
 __all__ = ["SummaryChecks", "token_norm_bits"]

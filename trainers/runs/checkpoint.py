@@ -21,9 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from trajstore.errors import FormatError, RunExists
-from trajstore.store.atomic import PARTIAL_SUFFIX, flush_folder, put, sweep
-from trajstore.store.object_keys import CHECKPOINT, checkpoint_folder
-from trajstore.store.remote_path import Location, local_file
+from trajstore.store.metadata.object_keys import CHECKPOINT, checkpoint_folder
+from trajstore.store.storage.atomic import PARTIAL_SUFFIX, flush_folder, put, sweep
+from trajstore.store.storage.remote_path import Location, local_file
 
 __all__ = ["Checkpoint", "CheckpointFolder"]
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trainers.recording.hf_callback import TrajectoryCallback
-from trainers.recording.step_hooks import Recorder
-from trainers.runs.checkpoint import Checkpoint, CheckpointFolder
-from trainers.runs.training_setup import Training
-from trainers.runs.training_state import restore_random, restore_state, take_state
 from trajstore.errors import RunLocked
-from trajstore.store.lock import RunLock
-from trajstore.store.open_group import open_group
-from trajstore.store.remote_path import Location
+from trajstore.store.reading.open_group import open_group
+from trajstore.store.storage.lock import RunLock
+from trajstore.store.storage.remote_path import Location
+from trajstore.trainers.recording.hf_callback import TrajectoryCallback
+from trajstore.trainers.recording.step_hooks import Recorder
+from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trajstore.trainers.runs.training_setup import Training
+from trajstore.trainers.runs.training_state import restore_random, restore_state, take_state
 
 __all__ = ["Checkpointing", "TrainerCheckpoints"]
 

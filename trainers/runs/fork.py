@@ -12,34 +12,39 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainers.config import RunConfig
-from trainers.recording.compared_run import RowDifference
-from trainers.recording.step_hooks import Recorder
-from trainers.runs.checkpoint import Checkpoint, CheckpointFolder
-from trainers.runs.fork_settings import changed_fields, forked_config, forked_types, keeps_state
-from trainers.runs.forked_state import ForkedState
-from trainers.runs.record import record, text_sources
-from trainers.runs.resume_checks import (
+from trajstore.argument_types import checks_types
+from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, StepNotFound
+from trajstore.optimizer_advice import require_sound
+from trajstore.schema import STEP, VARIABLES
+from trajstore.store.reading.open_group import open_group
+from trajstore.store.storage.remote_path import RunPath
+from trajstore.store.writing.branched_run import branch_run
+from trajstore.store.writing.create import check_local_target, staged_run
+from trajstore.store.writing.writer import RunWriter
+from trajstore.strict_json import utc_now
+from trajstore.trainers.config import RunConfig
+from trajstore.trainers.recording.compared_run import RowDifference
+from trajstore.trainers.recording.step_hooks import Recorder
+from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trajstore.trainers.runs.fork_settings import (
+    changed_fields,
+    forked_config,
+    forked_types,
+    keeps_state,
+)
+from trajstore.trainers.runs.forked_state import ForkedState
+from trajstore.trainers.runs.record import record, text_sources
+from trajstore.trainers.runs.resume_checks import (
     check_device,
     check_recorded,
     check_text,
     decay_note,
     recorded_config,
 )
-from trainers.runs.retraining import explained, train_again
-from trainers.runs.run_plan import numeric_advice
-from trainers.runs.training_setup import build_training
-from trainers.texts.corpus import Corpus, load_corpus
-from trajstore.argument_types import checks_types
-from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, StepNotFound
-from trajstore.optimizer_advice import require_sound
-from trajstore.schema import STEP, VARIABLES
-from trajstore.store.branched_run import branch_run
-from trajstore.store.create import check_local_target, staged_run
-from trajstore.store.open_group import open_group
-from trajstore.store.remote_path import RunPath
-from trajstore.store.writer import RunWriter
-from trajstore.store.zarr_json import utc_now
+from trajstore.trainers.runs.retraining import explained, train_again
+from trajstore.trainers.runs.run_plan import numeric_advice
+from trajstore.trainers.runs.training_setup import build_training
+from trajstore.trainers.texts.corpus import Corpus, load_corpus
 from trajstore.values.native_types import as_bits, native_type
 
 __all__ = ["fork"]
@@ -116,7 +121,7 @@ def fork(
 
     Examples
     --------
-    >>> from trainers import preset, record
+    >>> from trajstore.trainers import preset, record
     >>> config = preset("gatsby").with_values(["training.steps=4", "training.batch_size=4"])
     >>> path = record(config, "run.zarr")
     >>> other = fork(path, "other.zarr", at=2, settings=["optimizer.lr=3e-4"])

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainers.config import RunConfig
-from trainers.recording.parameter_rows import MOMENTS
-from trainers.runs.resume_checks import flat
-from trainers.runs.run_plan import native_types
 from trajstore.errors import ConfigError, InvalidArgument
 from trajstore.schema import TIERS
-from trajstore.store.branched_run import holds_exactly
+from trajstore.store.writing.branched_run import holds_exactly
+from trajstore.trainers.config import RunConfig
+from trajstore.trainers.recording.parameter_rows import MOMENTS
+from trajstore.trainers.runs.resume_checks import flat
+from trajstore.trainers.runs.run_plan import native_types
 
 __all__ = ["changed_fields", "forked_config", "forked_types", "keeps_state"]
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from trainers.recording.provenance import optimizer_attributes
-from trainers.rounded_optimizer import RoundedSGD
-from trainers.runs.checkpoint import Checkpoint
-from trainers.runs.training_setup import Training
-from trainers.runs.training_state import model_tensors, optimizer_values, take_state
+from trajstore.trainers.recording.provenance import optimizer_attributes
+from trajstore.trainers.rounded_optimizer import RoundedSGD
+from trajstore.trainers.runs.checkpoint import Checkpoint
+from trajstore.trainers.runs.training_setup import Training
+from trajstore.trainers.runs.training_state import model_tensors, optimizer_values, take_state
 
 __all__ = ["ForkedState"]
 

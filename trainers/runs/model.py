@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from trainers.config import InitialisationConfig, ModelConfig
+from trajstore.trainers.config import InitialisationConfig, ModelConfig
 
 __all__ = ["build_model", "initialise"]
 

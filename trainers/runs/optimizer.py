@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 from transformers.trainer_pt_utils import get_parameter_names
 
-from trainers.config import RunConfig, ScheduleConfig
-from trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD
+from trajstore.trainers.config import RunConfig, ScheduleConfig
+from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD
 
 __all__ = ["build_optimizer", "build_schedule"]
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from trainers.config import RunConfig
+from trajstore.trainers.config import RunConfig
 
 __all__ = ["AUTOCAST", "Batches", "build_scaler", "train"]
 

@@ -6,21 +6,21 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from trainers.config import RunConfig
-from trainers.recording.step_hooks import Recorder
-from trainers.runs.checkpoint import Checkpoint, CheckpointFolder
-from trainers.runs.checkpoint_schedule import Checkpointing
-from trainers.runs.recorded_training import recording_options, run_recorded
-from trainers.runs.resume_checks import Standing, check_text, complete, notes, standing
-from trainers.runs.retraining import prove_last_row
-from trainers.runs.run_plan import numeric_advice
-from trainers.runs.training_setup import build_training, find_device
-from trainers.texts.corpus import Corpus, load_corpus
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.optimizer_advice import require_sound
-from trajstore.store.create import check_target
-from trajstore.store.remote_path import Location, RunPath, location
+from trajstore.store.storage.remote_path import Location, RunPath, location
+from trajstore.store.writing.create import check_target
+from trajstore.trainers.config import RunConfig
+from trajstore.trainers.recording.step_hooks import Recorder
+from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trajstore.trainers.runs.checkpoint_schedule import Checkpointing
+from trajstore.trainers.runs.recorded_training import recording_options, run_recorded
+from trajstore.trainers.runs.resume_checks import Standing, check_text, complete, notes, standing
+from trajstore.trainers.runs.retraining import prove_last_row
+from trajstore.trainers.runs.run_plan import numeric_advice
+from trajstore.trainers.runs.training_setup import build_training, find_device
+from trajstore.trainers.texts.corpus import Corpus, load_corpus
 
 __all__ = ["record", "text_sources"]
 
@@ -101,7 +101,7 @@ def record(
 
     Examples
     --------
-    >>> from trainers import preset
+    >>> from trajstore.trainers import preset
     >>> config = preset("gatsby").with_values(["training.steps=2", "training.batch_size=4"])
     >>> path = record(config, "run.zarr")
     >>> from trajstore import open_run

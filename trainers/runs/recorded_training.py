@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from trainers.config import RunConfig
-from trainers.recording.capture import recording
-from trainers.recording.compared_run import Comparison
-from trainers.recording.hf_callback import TrajectoryCallback
-from trainers.recording.options import RecordingOptions, TrainingLoop
-from trainers.recording.step_hooks import Recorder
-from trainers.recording.token_selection import Tokens, read_tokens, select_tokens
-from trainers.runs.checkpoint import Checkpoint
-from trainers.runs.checkpoint_schedule import TrainerCheckpoints
-from trainers.runs.training_setup import Training
-from trainers.runs.training_state import restore_random, restore_state
-from trainers.texts.corpus import Corpus
 from trajstore.errors import RecordingError
-from trajstore.formats.population_files import populations_from
-from trajstore.store.remote_path import Location
+from trajstore.populations.files import populations_from
+from trajstore.store.storage.remote_path import Location
+from trajstore.trainers.config import RunConfig
+from trajstore.trainers.recording.capture import recording
+from trajstore.trainers.recording.compared_run import Comparison
+from trajstore.trainers.recording.hf_callback import TrajectoryCallback
+from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
+from trajstore.trainers.recording.step_hooks import Recorder
+from trajstore.trainers.recording.token_selection import Tokens, read_tokens, select_tokens
+from trajstore.trainers.runs.checkpoint import Checkpoint
+from trajstore.trainers.runs.checkpoint_schedule import TrainerCheckpoints
+from trajstore.trainers.runs.training_setup import Training
+from trajstore.trainers.runs.training_state import restore_random, restore_state
+from trajstore.trainers.texts.corpus import Corpus
 
 __all__ = ["recording_options", "run_recorded"]
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from trainers.config import MAY_CHANGE, RunConfig
-from trainers.recording.provenance import changed_provenance
-from trainers.runs.checkpoint import Checkpoint, CheckpointFolder
-from trainers.runs.optimizer import build_schedule
-from trainers.runs.training_setup import find_device
-from trainers.texts.corpus import Corpus
 from trajstore.errors import ConfigError, CorpusError, NothingToResume, RunNotFound
-from trajstore.store.lock import RunLock
-from trajstore.store.object_keys import checkpoint_folder
-from trajstore.store.open_group import open_group
-from trajstore.store.remote_path import Location, RunPath, location
-from trajstore.store.writer import RunWriter
+from trajstore.store.metadata.object_keys import checkpoint_folder
+from trajstore.store.reading.open_group import open_group
+from trajstore.store.storage.lock import RunLock
+from trajstore.store.storage.remote_path import Location, RunPath, location
+from trajstore.store.writing.writer import RunWriter
+from trajstore.trainers.config import MAY_CHANGE, RunConfig
+from trajstore.trainers.recording.provenance import changed_provenance
+from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trajstore.trainers.runs.optimizer import build_schedule
+from trajstore.trainers.runs.training_setup import find_device
+from trajstore.trainers.texts.corpus import Corpus
 
 __all__ = [
     "Standing",
@@ -46,7 +46,7 @@ def recorded_config(path: RunPath) -> RunConfig:
 
     Examples
     --------
-    >>> from trainers import preset, record
+    >>> from trajstore.trainers import preset, record
     >>> config = preset("gatsby").with_values(["training.steps=2", "training.batch_size=4"])
     >>> recorded_config(record(config, "run.zarr")) == config
     True

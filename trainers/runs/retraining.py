@@ -10,20 +10,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainers.recording.compared_run import Comparison, RowDifference
-from trainers.recording.provenance import changed_provenance
-from trainers.recording.step_hooks import Recorder
-from trainers.runs.checkpoint import Checkpoint, CheckpointFolder
-from trainers.runs.recorded_training import recording_options, run_recorded
-from trainers.runs.resume_checks import recorded_config
-from trainers.runs.training_setup import build_training, find_device
-from trainers.runs.training_state import take_state
-from trainers.texts.corpus import Corpus
 from trajstore.errors import NothingToResume
-from trajstore.store.lock import RunLock
-from trajstore.store.open_group import open_group
-from trajstore.store.remote_path import Location
-from trajstore.store.writer import RunWriter
+from trajstore.store.reading.open_group import open_group
+from trajstore.store.storage.lock import RunLock
+from trajstore.store.storage.remote_path import Location
+from trajstore.store.writing.writer import RunWriter
+from trajstore.trainers.recording.compared_run import Comparison, RowDifference
+from trajstore.trainers.recording.provenance import changed_provenance
+from trajstore.trainers.recording.step_hooks import Recorder
+from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trajstore.trainers.runs.recorded_training import recording_options, run_recorded
+from trajstore.trainers.runs.resume_checks import recorded_config
+from trajstore.trainers.runs.training_setup import build_training, find_device
+from trajstore.trainers.runs.training_state import take_state
+from trajstore.trainers.texts.corpus import Corpus
 
 __all__ = ["Reached", "explained", "prove_last_row", "train_again"]
 

@@ -13,14 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from trainers.config import RunConfig
-from trainers.recording.token_selection import read_tokens, select_tokens
-from trainers.texts.cache import cached
-from trainers.texts.corpus import load_corpus
 from trajstore.argument_types import checks_types
 from trajstore.byte_sizes import format_bytes, parse_bytes
-from trajstore.formats.population_files import populations_from
 from trajstore.optimizer_advice import Advice, advise
+from trajstore.populations.files import populations_from
 from trajstore.schema import (
     ALONG_TOKEN,
     COORDINATES,
@@ -30,8 +26,12 @@ from trajstore.schema import (
     VARIABLES,
     resolve_record,
 )
-from trajstore.store.block_plan import Layout
-from trajstore.store.block_plan import plan as plan_layout
+from trajstore.store.metadata.block_plan import Layout
+from trajstore.store.metadata.block_plan import plan as plan_layout
+from trajstore.trainers.config import RunConfig
+from trajstore.trainers.recording.token_selection import read_tokens, select_tokens
+from trajstore.trainers.texts.cache import cached
+from trajstore.trainers.texts.corpus import load_corpus
 
 __all__ = ["RunPlan", "native_types", "numeric_advice", "plan"]
 
@@ -211,7 +211,7 @@ def plan(
 
     Examples
     --------
-    >>> from trainers import preset
+    >>> from trajstore.trainers import preset
     >>> plan(preset("wordybird-1b")).rows
     201
     """

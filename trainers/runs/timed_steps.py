@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from trainers.config import RunConfig
-from trainers.recording.step_hooks import Recorder
-from trainers.runs.recorded_training import recording_options, run_recorded
-from trainers.runs.training_setup import build_training, find_device
-from trainers.texts.corpus import Corpus, load_corpus
 from trajstore.argument_types import checks_types
 from trajstore.byte_sizes import format_bytes, parse_bytes
 from trajstore.errors import ConfigError, InvalidArgument
+from trajstore.trainers.config import RunConfig
+from trajstore.trainers.recording.step_hooks import Recorder
+from trajstore.trainers.runs.recorded_training import recording_options, run_recorded
+from trajstore.trainers.runs.training_setup import build_training, find_device
+from trajstore.trainers.texts.corpus import Corpus, load_corpus
 
 __all__ = ["TimedSteps", "time_steps"]
 
@@ -100,7 +100,7 @@ def time_steps(
 
     Examples
     --------
-    >>> from trainers import preset
+    >>> from trajstore.trainers import preset
     >>> timed = time_steps(preset("gatsby").with_values(["training.batch_size=2"]), seconds=0.1)
     >>> timed.facts(steps=3000, rows=3001)["seconds"] > 3000 * timed.step_seconds
     True

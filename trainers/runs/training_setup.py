@@ -25,13 +25,13 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from trainers.config import RunConfig
-from trainers.recording.step_examples import EXAMPLE_INDEX
-from trainers.runs.model import build_model, initialise
-from trainers.runs.optimizer import build_optimizer, build_schedule
-from trainers.runs.pytorch_loop import Batches, build_scaler, train
-from trainers.texts.corpus import Corpus
 from trajstore.errors import ConfigError
+from trajstore.trainers.config import RunConfig
+from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX
+from trajstore.trainers.runs.model import build_model, initialise
+from trajstore.trainers.runs.optimizer import build_optimizer, build_schedule
+from trajstore.trainers.runs.pytorch_loop import Batches, build_scaler, train
+from trajstore.trainers.texts.corpus import Corpus
 
 __all__ = ["ExampleDataset", "Training", "build_training", "find_device"]
 
@@ -117,7 +117,7 @@ class Training:
             Steps taken before. The Trainer then goes on at their place in the data, and a callback
             must put back the state when the training begins.
         on_step_end : callable
-            For the plain loop, see `trainers.runs.pytorch_loop.train`.
+            For the plain loop, see `trajstore.trainers.runs.pytorch_loop.train`.
         """
         if self.batches is not None:
             train(

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainers.config import RunConfig
-from trainers.runs.checkpoint import Checkpoint
-from trainers.runs.training_setup import Training
 from trajstore.errors import FormatError
+from trajstore.trainers.config import RunConfig
+from trajstore.trainers.runs.checkpoint import Checkpoint
+from trajstore.trainers.runs.training_setup import Training
 
 __all__ = ["model_tensors", "optimizer_values", "restore_random", "restore_state", "take_state"]
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainers.config import RunConfig
 from trajstore.errors import InvalidArgument
+from trajstore.trainers.config import RunConfig
 
 __all__ = ["SweptRun", "parse_seeds", "split_values", "swept_runs"]
 
@@ -135,7 +135,7 @@ def swept_runs(
 
     Examples
     --------
-    >>> from trainers import preset
+    >>> from trajstore.trainers import preset
     >>> runs = swept_runs(preset("gatsby"), "gatsby", ["initialisation.sigma=1e-5,1e-4"], [1, 2])
     >>> [run.name for run in runs][:2]
     ['gatsby_initialisation.sigma=1e-5_seed=1.zarr', 'gatsby_initialisation.sigma=1e-5_seed=2.zarr']

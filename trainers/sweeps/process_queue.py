@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trajstore.store.lock import is_written_to
+from trajstore.store.storage.lock import is_written_to
 
 __all__ = ["ENDED", "Job", "run_jobs"]
 

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from trainers.config import MAY_CHANGE, RunConfig
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
-from trajstore.store.open_group import open_group
+from trajstore.store.reading.open_group import open_group
+from trajstore.trainers.config import MAY_CHANGE, RunConfig
 
 __all__ = ["SETTLED", "committed_rows", "is_done", "planned_rows", "settle_threads", "threads_of"]
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainers.config import RunConfig
-from trainers.texts.cache import cached
-from trainers.texts.generated_corpus import gatsby_standin, id_stream
-from trainers.texts.tokenizer import AsciiTokenizer, FileTokenizer, Tokenizer
 from trajstore.errors import ConfigError, CorpusError, InvalidArgument
+from trajstore.trainers.config import RunConfig
+from trajstore.trainers.texts.cache import cached
+from trajstore.trainers.texts.generated_corpus import gatsby_standin, id_stream
+from trajstore.trainers.texts.tokenizer import AsciiTokenizer, FileTokenizer, Tokenizer
 
 __all__ = ["Corpus", "load_corpus", "tokenize"]
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trainers.texts.cache import CACHED, cache_folder
 from trajstore.errors import CorpusError, InvalidArgument, MissingExtra
 from trajstore.nearest_name import did_you_mean
-from trajstore.store.hub_address import hub_endpoint
+from trajstore.store.storage.hub_address import hub_endpoint
+from trajstore.trainers.texts.cache import CACHED, cache_folder
 
 __all__ = ["FETCHED", "Fetched", "clean_book", "fetch"]
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trainers.token_texts import printable, token_texts
 from trajstore.errors import CorpusError, InvalidArgument
+from trajstore.trainers.token_texts import printable, token_texts
 
 __all__ = ["ASCII_SIZE", "AsciiTokenizer", "FileTokenizer", "Tokenizer"]
 

@@ -1,13 +1,29 @@
 """The command line: each command opens a library object, calls one method, prints the result.
 
-``start`` is what a shell calls. ``main`` puts the commands together: those that train
-(``record_commands``), train many times (``sweep_command``, which starts each as a ``swept_record``
-and shows the ``sweep_view``), carry a run out differently (``what_if_commands``), follow one that
-is being recorded (``watch_command``, which shows the ``watch_view``), look into a run
-(``inspect_commands``), draw it (``figure_commands``), show it in a browser (``explore_command``),
-write and read the files of others (``exchange_commands``), tell it of its tokens
-(``annotate_command``), check and mend (``integrity_commands``). They share ``options``, print
-``tables`` and ``exchange_tables`` in ``printable`` texts, show ``progress``, say the
-``next_commands``, and stop as ``stop_signals`` ask. What a command calls is imported inside it, so
-that help comes at once.
+``exchange_commands``
+    Commands that write and read the files of others, and old formats: export, import, upgrade.
+``exchange_tables``
+    What the commands about the files of others print: what was taken for what, what is read.
+``info_command``
+    The command `info`.
+``integrity_commands``
+    The commands `verify` and `repair`.
+``main``
+    The command line: each command opens a library object, calls one method, prints the result.
+``options``
+    What every command of the command line shares: its run, its --json, and how errors are told.
+``printable``
+    Texts of others, such as tokens, as a terminal may show them.
+``progress``
+    Progress of the commands, on standard error, and what ends them early.
+``start``
+    The command as it is started: Ctrl-C is a sentence also while everything is imported.
+``stop_signals``
+    Ctrl-C and SIGTERM as a request to stop, not as an end.
+``tables``
+    What the commands print: tables and JSON on standard output.
+``watch_command``
+    The command that follows a run while another process records it: watch.
+``watch_view``
+    What `watch` shows: a view for a terminal, a line for anything else.
 """

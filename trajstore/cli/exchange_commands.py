@@ -61,7 +61,7 @@ def export(run: str, format_name: str | None, output: str, as_json: bool, **opti
       trajstore export gatsby.zarr --layout thimble-7 -o thimble.h5
       trajstore export gatsby.zarr --format zarr --block-rows 64 -o portable.zarr
     """
-    from trajstore.exchange.export_run import export as write
+    from trajstore.exchange.exporting.export_run import export as write
 
     if options["layout"] == "native":
         format_name = format_name or _format_of(output)
@@ -184,7 +184,7 @@ def import_(
         return
     if output is None:
         raise InvalidArgument("say where the run is to be with -o NAME.zarr, or add --dry-run")
-    from trajstore.exchange.import_file import import_file
+    from trajstore.exchange.importing.import_file import import_file
 
     with stopped_by_signals(), BytesProgress("importing") as progress:
         done = import_file(file, output, on_progress=progress.show, **said)
@@ -221,7 +221,7 @@ def _bits(texts: tuple[str, ...]) -> dict[str, str]:
 
 
 def _preview(file: str, said: dict[str, Any], *, as_json: bool) -> None:
-    from trajstore.exchange.import_file import preview_import
+    from trajstore.exchange.importing.import_file import preview_import
 
     unused = ("encoding", "block_rows", "overwrite")
     seen = preview_import(
@@ -265,7 +265,7 @@ def upgrade(run: str, output: str, as_json: bool, **options: Any) -> None:
     Example:
       trajstore upgrade gatsby.zarr -o gatsby2.zarr
     """
-    from trajstore.exchange.upgrade_run import upgrade as make
+    from trajstore.exchange.exporting.upgrade_run import upgrade as make
 
     with stopped_by_signals(), BytesProgress("upgrading") as progress:
         done = make(run, output, on_progress=progress.show, **options)

@@ -10,7 +10,7 @@ from rich.text import Text
 from trajstore.cli.tables import out, print_json, print_table, table
 
 if TYPE_CHECKING:
-    from trajstore.exchange.recognition import Taken
+    from trajstore.exchange.guessing.array_roles import Taken
 
 __all__ = ["print_taken", "print_understood"]
 
@@ -29,8 +29,8 @@ def print_taken(lines: Iterable[Taken]) -> None:
 
 def print_understood(*, as_json: bool) -> None:
     """Print what an import understands: formats, roles with the names in use, and layouts."""
+    from trajstore.exchange.guessing.role_table import ROLES, SCALARS
     from trajstore.exchange.layouts import EXPORT_LAYOUTS
-    from trajstore.exchange.roles import ROLES, SCALARS
     from trajstore.formats.open_file import FORMATS
 
     if as_json:

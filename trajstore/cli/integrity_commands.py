@@ -1,16 +1,25 @@
-"""Commands that check a run and mend it: verify, repair."""
+"""The commands `verify` and `repair`."""
 
 from __future__ import annotations
 
+import shlex
 import sys
-from typing import Any
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.text import Text
 
+from trajstore.byte_sizes import format_bytes
 from trajstore.cli.options import JSON, RUN, sentences
 from trajstore.cli.progress import BytesProgress, StepsProgress
-from trajstore.cli.tables import out, print_json, print_repair, print_replay, print_verification
+from trajstore.cli.tables import counted, out, print_json, print_notes, print_table, table
 from trajstore.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from trajstore.integrity.repair import Repair
+    from trajstore.integrity.verify import Verification
+
 
 __all__ = ["repair", "verify"]
 
@@ -47,7 +56,7 @@ def verify(run: str, with_replay: bool, as_json: bool) -> None:
     else:
         print_verification(found)
         if replayed is not None:
-            print_replay(replayed)
+            print_replay(replayed.facts())
         elif with_replay:
             out.print("The replay was left out, because the run is damaged; repair it first.")
     if not found.clean or (replayed is not None and not replayed.clean):
@@ -55,10 +64,12 @@ def verify(run: str, with_replay: bool, as_json: bool) -> None:
 
 
 def _replay(run: str) -> Any:
+    """Result of the replay that is installed: with ``clean`` and ``facts()``."""
     try:
-        from trainers.replay.replay import replay
+        (point,) = entry_points(group="trajstore.replays", name="optimizer")
+        replay = point.load()
     except ImportError as error:
-        if (error.name or "").partition(".")[0] in ("trajstore", "trainers", "analysis"):
+        if (error.name or "").partition(".")[0] == "trajstore":
             raise
         raise MissingExtra(
             f"replaying carries out every step with torch, and {error.name or error} is missing; "
@@ -93,3 +104,79 @@ def repair(run: str, yes: bool, as_json: bool) -> None:
         print_repair(found)
     if found.unrepaired:
         sys.exit(1)
+
+
+def print_replay(facts: dict[str, Any]) -> None:
+    """Print the facts of a replay."""
+    out.print(
+        f"Replayed {facts['replayed']:,} of {facts['steps']:,} steps"
+        + (f" with {facts['optimizer']}" if facts["replayed"] else "")
+        + (f", {facts['skipped']:,} of them skipped by the scaler" if facts["skipped"] else "")
+        + f": {facts['differing']:,} values differ."
+    )
+    if facts["variables"]:
+        printed = table("", "variable", "steps", "differ", "first at", "largest, ulp")
+        for name, compared in facts["variables"].items():
+            first = compared["first"] or {}
+            place = ", ".join(f"{key} {at}" for key, at in first.items() if at is not None)
+            ulps = "" if compared["ulps"] is None else f"{compared['ulps']:,}"
+            printed.add_row(
+                name, f"{compared['steps']:,}", f"{compared['differing']:,}", place, ulps
+            )
+        print_table(printed)
+    if facts["rebuilt"]:
+        out.print(f"Rebuilt from row 0, because it is not recorded: {', '.join(facts['rebuilt'])}.")
+    for finding in facts["findings"]:
+        out.print(Text(f"Wrong: {finding['sentence']}."))
+    if facts["total_findings"] > len(facts["findings"]):
+        out.print(f"And {facts['total_findings'] - len(facts['findings']):,} findings more.")
+    for part in facts["unreplayed"]:
+        out.print(Text(f"Not proven: {part['sentence']}."))
+    print_notes(facts["notes"])
+
+
+def print_verification(found: Verification) -> None:
+    """Print what `trajstore.integrity.verify.verify` found: what is broken, and where."""
+    from trajstore.store.storage.remote_path import key_within
+
+    if found.problems:
+        printed = table("Problems", "array", "block", "bytes", "file", "what is wrong")
+        for column in printed.columns[3:]:
+            column.justify = "left"
+        for problem in found.problems:
+            span = "" if problem.first_byte is None else f"{problem.first_byte}–{problem.stop_byte}"
+            printed.add_row(
+                problem.array or "",
+                "" if problem.block is None else str(problem.block),
+                span,
+                Text(key_within(problem.path, found.path.parent)),
+                Text(problem.message),
+            )
+        print_table(printed)
+    print_notes(found.notes)
+    verdict = "sound" if found.clean else f"{counted(len(found.problems), 'problem')}"
+    out.print(
+        Text(
+            f"{found.path.name}: {verdict}; checked {counted(found.rows, 'row')} in "
+            f"{counted(found.shards, 'shard')}, {counted(found.chunks, 'chunk')}, "
+            f"{format_bytes(found.bytes)}."
+        )
+    )
+
+
+def print_repair(found: Repair) -> None:
+    """Print what `trajstore.integrity.repair.repair` has done, or would do."""
+    if not found.actions and not found.unrepaired:
+        out.print(Text(f"{found.path.name} is sound: there is nothing to repair."))
+        return
+    if found.actions:
+        out.print(Text("Done:" if found.done else "Would be done:"))
+    for action in found.actions:
+        out.print(Text(f"  {action}."))
+    if found.unrepaired:
+        out.print(Text("Cannot be repaired, as it is written down nowhere else:"))
+    for sentence in found.unrepaired:
+        out.print(Text(f"  {sentence}."))
+    if found.actions and not found.done:
+        run = shlex.quote(str(found.path))
+        out.print(Text(f"Nothing has been changed. Do it with: trajstore repair {run} --yes"))

@@ -1,38 +1,88 @@
-"""The command line: each command opens a library object, calls one method, prints the result."""
+"""The command line: each command opens a library object, calls one method, prints the result.
+
+Commands are found through the entry points of the group ``trajstore.commands``, those of this
+package as those of others.
+"""
 
 from __future__ import annotations
 
+import functools
+from importlib.metadata import EntryPoint, entry_points
+
 import click
 
-from trajstore.cli.annotate_command import annotate
-from trajstore.cli.exchange_commands import export, import_, upgrade
-from trajstore.cli.explore_command import explore
-from trajstore.cli.figure_commands import plot, report
-from trajstore.cli.inspect_commands import analyze, compare, info, summary
-from trajstore.cli.integrity_commands import repair, verify
-from trajstore.cli.next_commands import FIRST
-from trajstore.cli.record_commands import fetch, plan, presets, record
-from trajstore.cli.sweep_command import sweep
-from trajstore.cli.watch_command import watch
-from trajstore.cli.what_if_commands import what_if
 from trajstore.nearest_name import did_you_mean
 from trajstore.version import __version__
 
 __all__ = ["main"]
 
+FIRST = """\
+Type first:
+
+  trajstore record --preset gatsby --steps 300 -o gatsby.zarr   train a tiny GPT-2, and record it
+  trajstore watch gatsby.zarr                                   look on, from another terminal
+  trajstore summary gatsby.zarr                                 see what happened
+
+Or, with a file that you have:
+
+  trajstore import mine.safetensors -o mine.zarr
+
+`trajstore --help` lists all commands, `trajstore COMMAND --help` explains one."""
+
 
 class _Commands(click.Group):
-    """The commands, of which a mistyped name is told the nearest."""
+    """Commands by the names of their entry points; each is imported when it is needed."""
+
+    @functools.cached_property
+    def _entry_points(self) -> dict[str, EntryPoint]:
+        found = entry_points(group="trajstore.commands")
+        ours = [point for point in found if point.module.partition(".")[0] == "trajstore"]
+        return {point.name: point for point in (*found, *ours)}  # nobody replaces one of ours
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of all commands."""
+        return sorted(self._entry_points)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Command of that name; one that cannot be imported says so when it is called."""
+        point = self._entry_points.get(cmd_name)
+        if point is None:
+            return None
+        try:
+            command: click.Command = point.load()
+        except (ImportError, AttributeError) as error:
+            if point.module.partition(".")[0] == "trajstore":
+                raise
+            return _broken(point, error)
+        return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that is called; an unknown name gets the nearest known one."""
         name = args[0]
-        if self.get_command(ctx, name) is None and not name.startswith("-"):
+        if name not in self._entry_points and not name.startswith("-"):
             raise click.UsageError(
-                f"There is no command {name!r}{did_you_mean(name, self.commands)}.", ctx
+                f"There is no command {name!r}{did_you_mean(name, self._entry_points)}.", ctx
             )
         return super().resolve_command(ctx, args)
+
+
+def _broken(point: EntryPoint, error: Exception) -> click.Command:
+    """Command in the place of one from another package that cannot be imported."""
+    owner = point.dist.name if point.dist else point.module
+
+    @click.command(
+        point.name,
+        short_help=f"Cannot be imported from {owner}.",
+        context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    )
+    def broken() -> None:
+        raise click.ClickException(
+            f"the command {point.name} of {owner} cannot be imported: {error}"
+        )
+
+    return broken
 
 
 @click.group(
@@ -44,7 +94,7 @@ class _Commands(click.Group):
 @click.option("--debug", is_flag=True, help="Show tracebacks.")
 @click.pass_context
 def main(ctx: click.Context, debug: bool) -> None:
-    """Record every optimizer step of a training run, and look into it.
+    """Record every optimizer step of a training run, and analyze it.
 
     \b
     Example:
@@ -53,28 +103,3 @@ def main(ctx: click.Context, debug: bool) -> None:
     """
     if ctx.invoked_subcommand is None:
         click.echo(FIRST)
-
-
-for command in (
-    record,
-    sweep,
-    what_if,
-    plan,
-    fetch,
-    presets,
-    watch,
-    info,
-    summary,
-    analyze,
-    plot,
-    report,
-    explore,
-    export,
-    import_,
-    upgrade,
-    annotate,
-    compare,
-    verify,
-    repair,
-):
-    main.add_command(command)

@@ -118,7 +118,7 @@ def given_populations(assignments: Sequence[str]) -> dict[str, Any]:
     InvalidArgument
         For what is none; for a name alone also where to give it.
     """
-    from trajstore.formats.population_files import populations_from
+    from trajstore.populations.files import populations_from
 
     for one in assignments:
         if "=" not in one:
@@ -131,8 +131,8 @@ def given_populations(assignments: Sequence[str]) -> dict[str, Any]:
 
 def opened(runs: Sequence[str], *, common_steps: bool = False) -> xr.Dataset:
     """One run, or several along ``run``: those that are named, or that a pattern matches."""
-    from trajstore.store.open_run import open_run
-    from trajstore.store.open_runs import open_runs, run_paths
+    from trajstore.store.reading.open_run import open_run
+    from trajstore.store.reading.open_runs import open_runs, run_paths
 
     paths = run_paths(runs)
     if len(paths) == 1:

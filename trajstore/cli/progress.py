@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
@@ -17,39 +16,24 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.text import Text
 
-from trajstore.byte_sizes import format_bytes
 from trajstore.cli.stop_signals import working
 from trajstore.cli.tables import err
 from trajstore.errors import InvalidArgument, MissingExtra
 
 if TYPE_CHECKING:
-    from trainers.recording.compared_run import ComparedRun
-    from trainers.recording.step_hooks import Recorder
-    from trainers.texts.corpus import Corpus
-    from trajstore.store.writer import RunWriter
+    pass
 
 __all__ = [
     "AnalysisProgress",
+    "Bar",
     "BytesProgress",
-    "RecordingProgress",
     "StepsProgress",
     "stopped_by_signals",
 ]
 
 
-_WIDE = 120  # columns of a terminal that hold everything beside a bar
-
-
-class _Rate(ProgressColumn):
-    """Steps a second."""
-
-    def render(self, task: Any) -> Text:
-        return Text(f"{task.finished_speed or task.speed or 0:.1f} steps/s")
-
-
-class _Bar:
+class Bar:
     """A bar on a terminal, nothing elsewhere; shown while the ``with`` block runs."""
 
     def __init__(self, *columns: ProgressColumn, **options: Any) -> None:
@@ -69,7 +53,7 @@ class _Bar:
         self._bar.update(self._task, completed=done, total=total)
 
 
-class BytesProgress(_Bar):
+class BytesProgress(Bar):
     """Progress of something that is measured in bytes.
 
     Parameters
@@ -89,7 +73,7 @@ class BytesProgress(_Bar):
         )
 
 
-class StepsProgress(_Bar):
+class StepsProgress(Bar):
     """Progress of something that goes through the rows of a run.
 
     Parameters
@@ -122,108 +106,7 @@ def stopped_by_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-class RecordingProgress(_Bar):
-    """Progress of a recording: a bar on a terminal, a line now and then elsewhere.
-
-    Parameters
-    ----------
-    steps : int
-        Optimizer steps of the whole run.
-    """
-
-    def __init__(self, steps: int) -> None:
-        # Seconds between two looks at the loss, which may have to wait for the device.
-        self._interval = 0.2 if err.is_terminal else 30.0
-        self._wide = err.width >= _WIDE
-        super().__init__(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(bar_width=None),  # what the others leave
-            _Rate(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[state]}"),
-            speed_estimate_period=10,
-            expand=True,
-        )
-        self._began: float | None = None
-        self._first: tuple[float, int] | None = None
-        self._last: tuple[float, int] | None = None
-        self._steps = steps
-        self.show(0, steps)
-        self._next = 0.0  # the first step is shown at once
-        self._waited = 0.0
-
-    def show_corpus(self, corpus: Corpus) -> None:
-        """Say which text is trained on. The time that the recording takes is counted from here."""
-        self._began = time.monotonic()
-        dead = int((corpus.counts() == 0).sum())
-        err.print(
-            f"Corpus: {corpus.name}, {corpus.size:,} bytes, {corpus.ids.size:,} tokens, "
-            f"{dead} of {corpus.vocab_size} ids dead (sha256 {corpus.sha256[:12]}…)"
-        )
-
-    def show_note(self, note: str) -> None:
-        """Say what should be known about the run."""
-        err.print(Text(f"Note: {note}."))
-
-    def show_proof(self, step: int, last: int) -> None:
-        """Show how many of the recorded steps have been trained again."""
-        if err.is_terminal:
-            state = f"proving step {step} of {last} against the recorded rows"
-            self._bar.update(self._task, completed=step, state=state)
-            return
-        now = time.monotonic()
-        if now >= self._next or step == last:
-            self._next = now + self._interval
-            err.print(f"proving step {step} of {last}")
-
-    def show_step(self, recorder: Recorder) -> None:
-        """Show the step, its loss, what is recorded and how far the writer is behind."""
-        now = time.monotonic()
-        self._last = now, recorder.step
-        self._first = self._first or self._last
-        if now < self._next and recorder.step != self._steps:
-            return
-        self._next = now + self._interval
-        state = f"loss {recorder.loss.item():.3f}"
-        writer = recorder.writer
-        if writer is not None:
-            state += self._written(writer)
-        if err.is_terminal:
-            self._bar.update(self._task, completed=recorder.step, state=state)
-        else:
-            err.print(f"step {recorder.step}/{self._steps}: {state}")
-
-    @property
-    def seconds(self) -> float | None:
-        """That the recording has taken so far; None before the first step."""
-        if self._began is None or self._last is None:
-            return None
-        return self._last[0] - self._began
-
-    @property
-    def rate(self) -> float | None:
-        """Steps a second, from the first one on; None before the second."""
-        if self._first is None or self._last is None or self._first == self._last:
-            return None
-        return (self._last[1] - self._first[1]) / max(self._last[0] - self._first[0], 1e-9)
-
-    def _written(self, writer: RunWriter | ComparedRun) -> str:
-        """How much is recorded, and where it is; in a narrow terminal, what matters most."""
-        waiting = writer.seconds_waited > self._waited
-        self._waited = writer.seconds_waited
-        if err.is_terminal and not self._wide:
-            shown = ", waiting for the disk" if waiting else ""
-            return shown or f", {format_bytes(writer.bytes_recorded)}"
-        state = f", {format_bytes(writer.bytes_recorded)} recorded"
-        if writer.bytes_written:
-            state += f", {format_bytes(writer.bytes_written)} on disk"
-        state += f", {writer.rows - writer.committed_rows} rows in memory"
-        if waiting:
-            state += f", waiting for the disk ({writer.seconds_waited:.1f} s so far)"
-        return state
-
-
-class AnalysisProgress(_Bar):
+class AnalysisProgress(Bar):
     """Progress of a computation: a bar on a terminal.
 
     Parameters

@@ -53,7 +53,7 @@ def watch(run: str, interval: float | None, once: bool, as_json: bool) -> None:
       trajstore watch gatsby.zarr
       trajstore watch gatsby.zarr --once
     """
-    from trajstore.store.open_group import runs_beside
+    from trajstore.store.reading.open_group import runs_beside
     from trajstore.watching.run_follower import RunFollower
 
     follower = RunFollower(run)

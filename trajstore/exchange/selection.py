@@ -16,7 +16,7 @@ import xarray as xr
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import VARIABLES
-from trajstore.store.tiled_reader import TiledRun, positions
+from trajstore.store.reading.tiled_reader import TiledRun, positions
 
 __all__ = ["Selection", "Steps", "Tokens", "select", "select_part"]
 

@@ -6,6 +6,5 @@
 for what a Trainer logged) each have a class that reads such a file, which is checked as a whole
 before a value of it is read; ``open_file`` finds out which it is. ``safetensors`` and
 ``hdf5_writing`` also write, what ``streamed_tensor`` describes. A new format is one such module;
-what its arrays mean for a run is said in `trajstore.exchange`. ``population_files`` reads the masks
-and ids that ``--population`` names.
+what its arrays mean for a run is said in `trajstore.exchange`.
 """

@@ -14,8 +14,8 @@ from zarr.storage import MemoryStore
 
 from trajstore.errors import FormatError
 from trajstore.schema import STEP, VARIABLES, Coordinate, Variable, coordinate
-from trajstore.store.array_reader import block_form
-from trajstore.store.object_keys import DOCUMENT
+from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.reading.array_reader import block_form
 from trajstore.strict_json import Document, same
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE
 

@@ -6,9 +6,9 @@ import numpy as np
 
 from trajstore.errors import FormatError, ObjectStoreError
 from trajstore.integrity.problem import Problem
-from trajstore.store.object_keys import DOCUMENT
-from trajstore.store.remote_path import Location
-from trajstore.store.tiled_reader import TiledRun, open_tiled
+from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
+from trajstore.store.storage.remote_path import Location
 from trajstore.values.native_types import NATIVE_TYPES, is_nan
 from trajstore.values.rounding import convert
 

@@ -9,10 +9,10 @@ from trajstore.codec.block_form import Runs
 from trajstore.errors import FormatError
 from trajstore.integrity.array_json_checks import open_document
 from trajstore.integrity.problem import Problem
-from trajstore.store.array_reader import StoredArray, stored_array
-from trajstore.store.object_keys import DOCUMENT
-from trajstore.store.open_group import run_identity
-from trajstore.store.remote_path import Location
+from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.reading.array_reader import StoredArray, stored_array
+from trajstore.store.reading.open_group import run_identity
+from trajstore.store.storage.remote_path import Location
 from trajstore.strict_json import Document
 
 __all__ = ["CheckedMetadata"]

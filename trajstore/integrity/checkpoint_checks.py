@@ -19,8 +19,8 @@ import google_crc32c
 from trajstore.errors import FormatError, ObjectStoreError
 from trajstore.formats.safetensors import Entry, SafetensorsFile
 from trajstore.integrity.problem import Problem
-from trajstore.store.object_keys import CHECKPOINT, checkpoint_folder
-from trajstore.store.remote_path import Location, RemotePath, local_file
+from trajstore.store.metadata.object_keys import CHECKPOINT, checkpoint_folder
+from trajstore.store.storage.remote_path import Location, RemotePath, local_file
 
 __all__ = ["check_checkpoints"]
 

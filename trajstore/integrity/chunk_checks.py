@@ -27,9 +27,9 @@ from trajstore.integrity.shard_checks import (
     row0_notes,
 )
 from trajstore.schema import STEP
-from trajstore.store.object_file import size_of
-from trajstore.store.object_keys import chunk_key
-from trajstore.store.remote_path import REMOTE_REQUESTS, Location, RemotePath
+from trajstore.store.metadata.object_keys import chunk_key
+from trajstore.store.storage.object_file import size_of
+from trajstore.store.storage.remote_path import REMOTE_REQUESTS, Location, RemotePath
 from trajstore.threads import Progress, in_parallel
 from trajstore.values.native_types import NATIVE_TYPES
 

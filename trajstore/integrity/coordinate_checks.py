@@ -16,8 +16,8 @@ from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.decode_with_zarr import note_on_fallback, open_with_zarr
 from trajstore.integrity.problem import Problem
 from trajstore.schema import along_token
-from trajstore.store.object_file import size_of
-from trajstore.store.object_keys import chunk_key
+from trajstore.store.metadata.object_keys import chunk_key
+from trajstore.store.storage.object_file import size_of
 from trajstore.strict_json import Document
 
 __all__ = ["CheckedCoordinates", "check_coordinates"]

@@ -8,7 +8,7 @@ import zarr
 
 from trajstore.errors import FormatError, ObjectStoreError
 from trajstore.integrity.checked_metadata import CheckedMetadata
-from trajstore.store.remote_path import RemotePath
+from trajstore.store.storage.remote_path import RemotePath
 
 __all__ = ["note_on_fallback", "open_with_zarr"]
 

@@ -17,9 +17,9 @@ from trajstore.integrity.array_json_checks import (
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.root_attribute_checks import fixed_attributes, parsed_copy
 from trajstore.schema import STEP, VARIABLES, Coordinate, coordinate
-from trajstore.store.array_reader import stored_array
-from trajstore.store.object_keys import DOCUMENT
-from trajstore.store.zarr_json import COPY
+from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.zarr_json import COPY
+from trajstore.store.reading.array_reader import stored_array
 from trajstore.strict_json import Document, differences, same
 
 __all__ = ["agreed_lengths", "choose_documents"]

@@ -9,15 +9,15 @@ from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import fixed_attributes, is_labelled
 from trajstore.integrity.shard_checks import CheckedChunks
 from trajstore.schema import STEP
-from trajstore.store.array_reader import StoredArray
-from trajstore.store.fingerprint import (
+from trajstore.store.metadata.fingerprint import (
     CONTENT,
     FINGERPRINT,
     Fingerprint,
     block_digest,
     coordinate_digests,
 )
-from trajstore.store.object_keys import DOCUMENT
+from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.reading.array_reader import StoredArray
 from trajstore.strict_json import Document
 
 __all__ = ["check_fingerprint", "made_again"]

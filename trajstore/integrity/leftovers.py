@@ -10,11 +10,11 @@ from pathlib import Path
 from trajstore.byte_sizes import format_bytes
 from trajstore.integrity.array_json_checks import block_rows, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
-from trajstore.store.atomic import PARTIAL_SUFFIX, leftovers
-from trajstore.store.inner_links import inner_links
-from trajstore.store.lock import lock_left
-from trajstore.store.object_keys import DOCUMENT, block_of
-from trajstore.store.remote_path import Location, RemotePath
+from trajstore.store.metadata.object_keys import DOCUMENT, block_of
+from trajstore.store.storage.atomic import PARTIAL_SUFFIX, leftovers
+from trajstore.store.storage.inner_links import inner_links
+from trajstore.store.storage.lock import lock_left
+from trajstore.store.storage.remote_path import Location, RemotePath
 
 __all__ = ["Leftovers", "find_leftovers"]
 

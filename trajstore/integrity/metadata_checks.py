@@ -22,11 +22,11 @@ from trajstore.integrity.duplicate_metadata import agreed_lengths, choose_docume
 from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import check_attributes, settle_announced
 from trajstore.schema import MODEL, STEP, TRAJECTORIES, VARIABLES, coordinate
-from trajstore.store.object_file import document_in
-from trajstore.store.object_keys import DOCUMENT
-from trajstore.store.open_group import runs_beside
-from trajstore.store.remote_path import Location, RemotePath, RunPath, location
-from trajstore.store.run_info import object_sizes
+from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.reading.open_group import runs_beside
+from trajstore.store.reading.run_info import object_sizes
+from trajstore.store.storage.object_file import document_in
+from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.strict_json import Document, parse
 
 __all__ = ["check_metadata", "is_outdated", "read_document"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trajstore.store.remote_path import Location
+from trajstore.store.storage.remote_path import Location
 
 __all__ = ["Problem"]
 

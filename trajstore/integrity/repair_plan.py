@@ -26,11 +26,11 @@ from trajstore.integrity.root_attribute_checks import (
 )
 from trajstore.integrity.verify import CheckedRun
 from trajstore.schema import FORMAT, STEP
-from trajstore.store.fingerprint import CONTENT, FINGERPRINT
-from trajstore.store.object_keys import DOCUMENT
-from trajstore.store.remote_path import Location, key_within
-from trajstore.store.zarr_json import COPY, RunMetadata, Status, utc_now
-from trajstore.strict_json import Document, same
+from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
+from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.zarr_json import COPY, RunMetadata, Status
+from trajstore.store.storage.remote_path import Location, key_within
+from trajstore.strict_json import Document, same, utc_now
 from trajstore.version import __version__
 
 __all__ = ["RepairPlan", "plan_repair"]

@@ -10,9 +10,9 @@ from trajstore.errors import FormatError
 from trajstore.integrity.array_json_checks import is_moment, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.schema import ENCODINGS, FORMAT, STEP
-from trajstore.store.fingerprint import COMING, CONTENT, FINGERPRINT
-from trajstore.store.open_group import run_identity
-from trajstore.store.zarr_json import CHANGING, COPY, Status
+from trajstore.store.metadata.fingerprint import COMING, CONTENT, FINGERPRINT
+from trajstore.store.metadata.zarr_json import CHANGING, COPY, Status
+from trajstore.store.reading.open_group import run_identity
 from trajstore.strict_json import Document, differences, parse, same
 
 __all__ = [

@@ -21,9 +21,9 @@ from trajstore.codec.delta import unfold
 from trajstore.errors import InvalidArgument, ObjectStoreError
 from trajstore.integrity.problem import Problem
 from trajstore.schema import STEP, VARIABLES
-from trajstore.store.array_reader import StoredArray
-from trajstore.store.object_file import HeldObject, held
-from trajstore.store.remote_path import Location, ObjectReplaced
+from trajstore.store.reading.array_reader import StoredArray
+from trajstore.store.storage.object_file import HeldObject, held
+from trajstore.store.storage.remote_path import Location, ObjectReplaced
 from trajstore.values.native_types import NativeType, narrow
 from trajstore.values.rounding import is_bfloat16
 

@@ -21,7 +21,7 @@ from trajstore.integrity.leftovers import Leftovers, find_leftovers
 from trajstore.integrity.metadata_checks import check_metadata, is_outdated
 from trajstore.integrity.problem import Problem
 from trajstore.integrity.shard_checks import CheckedChunks
-from trajstore.store.remote_path import Location, RunPath
+from trajstore.store.storage.remote_path import Location, RunPath
 from trajstore.threads import Progress
 
 __all__ = ["CheckedRun", "Verification", "check_run", "verify"]

@@ -2,7 +2,7 @@
 
 A recorder stores them beside the matrices (`grad_token_norm`, `W_step_norm`, `W_ulp_l1`), and
 `analysis` computes the same from the matrices when they were not stored. The recorder has to do so
-on an accelerator, so `trainers.recording.device_norms` implements the same definition in torch;
+on an accelerator, so `device_norms` implements the same definition in torch;
 both agree to the last bit. Therefore nothing is used but operations that IEEE 754 rounds in one way
 only: differences, squares, quotients and roots in float64, sums in the order of `hidden_sum`, and
 one rounding to float32 at the end (none for a float64 history, of which a recorder keeps float32

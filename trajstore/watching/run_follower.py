@@ -14,11 +14,11 @@ import numpy as np
 import xarray as xr
 
 from trajstore.errors import FormatError, RunNotFound
-from trajstore.store.lock import is_written_to
-from trajstore.store.object_keys import DOCUMENT
-from trajstore.store.open_run import open_run
-from trajstore.store.remote_path import Location, RemotePath, RunPath, location
-from trajstore.store.run_info import stored_bytes
+from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.reading.open_run import open_run
+from trajstore.store.reading.run_info import stored_bytes
+from trajstore.store.storage.lock import is_written_to
+from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.values.native_types import NATIVE_TYPES
 from trajstore.watching.bounded_curve import BoundedCurve
 from trajstore.watching.recording_pace import RecordingPace

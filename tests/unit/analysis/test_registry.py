@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import xarray as xr
 
-import analysis
-from analysis.registry import QUANTITIES
-from analysis.write_results import describe
+from trajstore import analysis
+from trajstore.analysis.registry import QUANTITIES
+from trajstore.analysis.results.write_results import describe
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 ADAM = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-import analysis
-from analysis.registry import ALONE, QUANTITIES
+from trajstore import analysis
+from trajstore.analysis.registry import ALONE, QUANTITIES
 from trajstore.errors import InvalidArgument, TrajstoreError
 
 

@@ -10,9 +10,9 @@ pytest.importorskip("torch")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainers.config import RunConfig
-from trainers.presets import PRESETS, preset
 from trajstore import ConfigError, InvalidArgument
+from trajstore.trainers.config import RunConfig
+from trajstore.trainers.presets import PRESETS, preset
 
 pytestmark = pytest.mark.torch
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-import analysis
-from trainers import PRESETS, plan, preset, record
-from trainers.texts.cache import CACHE_VARIABLE
-from trajstore import InvalidArgument, open_run
+from trajstore import InvalidArgument, analysis, open_run
+from trajstore.trainers import PRESETS, plan, preset, record
+from trajstore.trainers.texts.cache import CACHE_VARIABLE
 
 pytestmark = pytest.mark.torch
 

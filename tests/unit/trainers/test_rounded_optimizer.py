@@ -9,13 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trainers.rounded_optimizer import (  # noqa: E402
+from trajstore.errors import InvalidArgument  # noqa: E402
+from trajstore.trainers.rounded_optimizer import (  # noqa: E402
     RoundedAdam,
     RoundedAdamW,
     RoundedSGD,
     round_stochastically,
 )
-from trajstore.errors import InvalidArgument  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -94,7 +94,7 @@ def test_float32_whose_average_is_too_slow() -> None:
 
 
 def test_who_rounds_once_or_at_random() -> None:
-    name = "trainers.rounded_optimizer.RoundedAdamW"
+    name = "trajstore.trainers.rounded_optimizer.RoundedAdamW"
     rounded = adam(name, state_dtype="bfloat16", rounding="nearest", weight_decay=0.01)
     assert texts(rounded).keys() == {"exp_avg_sq"}
     assert texts(adam(name, state_dtype="bfloat16", rounding="stochastic")) == {}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from watched_runs import begin, extend
 
-from analysis.exploring.live_run import LiveRun
+from trajstore.analysis.exploring.live_run import LiveRun
 from trajstore.errors import InvalidArgument, RunNotFound
 
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from watched_runs import begin, extend
 
-from analysis.consecutive_rows import REGIMES
-from analysis.exploring import plots
-from analysis.exploring.live_run import LiveRun
-from analysis.exploring.page import Page
-from analysis.figures.style import REGIME_COLOURS
+from trajstore.analysis.exploring import plots
+from trajstore.analysis.exploring.live_run import LiveRun
+from trajstore.analysis.exploring.page import Page
+from trajstore.analysis.figures.style import REGIME_COLOURS
+from trajstore.analysis.scan.consecutive_rows import REGIMES
 
 for needed in ("datashader", "holoviews", "panel"):
     pytest.importorskip(needed, reason="needs the extra `explore`")

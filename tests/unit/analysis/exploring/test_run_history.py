@@ -8,10 +8,9 @@ import xarray as xr
 from example_run import write_example_run
 from watched_runs import begin, extend
 
-import analysis
-from analysis.exploring import run_history
-from analysis.exploring.run_history import grown, prepare
-from trajstore import open_run
+from trajstore import analysis, open_run
+from trajstore.analysis.exploring import run_history
+from trajstore.analysis.exploring.run_history import grown, prepare
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 

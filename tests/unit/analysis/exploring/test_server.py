@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from analysis.exploring import server
+from trajstore.analysis.exploring import server
 from trajstore.errors import InvalidArgument
 
 

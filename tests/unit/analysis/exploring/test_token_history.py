@@ -7,10 +7,9 @@ import pytest
 import xarray as xr
 from example_run import write_example_run
 
-import analysis
-from analysis.exploring.run_history import RunHistory, prepare
-from analysis.exploring.token_history import cause_sentences, token_history
-from trajstore import open_run
+from trajstore import analysis, open_run
+from trajstore.analysis.exploring.run_history import RunHistory, prepare
+from trajstore.analysis.exploring.token_history import cause_sentences, token_history
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import pytest
 import xarray as xr
 from watched_runs import HOSTILE, begin, extend
 
-from analysis.exploring.run_history import prepare
-from analysis.exploring.token_list import TokenList, nearest
 from trajstore import open_run
+from trajstore.analysis.exploring.run_history import prepare
+from trajstore.analysis.exploring.token_list import TokenList, nearest
 
 
 def tokens(*texts: str) -> TokenList:

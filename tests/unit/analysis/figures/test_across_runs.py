@@ -7,9 +7,9 @@ import pytest
 import xarray as xr
 from matplotlib.figure import Figure as Canvas
 
-import analysis
-from analysis.figures import FIGURES, Options, collect, draw_sheet, figures_named
-from analysis.figures.across_runs import mean_and_spread, run_groups
+from trajstore import analysis
+from trajstore.analysis.figures import FIGURES, Options, collect, draw_sheet, figures_named
+from trajstore.analysis.figures.across_runs import mean_and_spread, run_groups
 from trajstore.errors import InvalidArgument
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.figure import Figure as Canvas
 
-import analysis
-from analysis.figures import FIGURES
+from trajstore import analysis
+from trajstore.analysis.figures import FIGURES
 
 
 def test_speeds(run):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.figure import Figure as Canvas
 
-import analysis
-from analysis.figures import FIGURES
-from analysis.figures.densities import pooled_steps
-from analysis.log_histograms import log_histogram
+from trajstore import analysis
+from trajstore.analysis.figures import FIGURES
+from trajstore.analysis.figures.densities import pooled_steps
+from trajstore.analysis.optimizer.log_histograms import log_histogram
 
 
 def test_hops(run):
@@ -34,7 +34,7 @@ def test_speed_density(run):
 
 def test_steps_are_pooled_and_none_left_out(run, monkeypatch):
     counts = log_histogram(analysis.speed(run).compute())["count"].sel(population="all")
-    monkeypatch.setattr("analysis.figures.densities._COLUMNS", 5)
+    monkeypatch.setattr("trajstore.analysis.figures.densities._COLUMNS", 5)
     pooled, width = pooled_steps(counts)
     assert width == 5
     assert pooled.step.values.tolist() == [1, 6, 11, 16, 21]

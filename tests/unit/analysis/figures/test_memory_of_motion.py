@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure as Canvas
 
-import analysis
-from analysis.figures import FIGURES
+from trajstore import analysis
+from trajstore.analysis.figures import FIGURES
 
 
 @pytest.mark.parametrize("held", [1 << 28, 4 * 8 * 66])
 def test_lags_up_to_half_of_the_rows_or_as_many_as_may_be_held(held, run, monkeypatch):
-    monkeypatch.setattr("analysis.figures.memory_of_motion._HELD", held)
+    monkeypatch.setattr("trajstore.analysis.figures.memory_of_motion._HELD", held)
     run = run.assign_coords(step=run.step * 10)
     ax = FIGURES["autocorrelation"](run, Canvas().subplots())
     lags = list(range(1, 12 if held > 1 << 20 else 5))

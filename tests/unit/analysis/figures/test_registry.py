@@ -7,7 +7,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from analysis.figures import FIGURES, figures_named
+from trajstore.analysis.figures import FIGURES, figures_named
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 NEEDS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from analysis.figures import FIGURES, Options, collect, draw_sheet, figures_named, save
+from trajstore.analysis.figures import FIGURES, Options, collect, draw_sheet, figures_named, save
 from trajstore.errors import InvalidArgument, RunExists
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.figure import Figure as Canvas
 
-import analysis
-from analysis.figures import FIGURES
-from analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, REGIME_MEANINGS
+from trajstore import analysis
+from trajstore.analysis.figures import FIGURES
+from trajstore.analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, REGIME_MEANINGS
 
 
 def heights(ax, steps):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure as Canvas
 
-import analysis
-from analysis.figures import FIGURES
+from trajstore import analysis
+from trajstore.analysis.figures import FIGURES
 from trajstore.errors import InvalidArgument
 
 

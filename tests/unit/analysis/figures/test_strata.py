@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.figure import Figure as Canvas
 
-import analysis
-from analysis.figures import FIGURES
+from trajstore import analysis
+from trajstore.analysis.figures import FIGURES
 
 
 def test_regimes_and_hops(run):
@@ -35,7 +35,7 @@ def test_a_strip_tells_the_dead(run):
 
 def test_it_says_how_cells_are_pooled(run, monkeypatch):
     pooled = analysis.stratigraphy(run, most_steps=4, most_layers=3)
-    monkeypatch.setattr("analysis.figures.strata.build_stratigraphy", lambda *_: pooled)
+    monkeypatch.setattr("trajstore.analysis.figures.strata.build_stratigraphy", lambda *_: pooled)
     ax = FIGURES["stratigraphy"](run, Canvas().subplots())
     expected = "the most common regime of up to 4 tokens × up to 6 steps to a cell"
     assert ax.texts[0].get_text().replace("\n", " ") == (

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure as Canvas
 
-import analysis
-from analysis.figures import FIGURES
-from analysis.figures.style import POPULATION_COLOURS
+from trajstore import analysis
+from trajstore.analysis.figures import FIGURES
+from trajstore.analysis.figures.style import POPULATION_COLOURS
 
 QUANTITIES = {
     "gradients": analysis.grad_norms,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure as Canvas
 
-import analysis
-from analysis.figures import FIGURES
+from trajstore import analysis
+from trajstore.analysis.figures import FIGURES
 
 
 @pytest.mark.parametrize("plane", ["principal", "hidden_mean"])
@@ -33,14 +33,14 @@ def test_lines_and_their_ends(plane, run):
 
 
 def test_many_tokens_are_counted_all(run, monkeypatch):
-    monkeypatch.setattr("analysis.figures.token_paths._LINES", 5)
+    monkeypatch.setattr("trajstore.analysis.figures.token_paths._LINES", 5)
     ax = FIGURES["trajectory"](run, Canvas().subplots())
     assert [mesh.get_array().sum() for mesh in ax.collections] == [7 * 23, 4 * 23]
     assert "all tokens at all steps" in ax.texts[0].get_text()
 
 
 def test_steps_that_are_left_out_are_told(run, monkeypatch):
-    monkeypatch.setattr("analysis.figures.token_paths._POINTS", 100)
+    monkeypatch.setattr("trajstore.analysis.figures.token_paths._POINTS", 100)
     ax = FIGURES["trajectory"](run, Canvas().subplots())
     assert "every 3th step" in ax.texts[0].get_text()
     assert len(ax.collections[0].get_paths()[0].vertices) == 8

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from example_run import OPTIMIZER, write_example_run
 
-import analysis
-from analysis.report import write_report
-from trajstore import RunWriter, open_run
+from trajstore import RunWriter, analysis, open_run
+from trajstore.analysis.figures import FIGURES
+from trajstore.analysis.report import write_report
 from trajstore.errors import InvalidArgument, RunExists, RunNotFound
 
 pytest.importorskip("jinja2")
@@ -87,9 +87,7 @@ def test_verdicts_are_those_of_the_analysis(letters: Path, tmp_path: Path) -> No
     tags = {tag for tag, _ in page.elements}
     assert not tags & {"script", "link", "iframe", "object", "a"}
     sources = [a[key] for _, a in page.elements for key in ("src", "srcset") if key in a]
-    assert len(sources) == 2 * (
-        len(analysis.figures.FIGURES) - 1
-    )  # `parameters` of the model are not recorded
+    assert len(sources) == 2 * (len(FIGURES) - 1)  # `parameters` of the model are not recorded
     assert all(str(source).startswith("data:image/png;base64,") for source in sources)
     assert not re.search(r"https?:|@import|url\(", html)
 

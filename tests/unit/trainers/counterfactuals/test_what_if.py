@@ -15,13 +15,13 @@ torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, VOCAB  # noqa: E402
 from tiny_runs import scaled_run, tiny_run  # noqa: E402
 
-from analysis import exact_moments  # noqa: E402
-from trainers import fork, preset, record, what_if  # noqa: E402
-from trainers.replay.replay import replay  # noqa: E402
-from trainers.replay.replay_result import CannotReplay  # noqa: E402
-from trainers.rounded_optimizer import RoundedAdamW  # noqa: E402
 from trajstore import RunWriter, open_run  # noqa: E402
+from trajstore.analysis import exact_moments  # noqa: E402
 from trajstore.errors import InvalidArgument, RunExists, StepNotFound  # noqa: E402
+from trajstore.trainers import fork, preset, record, what_if  # noqa: E402
+from trajstore.trainers.replay.replay import replay  # noqa: E402
+from trajstore.trainers.replay.replay_result import CannotReplay  # noqa: E402
+from trajstore.trainers.rounded_optimizer import RoundedAdamW  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

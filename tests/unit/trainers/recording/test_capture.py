@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, VOCAB, Lists, TinyModel, batches  # noqa: E402
 from still_timer import StillTimer, commit_now  # noqa: E402
 
-from trainers import capture  # noqa: E402
 from trajstore import InvalidArgument, RecordingError, RunExists, open_run, verify  # noqa: E402
+from trajstore.trainers import capture  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -484,7 +484,7 @@ def test_what_cannot_be_recorded_is_said(tiny: Any, tmp_path: Path) -> None:
 def test_a_full_disk_keeps_what_is_whole_and_says_what_to_do(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trajstore.store import block_writer as pipeline
+    from trajstore.store.writing import block_writer as pipeline
 
     real = pipeline.put
 

@@ -18,12 +18,12 @@ from tokenizers import Tokenizer, models  # noqa: E402
 from torch.utils.data import ConcatDataset, Subset  # noqa: E402
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments  # noqa: E402
 
-from trainers import TrajectoryCallback  # noqa: E402
-from trainers.recording import data_set_tokens  # noqa: E402
-from trainers.recording.data_set_tokens import facts_of_trainer  # noqa: E402
-from trainers.recording.options import RecordingOptions  # noqa: E402
-from trainers.recording.parameters import find_parameters  # noqa: E402
 from trajstore import verify  # noqa: E402
+from trajstore.trainers import TrajectoryCallback  # noqa: E402
+from trajstore.trainers.recording import data_set_tokens  # noqa: E402
+from trajstore.trainers.recording.data_set_tokens import facts_of_trainer  # noqa: E402
+from trajstore.trainers.recording.options import RecordingOptions  # noqa: E402
+from trajstore.trainers.recording.parameters import find_parameters  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

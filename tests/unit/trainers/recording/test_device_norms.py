@@ -11,8 +11,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from hypothesis.extra.numpy import arrays  # noqa: E402
 
-from trainers.recording import device_norms  # noqa: E402
-from trainers.recording.device_norms import pairwise_sum, token_norm, ulp, ulp_l1  # noqa: E402
+from trajstore.trainers.recording import device_norms  # noqa: E402
+from trajstore.trainers.recording.device_norms import pairwise_sum, token_norm, ulp, ulp_l1  # noqa: E402
 from trajstore.values import token_norms, ulp_lattice  # noqa: E402
 from trajstore.values.native_types import NATIVE_TYPES, NativeType, widen  # noqa: E402
 

@@ -10,8 +10,8 @@ import xarray as xr
 torch = pytest.importorskip("torch")
 from list_recorder import HIDDEN, VOCAB  # noqa: E402
 
-from trainers.recording.device_to_host import DeferredTransfer, DirectTransfer  # noqa: E402
 from trajstore import RecordingError, RunWriter  # noqa: E402
+from trajstore.trainers.recording.device_to_host import DeferredTransfer, DirectTransfer  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -13,10 +13,16 @@ torch = pytest.importorskip("torch")
 from list_recorder import VOCAB, TinyModel, batches  # noqa: E402
 from small_trainings import TEXT, small_config, stop_after  # noqa: E402
 
-import analysis  # noqa: E402
-from trainers import capture, fork, plan, record  # noqa: E402
-from trajstore import InvalidArgument, export, import_file, open_run, verify  # noqa: E402
-from trajstore.store.run_info import information  # noqa: E402
+from trajstore import (  # noqa: E402
+    InvalidArgument,
+    analysis,
+    export,
+    import_file,
+    open_run,
+    verify,
+)
+from trajstore.store.reading.run_info import information  # noqa: E402
+from trajstore.trainers import capture, fork, plan, record  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

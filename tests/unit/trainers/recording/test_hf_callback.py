@@ -18,8 +18,8 @@ torch = pytest.importorskip("torch")
 from list_recorder import Lists, TinyModel, batches  # noqa: E402
 from transformers import Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-from trainers import TrajectoryCallback  # noqa: E402
 from trajstore import RecordingError, RunExists, verify  # noqa: E402
+from trajstore.trainers import TrajectoryCallback  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -201,7 +201,7 @@ import sys
 import torch
 from list_recorder import TinyModel, batches
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from trainers import TrajectoryCallback
+from trajstore.trainers import TrajectoryCallback
 
 
 class Fail(TrainerCallback):

@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 from list_recorder import TinyModel, batches  # noqa: E402
 from tiny_runs import scaled_run  # noqa: E402
 
-from trainers import capture  # noqa: E402
 from trajstore import InvalidArgument, export, import_file, open_run, verify  # noqa: E402
 from trajstore.schema import MODEL  # noqa: E402
+from trajstore.trainers import capture  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -142,7 +142,7 @@ def test_steps_that_a_scaler_skips(fused: bool, tmp_path: Path) -> None:
 
 
 def test_only_what_is_named_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainers.recording import model_parameters
+    from trajstore.trainers.recording import model_parameters
 
     def refuse(*tensors: Any) -> None:
         raise AssertionError("a copy of the model was kept, and nobody asked for it")

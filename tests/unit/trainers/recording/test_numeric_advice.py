@@ -11,11 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 from list_recorder import TinyModel, batches  # noqa: E402
 
-from trainers import TrajectoryCallback, capture  # noqa: E402
-from trainers.recording.numeric_advice import optimizer_advice  # noqa: E402
-from trainers.recording.parameters import find_parameters  # noqa: E402
 from trajstore import ConfigError  # noqa: E402
-from trajstore.store.run_info import information  # noqa: E402
+from trajstore.store.reading.run_info import information  # noqa: E402
+from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
+from trajstore.trainers.recording.numeric_advice import optimizer_advice  # noqa: E402
+from trajstore.trainers.recording.parameters import find_parameters  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -60,7 +60,7 @@ def test_a_run_that_goes_on_is_not_told_again(tmp_path: Path) -> None:
 def test_without_one_it_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(TinyModel(torch.bfloat16), tmp_path / "run.zarr")
     (record,) = caplog.records
-    assert record.name == "trainers.recording.numeric_advice"
+    assert record.name == "trajstore.trainers.recording.numeric_advice"
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith(NEVER)
 

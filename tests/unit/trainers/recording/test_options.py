@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from trainers import TrajectoryCallback, capture  # noqa: E402
-from trainers.recording.options import RecordingOptions  # noqa: E402
 from trajstore import InvalidArgument, RunNotFound  # noqa: E402
+from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
+from trajstore.trainers.recording.options import RecordingOptions  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -19,7 +19,6 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-from trainers import TrajectoryCallback, capture  # noqa: E402
 from trajstore import (  # noqa: E402
     InvalidArgument,
     NothingToResume,
@@ -27,7 +26,8 @@ from trajstore import (  # noqa: E402
     RunLocked,
     RunNotFound,
 )
-from trajstore.store.lock import RunLock  # noqa: E402
+from trajstore.store.storage.lock import RunLock  # noqa: E402
+from trajstore.trainers import TrajectoryCallback, capture  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -206,7 +206,7 @@ def test_a_run_that_was_opened_is_closed_when_the_next_one_cannot_be(
         raise RecordingError("no memory can be pinned")
 
     with monkeypatch.context() as patch:
-        patch.setattr("trainers.recording.parameter_rows.open_transfer", refuse)
+        patch.setattr("trajstore.trainers.recording.parameter_rows.open_transfer", refuse)
         with pytest.raises(RecordingError, match="pinned"):
             loop.run(path, 5, 6, resume=True, first_step=5, **TWO)
     assert xr.open_zarr(first).attrs["status"] == "interrupted"

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 from altered_runs import flip  # noqa: E402
 from tiny_runs import tiny_run  # noqa: E402
 
-from trainers.replay.replay import replay  # noqa: E402
+from trajstore.trainers.replay.replay import replay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -15,11 +15,11 @@ from altered_runs import flip  # noqa: E402
 from list_recorder import TinyModel, batches  # noqa: E402
 from tiny_runs import scaled_run, tiny_run  # noqa: E402
 
-from trainers import capture, preset, record  # noqa: E402
-from trainers.replay.replay import replay  # noqa: E402
-from trainers.replay.replay_result import Replay  # noqa: E402
 from trajstore import RunWriter  # noqa: E402
 from trajstore.cli.tables import print_replay  # noqa: E402
+from trajstore.trainers import capture, preset, record  # noqa: E402
+from trajstore.trainers.replay.replay import replay  # noqa: E402
+from trajstore.trainers.replay.replay_result import Replay  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -153,13 +153,13 @@ def test_runs_that_only_zarr_reads(
 ) -> None:
     path = tiny_run(tmp_path / "run.zarr", dtype=dtype, encoding=encoding)
     proven(path, 20, "W")
-    monkeypatch.setattr("trajstore.store.tiled_reader.stored_array", lambda *_: None)
+    monkeypatch.setattr("trajstore.store.reading.tiled_reader.stored_array", lambda *_: None)
     proven(path, 20, "W", "exp_avg")
 
 
 def test_large_blocks_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_run(tmp_path / "run.zarr", block_rows=16)
-    monkeypatch.setattr("trainers.replay.recorded_rows._WINDOW", 5 * 4 * 17 * 8 * 4)
+    monkeypatch.setattr("trajstore.trainers.replay.recorded_rows._WINDOW", 5 * 4 * 17 * 8 * 4)
     proven(path, 20, "W", "exp_avg")
 
 
@@ -267,8 +267,8 @@ def test_runs_without_a_scalar(missing: str, tmp_path: Path) -> None:
 
 
 def test_runs_that_begin_late(tmp_path: Path) -> None:
-    from trainers.recording.capture import attach
-    from trainers.recording.options import RecordingOptions, TrainingLoop
+    from trajstore.trainers.recording.capture import attach
+    from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
 
     torch.manual_seed(1)
     model = TinyModel()

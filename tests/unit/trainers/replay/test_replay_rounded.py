@@ -15,12 +15,12 @@ from altered_runs import flip  # noqa: E402
 from list_recorder import TinyModel, batches  # noqa: E402
 from tiny_runs import tiny_run  # noqa: E402
 
-from trainers import capture, preset, record  # noqa: E402
-from trainers.replay.replay import replay  # noqa: E402
-from trainers.replay.replay_result import Replay  # noqa: E402
-from trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD  # noqa: E402
 from trajstore import open_run, verify  # noqa: E402
-from trajstore.store.run_info import information  # noqa: E402
+from trajstore.store.reading.run_info import information  # noqa: E402
+from trajstore.trainers import capture, preset, record  # noqa: E402
+from trajstore.trainers.replay.replay import replay  # noqa: E402
+from trajstore.trainers.replay.replay_result import Replay  # noqa: E402
+from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -198,8 +198,8 @@ HYPER = ("optimizer", "hyperparameters")
             "exp_avg is float32 and the optimizer keeps it in bfloat16",
         ),
         (
-            said("optimizer", "class", value="trainers.rounded_optimizer.RoundedRMSprop"),
-            "and of trainers.rounded_optimizer: RoundedAdam, RoundedAdamW, RoundedSGD",
+            said("optimizer", "class", value="trajstore.trainers.rounded_optimizer.RoundedRMSprop"),
+            "and of trajstore.trainers.rounded_optimizer: RoundedAdam, RoundedAdamW, RoundedSGD",
         ),
     ],
 )

@@ -11,10 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 from tiny_runs import tiny_run  # noqa: E402
 
-from trainers.replay.recorded_rows import RecordedRows  # noqa: E402
-from trainers.replay.replay_result import CannotReplay  # noqa: E402
-from trainers.replay.step_simulator import StepInputs, recorded_simulator  # noqa: E402
-from trajstore.store.tiled_reader import open_tiled  # noqa: E402
+from trajstore.store.reading.tiled_reader import open_tiled  # noqa: E402
+from trajstore.trainers.replay.recorded_rows import RecordedRows  # noqa: E402
+from trajstore.trainers.replay.replay_result import CannotReplay  # noqa: E402
+from trajstore.trainers.replay.step_simulator import StepInputs, recorded_simulator  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from trainers.runs.checkpoint import Checkpoint, CheckpointFolder  # noqa: E402
 from trajstore import FormatError, RunExists  # noqa: E402
+from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -210,7 +210,7 @@ def test_a_new_folder_survives_a_loss_of_power(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
 ) -> None:
     flushed: list[Path] = []
-    monkeypatch.setattr("trainers.runs.checkpoint.flush_folder", flushed.append)
+    monkeypatch.setattr("trajstore.trainers.runs.checkpoint.flush_folder", flushed.append)
     folder = CheckpointFolder(tmp_path / "run.zarr", fsync=fsync)
     folder.add(checkpoint(3, 4), 4)
     folder.add(checkpoint(7, 8), 8)

@@ -13,11 +13,11 @@ pytest.importorskip("torch")
 from small_trainings import small_config, stop_after
 from still_timer import StillTimer, commit_now
 
-from trainers import record, recorded_config
-from trainers.runs import checkpoint_schedule
-from trainers.runs.checkpoint import Checkpoint, CheckpointFolder
-from trainers.runs.checkpoint_schedule import Checkpointing
 from trajstore import RunWriter, open_run
+from trajstore.trainers import record, recorded_config
+from trajstore.trainers.runs import checkpoint_schedule
+from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trajstore.trainers.runs.checkpoint_schedule import Checkpointing
 
 pytestmark = pytest.mark.torch
 

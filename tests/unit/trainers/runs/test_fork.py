@@ -14,9 +14,6 @@ import xarray as xr
 torch = pytest.importorskip("torch")
 from small_trainings import BLOCK, small_config, stop_after  # noqa: E402
 
-from trainers import RunConfig, fork, record, recorded_config  # noqa: E402
-from trainers.replay.replay import replay  # noqa: E402
-from trainers.runs.checkpoint import Checkpoint, CheckpointFolder  # noqa: E402
 from trajstore import RunWriter, repair, verify  # noqa: E402
 from trajstore.errors import (  # noqa: E402
     ConfigError,
@@ -26,8 +23,11 @@ from trajstore.errors import (  # noqa: E402
     RunNotFound,
     StepNotFound,
 )
-from trajstore.store.branched_run import branch_run  # noqa: E402
-from trajstore.store.object_keys import checkpoint_folder  # noqa: E402
+from trajstore.store.metadata.object_keys import checkpoint_folder  # noqa: E402
+from trajstore.store.writing.branched_run import branch_run  # noqa: E402
+from trajstore.trainers import RunConfig, fork, record, recorded_config  # noqa: E402
+from trajstore.trainers.replay.replay import replay  # noqa: E402
+from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -332,7 +332,7 @@ def test_what_fails_while_it_is_made_leaves_nothing(
     def fail(*arguments: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(f"trainers.runs.fork.CheckpointFolder.{method}", fail)
+    monkeypatch.setattr(f"trajstore.trainers.runs.fork.CheckpointFolder.{method}", fail)
     with pytest.raises(OSError, match="No space"):
         fork(stopped, tmp_path / "other.zarr", at=6)
     assert not list(tmp_path.iterdir())

@@ -6,10 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trainers import preset  # noqa: E402
-from trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD  # noqa: E402
-from trainers.runs.model import build_model  # noqa: E402
-from trainers.runs.optimizer import build_optimizer  # noqa: E402
+from trajstore.trainers import preset  # noqa: E402
+from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD  # noqa: E402
+from trajstore.trainers.runs.model import build_model  # noqa: E402
+from trajstore.trainers.runs.optimizer import build_optimizer  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -11,9 +11,9 @@ pytest.importorskip("obstore")
 import xarray as xr
 from small_trainings import small_config, stop_after
 
-from trainers import capture, record
 from trajstore import RunExists, open_run
-from trajstore.store.remote_path import location
+from trajstore.store.storage.remote_path import location
+from trajstore.trainers import capture, record
 
 pytestmark = pytest.mark.torch
 

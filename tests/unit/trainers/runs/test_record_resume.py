@@ -14,8 +14,6 @@ import xarray as xr
 torch = pytest.importorskip("torch")
 from small_trainings import BLOCK, TEXT, small_config, stop_after  # noqa: E402
 
-from trainers import RunConfig, record, recorded_config  # noqa: E402
-from trainers.runs.checkpoint import Checkpoint  # noqa: E402
 from trajstore import RunWriter, repair  # noqa: E402
 from trajstore.errors import (  # noqa: E402
     ConfigError,
@@ -27,7 +25,9 @@ from trajstore.errors import (  # noqa: E402
     RunLocked,
     RunNotFound,
 )
-from trajstore.store.object_keys import checkpoint_folder  # noqa: E402
+from trajstore.store.metadata.object_keys import checkpoint_folder  # noqa: E402
+from trajstore.trainers import RunConfig, record, recorded_config  # noqa: E402
+from trajstore.trainers.runs.checkpoint import Checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

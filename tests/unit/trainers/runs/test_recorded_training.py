@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("torch")
 from small_trainings import small_config
 
-from trainers.runs.recorded_training import recording_options
-from trainers.texts.corpus import load_corpus
 from trajstore.errors import ConfigError
+from trajstore.trainers.runs.recorded_training import recording_options
+from trajstore.trainers.texts.corpus import load_corpus
 
 pytestmark = pytest.mark.torch
 

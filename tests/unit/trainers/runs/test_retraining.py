@@ -12,11 +12,11 @@ import xarray as xr
 torch = pytest.importorskip("torch")
 from small_trainings import small_config, stop_after  # noqa: E402
 
-from trainers import RunConfig, record, recorded_config  # noqa: E402
 from trajstore import RunWriter, verify  # noqa: E402
 from trajstore.errors import NothingToResume, RunLocked  # noqa: E402
-from trajstore.store.branched_run import branch_run  # noqa: E402
-from trajstore.store.object_keys import checkpoint_folder  # noqa: E402
+from trajstore.store.metadata.object_keys import checkpoint_folder  # noqa: E402
+from trajstore.store.writing.branched_run import branch_run  # noqa: E402
+from trajstore.trainers import RunConfig, record, recorded_config  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

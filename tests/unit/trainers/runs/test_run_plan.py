@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
-from trainers import plan, record
-from trainers.presets import preset
-from trainers.texts.cache import CACHE_VARIABLE
 from trajstore import ConfigError, InvalidArgument
 from trajstore.schema import COORDINATES
-from trajstore.store.run_info import information
+from trajstore.store.reading.run_info import information
+from trajstore.trainers import plan, record
+from trajstore.trainers.presets import preset
+from trajstore.trainers.texts.cache import CACHE_VARIABLE
 
 pytestmark = pytest.mark.torch
 

@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("torch")
 import small_trainings
 
-from trainers import preset, time_steps
-from trainers.runs import timed_steps
 from trajstore import ConfigError, InvalidArgument
+from trajstore.trainers import preset, time_steps
+from trajstore.trainers.runs import timed_steps
 
 pytestmark = pytest.mark.torch
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("pydantic")
-from trainers import preset
-from trainers.sweeps.grid import parse_seeds, split_values, swept_runs
 from trajstore.errors import ConfigError, InvalidArgument
+from trajstore.trainers import preset
+from trajstore.trainers.sweeps.grid import parse_seeds, split_values, swept_runs
 
 
 @pytest.mark.parametrize("text", ["", "a", "1:2:3", "3:3", "1,1", "0:2,1", "-1:2", "1.5"])

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from trainers.sweeps.process_queue import Job, run_jobs
-from trajstore.store.lock import RunLock
+from trajstore.store.storage.lock import RunLock
+from trajstore.trainers.sweeps.process_queue import Job, run_jobs
 
 
 def job(tmp_path: Path, name: str, code: str, done: Callable[[], bool] = lambda: False) -> Job:
@@ -87,10 +87,10 @@ def test_a_run_that_somebody_writes_to_is_waited_for(tmp_path: Path) -> None:
 QUEUE = """
 import os, sys
 from pathlib import Path
-from trainers.sweeps.process_queue import Job, run_jobs
+from trajstore.trainers.sweeps.process_queue import Job, run_jobs
 child = [
     sys.executable, "-c",
-    "import os; from trajstore.cli.swept_record import _stop_at_end;"
+    "import os; from trajstore.trainers.commands.swept_record import _stop_at_end;"
     "os.write(1, b'there\\\\n'); _stop_at_end()",
 ]
 jobs = [

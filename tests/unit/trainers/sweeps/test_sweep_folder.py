@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 pytest.importorskip("pydantic")
-from trainers import preset
-from trainers.sweeps.sweep_folder import SETTLED, is_done, planned_rows, settle_threads
 from trajstore import RunWriter
 from trajstore.errors import FormatError, InvalidArgument
+from trajstore.trainers import preset
+from trajstore.trainers.sweeps.sweep_folder import SETTLED, is_done, planned_rows, settle_threads
 
 CONFIG = preset("gatsby").with_values(["training.steps=3"])
 

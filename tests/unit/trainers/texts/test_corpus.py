@@ -10,12 +10,12 @@ import pytest
 pytest.importorskip("torch")
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from trainers.presets import preset
-from trainers.recording.token_selection import read_tokens
-from trainers.texts.cache import CACHE_VARIABLE
-from trainers.texts.corpus import load_corpus
-from trainers.texts.generated_corpus import ID_STREAM_SIZE, gatsby_standin, id_stream
 from trajstore import ConfigError, CorpusError, InvalidArgument
+from trajstore.trainers.presets import preset
+from trajstore.trainers.recording.token_selection import read_tokens
+from trajstore.trainers.texts.cache import CACHE_VARIABLE
+from trajstore.trainers.texts.corpus import load_corpus
+from trajstore.trainers.texts.generated_corpus import ID_STREAM_SIZE, gatsby_standin, id_stream
 
 pytestmark = pytest.mark.torch
 

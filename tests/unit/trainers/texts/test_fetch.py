@@ -15,10 +15,10 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("pooch")
-from trainers import fetch
-from trainers.texts.cache import CACHE_VARIABLE, cached
-from trainers.texts.fetch import _GPT2_SHA256, _vocabulary_sha256, clean_book
 from trajstore import CorpusError, InvalidArgument
+from trajstore.trainers import fetch
+from trajstore.trainers.texts.cache import CACHE_VARIABLE, cached
+from trajstore.trainers.texts.fetch import _GPT2_SHA256, _vocabulary_sha256, clean_book
 
 pytestmark = pytest.mark.torch
 
@@ -134,7 +134,7 @@ def test_names_that_cannot_be_fetched() -> None:
 def test_a_server_that_is_not_there_is_said_at_once(
     cache: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("trainers.texts.fetch._GATSBY", "http://127.0.0.1:9/book.txt")
+    monkeypatch.setattr("trajstore.trainers.texts.fetch._GATSBY", "http://127.0.0.1:9/book.txt")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(CorpusError, match=r"http://127\.0\.0\.1:9 cannot be reached .*--source"):
         fetch(name)

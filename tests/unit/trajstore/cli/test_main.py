@@ -18,19 +18,22 @@ from trajstore.schema import RECORDED, TIERS
 
 ROOT = Path(__file__).parents[4]
 
+_CONTEXT = click.Context(main)
+COMMANDS = {name: main.get_command(_CONTEXT, name) for name in main.list_commands(_CONTEXT)}
 
-@pytest.mark.parametrize("name", sorted(main.commands))
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_command_explains_itself_with_an_example(name: str) -> None:
     result = CliRunner().invoke(main, [name, "--help"])
     assert result.exit_code == 0
     assert f"trajstore {name}" in result.output
     assert "\n  Example:\n    trajstore" in result.output  # on lines of its own
-    for parameter in main.commands[name].params:
+    for parameter in COMMANDS[name].params:
         if isinstance(parameter, click.Option) and parameter.name not in ("help", "format_name"):
             assert parameter.help, f"{name} {parameter.opts[0]} says nothing"
 
 
-@pytest.mark.parametrize("name", sorted(main.commands))
+@pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_every_command_is_in_the_readme(name: str) -> None:
     assert f"trajstore {name}" in (ROOT / "README.md").read_text()
 
@@ -40,7 +43,7 @@ def test_alone_it_says_what_to_type_first() -> None:
     assert result.exit_code == 0
     for line in result.output.splitlines():
         if line.startswith("  trajstore "):
-            assert line.split()[1] in main.commands
+            assert line.split()[1] in COMMANDS
     assert "trajstore record --preset gatsby" in result.output
 
 
@@ -69,7 +72,7 @@ def test_ctrl_c_is_a_sentence_and_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(path: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("trajstore.store.run_info.information", interrupted)
+    monkeypatch.setattr("trajstore.store.reading.run_info.information", interrupted)
     result = CliRunner().invoke(main, ["info", "run.zarr"])
     assert (result.exit_code, result.stderr) == (130, "trajstore: stopped by Ctrl-C\n")
 
@@ -93,7 +96,9 @@ def test_a_replay_without_its_packages_names_the_extra(
     path = tmp_path / "run.zarr"
     with RunWriter.create(path, token=[0], hidden=1, variables={"W": "float32"}) as run:
         run.append(step=0, W=np.zeros((1, 1), "float32"))
-    monkeypatch.setitem(sys.modules, "trainers.replay.replay", Failing("trainers.replay.replay"))
+    monkeypatch.setitem(
+        sys.modules, "trajstore.trainers.replay.replay", Failing("trajstore.trainers.replay.replay")
+    )
     result = CliRunner().invoke(main, ["verify", str(path), "--replay"])
     assert result.exit_code == 2
     assert missing in result.stderr
@@ -129,9 +134,9 @@ def test_the_promised_names_are_there() -> None:
         "compare": "--json",
         "fetch": "",
     }
-    assert promised.keys() <= main.commands.keys()
+    assert promised.keys() <= COMMANDS.keys()
     for name, flags in promised.items():
-        known = {flag for parameter in main.commands[name].params for flag in parameter.opts}
+        known = {flag for parameter in COMMANDS[name].params for flag in parameter.opts}
         assert set(flags.split()) <= known, name
 
 
@@ -147,7 +152,7 @@ def test_an_address_is_refused_and_no_folder_is_made_of_it(
 
 @pytest.mark.parametrize("name", ["record", "plan"])
 def test_the_help_names_every_variable_that_can_be_recorded(name: str) -> None:
-    (option,) = (one for one in main.commands[name].params if "--record" in one.opts)
+    (option,) = (one for one in COMMANDS[name].params if "--record" in one.opts)
     assert isinstance(option, click.Option)
     words = set(re.findall(r"[\w+]+", option.help or ""))
     assert {*RECORDED, *TIERS} <= words

@@ -88,13 +88,13 @@ def stored(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     bits = random_bits((ROWS, TOKENS, HIDDEN), 21)
     large = request.param == "large"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trajstore.store.block_plan._LARGEST_OBJECT", 5 << 10)
-        patch.setattr("trajstore.store.block_plan._CHUNK", 2 << 10)
-        patch.setattr("trajstore.store.block_plan._CHUNK_OF_HISTORIES", 1 << 10)
-        patch.setattr("trajstore.store.block_plan._FEWEST_TOKENS", 8)
-        patch.setattr("trajstore.store.block_plan._ROWS_OF_A_SNAPSHOT", (2,))
+        patch.setattr("trajstore.store.metadata.block_plan._LARGEST_OBJECT", 5 << 10)
+        patch.setattr("trajstore.store.metadata.block_plan._CHUNK", 2 << 10)
+        patch.setattr("trajstore.store.metadata.block_plan._CHUNK_OF_HISTORIES", 1 << 10)
+        patch.setattr("trajstore.store.metadata.block_plan._FEWEST_TOKENS", 8)
+        patch.setattr("trajstore.store.metadata.block_plan._ROWS_OF_A_SNAPSHOT", (2,))
         if large:  # stored as large rows are: in chunks along step, and token by token
-            patch.setattr("trajstore.store.block_plan._SMALL_ROW", 0)
+            patch.setattr("trajstore.store.metadata.block_plan._SMALL_ROW", 0)
         path = record(tmp_path_factory.mktemp("stored") / "run.zarr", bits, 4)
     array = zarr.open_array(path / "W")
     (codec,) = array.metadata.codecs
@@ -374,7 +374,7 @@ def test_of_an_empty_selection_nothing_is_read(stored: Stored) -> None:
 @pytest.fixture
 def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, np.ndarray]:
     """A run whose chunks hold several blocks of Blosc, with values that change little."""
-    monkeypatch.setattr("trajstore.store.block_plan._SMALL_ROW", 0)
+    monkeypatch.setattr("trajstore.store.metadata.block_plan._SMALL_ROW", 0)
     steps = np.random.default_rng(3).integers(-2, 3, (8, 2_000, 64))
     bits = (0x3F80 + steps.cumsum(axis=0)).astype(np.uint16)
     path = tmp_path / "wide.zarr"

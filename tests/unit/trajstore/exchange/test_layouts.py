@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 
 import trajstore
 from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.exchange.guessing.role_table import named, scalar_of
 from trajstore.exchange.layouts import LAYOUTS, POPULATIONS
-from trajstore.exchange.roles import named, scalar_of
 
 ALL = {
     "W": "bfloat16",

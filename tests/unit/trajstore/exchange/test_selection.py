@@ -8,7 +8,7 @@ import pytest
 
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.exchange.selection import select
-from trajstore.store.tiled_reader import TiledRun, open_tiled
+from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 
 
 @pytest.fixture

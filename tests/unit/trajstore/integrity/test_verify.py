@@ -114,7 +114,7 @@ def test_a_run_that_is_made_anew_meanwhile_is_looked_at_again(
             shutil.rmtree(run)
             with monkeypatch.context() as patch:
                 patch.setattr(
-                    "trajstore.store.new_run.utc_now", lambda: "2020-01-01T00:00:00+00:00"
+                    "trajstore.store.writing.new_run.utc_now", lambda: "2020-01-01T00:00:00+00:00"
                 )
                 encoding = "delta" if "delta" in str(whole) else "portable"
                 done.append(wide_run(run, encoding, rows=12))

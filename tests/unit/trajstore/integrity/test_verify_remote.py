@@ -24,8 +24,8 @@ from trajstore import (
     repair,
     verify,
 )
-from trajstore.store import object_file, remote_path
-from trajstore.store.remote_path import RemotePath, location
+from trajstore.store.storage import object_file, remote_path
+from trajstore.store.storage.remote_path import RemotePath, location
 
 pytest.importorskip("obstore")
 
@@ -160,7 +160,7 @@ def test_the_lock_of_a_dead_writer_is_a_note(
     lock = far.with_name(".run.zarr.lock")
     lock.write_bytes(b"{}")
     assert verify(address).notes == ()
-    monkeypatch.setattr("trajstore.store.remote_lock._DEAD", timedelta(0))
+    monkeypatch.setattr("trajstore.store.storage.remote_lock._DEAD", timedelta(0))
     assert ".run.zarr.lock (2 B) is the lock of a writer that has ended" in str(
         verify(address).notes
     )

@@ -1,0 +1,210 @@
+"""Angles between the vectors of tokens and other vectors, and their statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.motion.collective import build_centroid
+from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.block_tasks import over_hidden, rows_before, shared
+from trajstore.analysis.scan.scan import Scan
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument
+from trajstore.populations.masks import chosen_populations
+from trajstore.values.token_norms import hidden_sum, vector_norm
+
+__all__ = ["alignment", "build_alignment"]
+
+Array = npt.NDArray[Any]
+Wide = npt.NDArray[np.float64]
+
+VECTORS = ("W", "delta", "grad")
+PARTNERS = ("hidden_mean", "centroid", "grad", "delta", "previous")
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+def _cosines(vectors: Array, others: Array) -> Wide:
+    """Cosine of each vector with its partner, (row, token); NaN without a direction."""
+    result = np.empty(vectors.shape[:2])
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        for row, (these, those) in enumerate(zip(vectors, others, strict=True)):
+            one, other = these.astype(np.float64), those.astype(np.float64)
+            lengths = vector_norm(one) * vector_norm(other)
+            result[row] = hidden_sum(one * other) / lengths
+    return np.clip(result, -1, 1)  # rounding may lead beyond; NaN stays
+
+
+def _change(block: Array, boundary: Array, start: npt.NDArray[np.bool_]) -> Wide:
+    """Way from the row before, (row, token, hidden); NaN where there is none."""
+    before = np.concatenate([boundary, block[:-1]])
+    with np.errstate(invalid="ignore"):
+        change = np.subtract(block, before, dtype=np.float64)
+    change[~start.ravel()] = np.nan
+    return np.asarray(change)
+
+
+def _earlier(block: Array, boundary: Array, start: npt.NDArray[np.bool_]) -> Array:
+    """Row before each, (row, token, hidden); NaN where there is none."""
+    before = np.concatenate([boundary, block[:-1]])
+    before[~start.ravel()] = np.nan
+    return before
+
+
+def _statistics(cosines: Wide, groups: npt.NDArray[np.bool_], levels: Wide) -> Wide:
+    """Number, mean and quantiles over the tokens with a cosine, (row, population, statistic)."""
+    result = np.full((len(cosines), len(groups), 2 + levels.size), np.nan)
+    for row, number in np.ndindex(result.shape[:2]):
+        known = cosines[row, groups[number]]
+        known = np.sort(known[~np.isnan(known)])
+        result[row, number, 0] = known.size
+        if known.size:
+            result[row, number, 1] = known.mean()
+            result[row, number, 2:] = np.quantile(known, levels)
+    return result
+
+
+def alignment(
+    ds: xr.Dataset,
+    with_: str = "centroid",
+    of: str = "W",
+    population: str | None = None,
+    quantiles: Sequence[float] | float = QUANTILES,
+) -> xr.Dataset:
+    """Cosines between a vector of each token and another vector, and their statistics.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden), and what is asked for.
+    with_ : {'hidden_mean', 'centroid', 'grad', 'delta', 'previous'}
+        The other vector: the recorded h̄ of the step; the mean of W over `population` (all tokens
+        without it); the token's gradient; its motion ΔW; or `of` itself, in the row before.
+    of : {'W', 'delta', 'grad'}
+        The vector: W, its motion since the row before, or its gradient.
+    population : str, optional
+        Only this one; the statistics then have no dimension population.
+    quantiles : float or sequence of float
+        Between 0 and 1, linearly interpolated.
+
+    Returns
+    -------
+    Dataset, float64
+        ``cosine`` (step, token), from −1 to 1, NaN where one of the two is zero or not finite, or
+        there is no row before; over (step, population) ``alignment``, its mean,
+        ``alignment_quantiles`` (…, quantile), both over the tokens that have a cosine, and
+        ``aligned_tokens``, int64, how many these are.
+
+    Raises
+    ------
+    VariableNotRecorded
+        If the run does not hold one of the two.
+    InvalidArgument
+        For other vectors, the same twice, another population, or quantiles beyond 0 and 1.
+
+    Examples
+    --------
+    >>> turns = alignment(ds, with_="previous", of="delta")
+    >>> turns.alignment.sel(population="dead", step=[2, 3]).values
+    array([1., 1.])
+    """
+    return build_alignment(Scan(ds), with_, of, population, quantiles)
+
+
+@checks_types
+def build_alignment(
+    history: Scan,
+    with_: str = "centroid",
+    of: str = "W",
+    population: str | None = None,
+    quantiles: Sequence[float] | float = QUANTILES,
+) -> xr.Dataset:
+    """`alignment` of a prepared Dataset."""
+    if of not in VECTORS or with_ not in PARTNERS or of == with_:
+        raise InvalidArgument(
+            f"got of={of!r} and with_={with_!r}, expected two different ones: of among "
+            f"{', '.join(VECTORS)}; with_ among {', '.join(PARTNERS)}"
+        )
+    levels = np.atleast_1d(np.asarray(quantiles, np.float64))
+    if not ((levels >= 0) & (levels <= 1)).all():
+        raise InvalidArgument(f"got quantiles {quantiles}, expected values from 0 to 1")
+    names, groups = chosen_populations(history.ds, population)
+    like = "grad" if of == "grad" else "W"
+    vectors = _of_tokens(history, of, like)
+    cosines = _with_partner(history, vectors, with_, like, population)
+    table = da.blockwise(
+        _statistics,
+        "spx",
+        cosines,
+        "st",
+        groups=shared(groups),
+        levels=levels,
+        concatenate=True,
+        new_axes={"p": len(groups), "x": 2 + levels.size},
+        dtype=np.float64,
+        meta=np.empty((0, 0, 0)),
+    )
+    label = f"cosine of {of} and {with_}"
+    own = history.wrap(cosines, like).assign_attrs(long_name=label, units="1")
+    dims = ("step", "population", "quantile")
+    count = table[..., 0].astype(np.int64)
+    told = {
+        "alignment": (table[..., 1], f"mean {label}"),
+        "alignment_quantiles": (table[..., 2:], f"quantiles of the {label}"),
+        "aligned_tokens": (count, "tokens with a cosine"),
+    }
+    result = xr.Dataset(
+        {"cosine": own}
+        | {
+            name: xr.DataArray(
+                data, dims=dims[: data.ndim], attrs={"long_name": long_name, "units": "1"}
+            )
+            for name, (data, long_name) in told.items()
+        },
+        coords={"step": history.ds["step"], "population": names, "quantile": levels},
+    )
+    return result.sel(population=population) if population is not None else result
+
+
+def _of_tokens(history: Scan, name: str, like: str) -> da.Array:
+    """A vector of each token, chunked as a variable, (step, token, hidden)."""
+    if name != "delta":
+        return history.aligned(like, name)
+    return _with_rows_before(_change, history.aligned(like, "W"), np.dtype(np.float64))
+
+
+def _with_rows_before(kernel: Any, blocks: da.Array, dtype: np.dtype[Any]) -> da.Array:
+    later = da.from_array(
+        (np.arange(blocks.shape[0]) > 0)[:, None, None], chunks=(blocks.chunks[0], 1, 1)
+    )
+    return da.map_blocks(
+        kernel, blocks, rows_before(blocks), later, dtype=dtype, meta=np.empty((0, 0, 0), dtype)
+    )
+
+
+def _with_partner(
+    history: Scan, vectors: da.Array, with_: str, like: str, population: str | None
+) -> da.Array:
+    """Cosines, (step, token)."""
+    if with_ in ("grad", "delta"):
+        other = _of_tokens(history, with_, like)
+    elif with_ == "previous":
+        other = _with_rows_before(_earlier, vectors, vectors.dtype)
+    else:
+        other = _of_steps(history, with_, population).rechunk((vectors.chunks[0], -1))[:, None]
+        # One vector for all tokens of a step: as many blocks along token as they have, by name.
+        other = da.broadcast_to(other, vectors.shape, chunks=vectors.chunks)
+    return over_hidden(_cosines, vectors, other, dtype=np.float64)
+
+
+def _of_steps(history: Scan, name: str, population: str | None) -> da.Array:
+    """One vector of each step, (step, hidden)."""
+    if name == "centroid":
+        return build_centroid(history, population or "all")["centroid"].data
+    input_checks.variables(history.ds, name)
+    return history.ds[name].transpose("step", "hidden").chunk().data

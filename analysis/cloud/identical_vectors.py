@@ -1,0 +1,367 @@
+"""Tokens that have become one: groups with bit-identical vectors, and what becomes of them.
+
+A row is divided into groups by a hash of the bits, which is checked: each vector is compared with
+the first one of its group, and a row in which two vectors only share their hash is divided by all
+of its bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.scan.block_tasks import in_halves, rows_before, shared
+from trajstore.analysis.scan.lattice_points import told_of_lattice
+from trajstore.analysis.scan.scan import Scan
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument
+from trajstore.populations.masks import chosen_populations
+from trajstore.values.ulp_lattice import unsigned_view
+
+__all__ = ["EVENTS", "build_clusters", "clusters", "divide", "token_labels"]
+
+Array = npt.NDArray[Any]
+Numbers = npt.NDArray[np.int64]
+
+EVENTS = ("birth", "merge", "fission", "death")
+"""What can become of a group from one row to the next."""
+
+# For each of the 64 bits of a product to depend on all bits of a value.
+_SEED = 20_17
+
+
+def _hashes(bits: Array) -> npt.NDArray[np.uint64]:
+    """Hash of each vector of unsigned integers, (token, hidden) to (token).
+
+    Sum of products with random 64-bit numbers, modulo 2⁶⁴. Values are taken in halves of at most
+    32 bits, for a product with the highest of 64 bits would hold only one bit of the number.
+    """
+    halves = np.ascontiguousarray(bits).view(np.uint32)
+    numbers = np.random.default_rng(_SEED).integers(1, 1 << 63, halves.shape[1], np.uint64)
+    # A product of matrices of whole numbers is made column by column, and holds no copy.
+    return np.asarray(halves.astype(np.uint64) @ (2 * numbers + 1))
+
+
+def divide(vectors: Array) -> tuple[Numbers, Numbers]:
+    """Groups of vectors with the same bits.
+
+    Parameters
+    ----------
+    vectors : ndarray of stored values, (token, hidden)
+
+    Returns
+    -------
+    first : ndarray of int64, (group)
+        A vector of each group: the one that comes first.
+    group : ndarray of int64, (token)
+        The group of each vector.
+    """
+    bits = unsigned_view(np.ascontiguousarray(vectors))
+    _, first, group = np.unique(_hashes(bits), return_index=True, return_inverse=True)
+    if not np.array_equal(bits[first[group]], bits):
+        whole = bits.view(f"V{bits.shape[1] * bits.itemsize}").ravel()
+        _, first, group = np.unique(whole, return_index=True, return_inverse=True)
+    return first.astype(np.int64), group.astype(np.int64)
+
+
+def _smallest_members(group: Numbers, count: int, labels: Numbers) -> Numbers:
+    """Smallest label in the group of each token."""
+    least = np.full(count, np.iinfo(np.int64).max)
+    np.minimum.at(least, group, labels)
+    return least[group]
+
+
+def _membership(chunks: list[list[Array]], labels: Numbers, members: Numbers) -> Numbers:
+    """Which group each token is in, (row, token); −1 for those that are not looked at."""
+    parts = [part[0] for part in chunks]
+    result = np.full((len(parts[0]), len(labels)), -1, np.int64)
+    for row in range(len(result)):
+        vectors = np.concatenate([part[row] for part in parts])
+        vectors = vectors if members.size == len(labels) else vectors[members]
+        if members.size:
+            first, group = divide(vectors)
+            result[row, members] = _smallest_members(group, first.size, labels[members])
+    return result
+
+
+def _sizes(ids: Numbers) -> Numbers:
+    """Sizes of the groups of one row, singles among them, the largest first."""
+    ordered = np.sort(ids)
+    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: ids.size])
+    return np.asarray(np.sort(np.diff(starts, append=ids.size))[::-1])
+
+
+def _facts(ids: Numbers, groups: npt.NDArray[np.bool_], record: np.dtype[Any]) -> Array:
+    """How the tokens of each population are divided, (row, population)."""
+    result = np.zeros((len(ids), len(groups)), record)
+    result["herfindahl"] = np.nan
+    ranks = record["group_sizes"].shape[0]
+    for row, number in np.ndindex(result.shape):
+        sizes = _sizes(ids[row, groups[number]])
+        if not sizes.size:
+            continue
+        one = result[row, number]
+        several = sizes[sizes > 1]
+        one["groups"], one["singles"] = several.size, sizes.size - several.size
+        one["group_sizes"][: several[:ranks].size] = several[:ranks]
+        one["herfindahl"] = np.square(sizes / sizes.sum()).sum()
+    return result
+
+
+def _bonds(before: Numbers, now: Numbers) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    """Tokens that were together and are: group before and now, size, and which of them each is in.
+
+    The last is (token); tokens that share both with nobody have a bond of size 1.
+    """
+    olds, old = np.unique(before, return_inverse=True)
+    news, new = np.unique(now, return_inverse=True)
+    pairs, bond, sizes = np.unique(old * news.size + new, return_inverse=True, return_counts=True)
+    return olds[pairs // news.size], news[pairs % news.size], sizes, bond
+
+
+def _largest(owner: Numbers, sizes: Numbers) -> npt.NDArray[np.bool_]:
+    """Whether each bond is the largest of its group, the first of several; with two tokens."""
+    order = np.lexsort((np.arange(sizes.size), -sizes, owner))
+    first = np.ones(order.size, bool)
+    first[1:] = owner[order][1:] != owner[order][:-1]
+    result = np.zeros(order.size, bool)
+    result[order] = first & (sizes[order] > 1)
+    return result
+
+
+def _events_of_row(before: Numbers, now: Numbers) -> list[int]:
+    """How many groups of two tokens and more had each of `EVENTS`."""
+    if np.array_equal(before, now):
+        return [0] * len(EVENTS)
+    old, new, sizes, _ = _bonds(before, now)
+    counts = {}
+    for name, owner, ids in (("old", old, before), ("new", new, now)):
+        groups, members = np.unique(ids, return_counts=True)
+        lasting, bonds = np.unique(owner[sizes > 1], return_counts=True)
+        born = np.count_nonzero((members > 1) & ~np.isin(groups, lasting))
+        counts[name] = int(born), int(np.count_nonzero(bonds > 1))
+    (death, fission), (birth, merge) = counts["old"], counts["new"]
+    return [birth, merge, fission, death]
+
+
+def _events(
+    ids: Numbers, boundary: Numbers, start: Numbers, groups: npt.NDArray[np.bool_]
+) -> Numbers:
+    """`EVENTS` of each population, (row, population, event); −1 where there is no row before."""
+    before = np.concatenate([boundary, ids[:-1]])
+    result = np.full((len(ids), len(groups), len(EVENTS)), -1, np.int64)
+    for row, number in np.ndindex(result.shape[:2]):
+        if start[row]:
+            group = groups[number]
+            result[row, number] = (
+                _events_of_row(before[row, group], ids[row, group]) if group.any() else 0
+            )
+    return result
+
+
+def _moves(ids: Numbers, boundary: Numbers, start: Numbers, leaving: bool) -> Numbers:
+    """Group that each token has left, or joined, (row, token); −1 if none."""
+    before = np.concatenate([boundary, ids[:-1]])
+    result = np.full(ids.shape, -1, np.int64)
+    for row in np.nonzero(start & (before != ids).any(1))[0]:
+        inside = np.nonzero(ids[row] >= 0)[0] if (ids[row] < 0).any() else slice(None)
+        old, new, sizes, bond = _bonds(before[row][inside], ids[row][inside])
+        owner = old if leaving else new
+        stays = _largest(owner, sizes)[bond]
+        mine = (before if leaving else ids)[row][inside]
+        _, group, members = np.unique(mine, return_inverse=True, return_counts=True)
+        result[row, inside] = np.where((members[group] > 1) & ~stays, mine, -1)
+    return result
+
+
+def token_labels(ds: xr.Dataset) -> Numbers:
+    """Label of each token: the coordinate ``token``, or its position where there is none."""
+    if "token" in ds.coords and np.issubdtype(ds["token"].dtype, np.integer):
+        return np.asarray(ds["token"].values, np.int64)
+    return np.arange(ds.sizes["token"])
+
+
+def clusters(
+    ds: xr.Dataset,
+    population: str | None = None,
+    lattice: str = "native",
+    ranks: int = 10,
+) -> xr.Dataset:
+    """Groups of tokens with bit-identical vectors: how many, how large, and what becomes of them.
+
+    Between two rows, tokens that were in one group and still are hold a bond. A group of two or
+    more tokens is *born* where none of its tokens were together before, and *dies* where none of
+    them stay together; it is a *merge* of two or more bonds, or a *fission* into two or more.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden).
+    population : str, optional
+        Only this one; the result then has no dimension population, and the groups are those of its
+        tokens alone.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        Type that W is rounded to.
+    ranks : int
+        How many of the largest groups have their sizes told.
+
+    Returns
+    -------
+    Dataset
+        int64 (step, token): ``cluster``, the group that a token is in, named after the smallest
+        token in it (its ``token``; itself, if it is single; −1 outside the population); ``left``,
+        the group of the row before that it is no longer in, because it is not in the largest part
+        that stayed together (of several, the one in the group of the smallest name), −1 if none;
+        ``joined``, likewise, the group it came to. Over (step, population): int64 ``groups`` of
+        two or more tokens, ``singles``, ``group_sizes`` (…, rank), 0 where there are fewer, and
+        ``events`` (…, event), how many groups each happened to since the row before, −1 in the
+        first row, which has none before it (leave that out of sums); float64 ``herfindahl``,
+        Σ(n_k/n)² over all groups and singles, the probability that two draws of a token are alike.
+        −0.0 and +0.0 are different bits.
+
+    Raises
+    ------
+    InvalidArgument
+        For another population or lattice, fewer than one rank, or where W is not of its
+        ``native_dtype``.
+
+    Examples
+    --------
+    >>> found = clusters(ds, "dead")
+    >>> found.group_sizes.isel(step=-1, rank=slice(2)).values, found.herfindahl[-1].values.item()
+    (array([118,   0]), 1.0)
+    """
+    return build_clusters(Scan(ds), population, lattice, ranks)
+
+
+@checks_types
+def build_clusters(
+    history: Scan, population: str | None = None, lattice: str = "native", ranks: int = 10
+) -> xr.Dataset:
+    """`clusters` of a prepared Dataset."""
+    if ranks < 1:
+        raise InvalidArgument(f"got ranks={ranks}, expected at least 1")
+    names, groups = chosen_populations(history.ds, population)
+    points = history.points(lattice)
+    labels = token_labels(history.ds)
+    members = np.arange(labels.size) if population is None else np.nonzero(groups[0])[0]
+    ids = da.blockwise(
+        _membership,
+        "su",
+        in_halves(points.blocks),
+        "sth",
+        labels=shared(labels),
+        members=shared(members),
+        new_axes={"u": labels.size},
+        dtype=np.int64,
+        align_arrays=False,
+        meta=np.empty((0, 0), np.int64),
+    )
+    boundaries = rows_before(ids)
+    later = da.from_array(np.arange(history.rows) > 0, chunks=(ids.chunks[0],))
+    result = {
+        "cluster": history.wrap(ids, points.variable).assign_attrs(
+            long_name="group of bit-identical tokens, by its smallest token; -1 outside the "
+            "population"
+        )
+    }
+    for name, leaving in (("left", True), ("joined", False)):
+        moved = da.blockwise(
+            _moves,
+            "st",
+            ids,
+            "st",
+            boundaries,
+            "st",
+            later,
+            "s",
+            leaving=leaving,
+            dtype=np.int64,
+            align_arrays=False,
+            meta=np.empty((0, 0), np.int64),
+        )
+        result[name] = history.wrap(moved, points.variable).assign_attrs(
+            long_name=f"group that the token {name}, -1 if none"
+        )
+    result |= _of_populations(ids, boundaries, later, groups, ranks)
+    ds = xr.Dataset(result, coords={"step": history.ds["step"]})
+    ds = told_of_lattice(ds, lattice, units="1")
+    ds = ds.assign_coords(population=names, rank=np.arange(1, ranks + 1), event=list(EVENTS))
+    return ds.sel(population=population) if population is not None else ds
+
+
+def _of_populations(
+    ids: da.Array,
+    boundaries: da.Array,
+    later: da.Array,
+    groups: npt.NDArray[np.bool_],
+    ranks: int,
+) -> dict[str, xr.DataArray]:
+    """What is told of each population, (step, population)."""
+    record = np.dtype(
+        [
+            ("groups", "i8"),
+            ("singles", "i8"),
+            ("herfindahl", "f8"),
+            ("group_sizes", "i8", (ranks,)),
+        ]
+    )
+    facts = da.blockwise(
+        _facts,
+        "sp",
+        ids,
+        "st",
+        groups=shared(groups),
+        record=record,
+        concatenate=True,
+        new_axes={"p": len(groups)},
+        dtype=record,
+        meta=np.empty((0, 0), record),
+    )
+    events = da.blockwise(
+        _events,
+        "spe",
+        ids,
+        "st",
+        boundaries,
+        "st",
+        later,
+        "s",
+        groups=shared(groups),
+        concatenate=True,
+        new_axes={"p": len(groups), "e": len(EVENTS)},
+        dtype=np.int64,
+        align_arrays=False,
+        meta=np.empty((0, 0, 0), np.int64),
+    )
+    told = {
+        "groups": "groups of two or more identical tokens",
+        "singles": "tokens with a vector of their own",
+        "herfindahl": "probability that two draws are identical",
+        "group_sizes": "tokens of the largest groups",
+    }
+    result = {}
+    for name, long_name in told.items():
+        shape = record[name].shape
+        data = facts.map_blocks(
+            lambda block, name=name: np.ascontiguousarray(block[name]),
+            dtype=record[name].base,
+            new_axis=[2] if shape else None,
+            chunks=(*facts.chunks, *((length,) for length in shape)),
+            meta=np.empty((0,) * (2 + len(shape)), record[name].base),
+            token=f"{name}-{facts.name}",
+        )
+        dims = ("step", "population", "rank")[: data.ndim]
+        result[name] = xr.DataArray(data, dims=dims, attrs={"long_name": long_name})
+    result["events"] = xr.DataArray(
+        events,
+        dims=("step", "population", "event"),
+        attrs={
+            "long_name": "groups to which this happened since the row before; -1 in the first row"
+        },
+    )
+    return result

@@ -1,0 +1,338 @@
+"""Which tokens are in near cells of the lattice: a graph of distinct vectors.
+
+Tokens that have become one are one point of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.cloud.identical_vectors import divide, token_labels
+from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.block_tasks import shared, whole_rows
+from trajstore.analysis.scan.lattice_points import told_of_lattice
+from trajstore.analysis.scan.scan import Scan
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument, MissingExtra
+from trajstore.populations.masks import chosen_populations
+from trajstore.values.ulp_lattice import ordinal
+
+__all__ = ["adjacency", "build_adjacency"]
+
+_ALL_CELLS = 1 << 32
+"""No two values of 32 bits are further from each other."""
+
+Array = npt.NDArray[Any]
+Numbers = npt.NDArray[np.int64]
+Groups = npt.NDArray[np.bool_]
+
+# Pairs of neighbours that are held at a time, at some 50 bytes each.
+_PAIRS = 1 << 21
+# Pairs of vectors that are compared at a time: few enough for a processor's own memory.
+_COMPARED = 1 << 19
+# Of which all dimensions are compared, in groups of so many, when one in so many is left.
+_AT_ONCE = 8
+_FEW = 64
+
+_RECORD = [
+    ("vertices", "i8", "distinct vectors"),
+    ("edges", "i8", "pairs of neighbours"),
+    ("mean_degree", "f8", "mean number of neighbours of a vector"),
+    ("components", "i8", "connected components"),
+    ("isolated", "i8", "vectors without a neighbour"),
+    ("largest_component", "i8", "vectors in the largest component"),
+    ("largest_component_tokens", "i8", "tokens in the largest component"),
+]
+
+
+def _scipy() -> tuple[Any, Any]:
+    try:
+        from scipy.sparse import coo_array
+        from scipy.sparse.csgraph import connected_components
+    except ImportError as error:
+        raise MissingExtra("adjacency needs scipy; install trajstore[graph]") from error
+    return coo_array, connected_components
+
+
+def _pairs(cells: Numbers, k: int) -> Iterator[Numbers]:
+    """Neighbours, (pair, 2), some at a time; each pair once.
+
+    Sorted along the dimension in which the fewest are near, a block of vectors is compared with
+    those that can be near to it: of all of these one dimension after the other, by the lowest bits
+    alone, while many are left; then of each pair that is left the numbers themselves.
+    """
+    count, hidden = cells.shape
+    ordered = np.sort(cells, axis=0)
+    near = [np.searchsorted(column, column + k, side="right").sum() for column in ordered.T]
+    dimensions = np.argsort(near, kind="stable")
+    by = np.argsort(cells[:, dimensions[0]], kind="stable")
+    numbers = cells[by][:, dimensions]
+    stops = np.searchsorted(numbers[:, 0], numbers[:, 0] + k, side="right")
+    low = np.ascontiguousarray(numbers.T.astype(_lowest_bits(k)))
+    rows = np.arange(1, math.isqrt(_COMPARED) + 1)  # a block is also compared with itself
+    held: list[Numbers] = []
+    start = 0
+    while start < count:
+        ends = stops[start : start + rows.size] - start
+        stop = start + max(1, int(np.count_nonzero(ends * rows[: ends.size] <= _COMPARED)))
+        first, second = np.nonzero(_may_be_near(low, start, stop, int(stops[stop - 1]), k))
+        once = second > first
+        first, second = first[once] + start, second[once] + start
+        for at in range(0, hidden, _AT_ONCE):
+            part = slice(at, at + _AT_ONCE)
+            left = (np.abs(numbers[first, part] - numbers[second, part]) <= k).all(1)
+            first, second = first[left], second[left]
+        held.append(by[np.stack([first, second], 1)])
+        if stop == count or sum(map(len, held)) >= _PAIRS:
+            yield np.concatenate(held)
+            held = []
+        start = stop
+
+
+def _lowest_bits(k: int) -> type[np.unsignedinteger[Any]]:
+    """Smallest type in which numbers that differ by k or less are few among all."""
+    types = (np.uint8, np.uint16, np.uint32)
+    return next((kind for kind in types if 8 * k < np.iinfo(kind).max), np.uint64)
+
+
+def _may_be_near(low: Array, start: int, stop: int, end: int, k: int) -> Groups:
+    """Which of the vectors from `start` to `end` may be near to which of those up to `stop`.
+
+    Whole numbers wrap round, so that none is missed, and some are found that are not near.
+    """
+    near = np.ones((stop - start, end - start), bool)
+    away = np.empty(near.shape, low.dtype)
+    also = np.empty(near.shape, bool)
+    for column in low:
+        np.subtract(column[None, start:end], column[start:stop, None] - low.dtype.type(k), out=away)
+        np.less_equal(away, low.dtype.type(2 * k), out=also)
+        near &= also
+        if np.count_nonzero(near) * _FEW < near.size:
+            break
+    return near
+
+
+def _joined(labels: Numbers, pairs: Numbers) -> Numbers:
+    """Components, when these pairs are joined, too."""
+    coo_array, connected_components = _scipy()
+    count = len(labels)
+    first, second = labels[pairs].T
+    new = first != second
+    if not new.any():
+        return labels
+    ends = first[new], second[new]
+    graph = coo_array((np.ones(len(ends[0]), bool), ends), shape=(count, count))
+    return np.asarray(connected_components(graph, directed=False)[1][labels], np.int64)
+
+
+def _graph(cells: Numbers, usable: Groups, inside: Groups, k: int) -> tuple[Numbers, Numbers]:
+    """Degree and component of each vector, within each population: both (population, vector)."""
+    _scipy()  # says that it is missing, also where no two are near
+    degree = np.zeros(inside.shape, np.int64)
+    labels = np.tile(np.arange(len(usable)), (len(inside), 1))
+    places = np.nonzero(usable)[0]
+    for pairs in _pairs(cells[usable], k) if places.size else ():
+        whole = places[pairs]
+        for number, member in enumerate(inside):
+            own = whole[member[whole].all(1)]
+            degree[number] += np.bincount(own.ravel(), minlength=len(usable))
+            if own.size:
+                labels[number] = _joined(labels[number], own)
+    return degree, labels
+
+
+def _adjacency_of_row(
+    values: Array, native: str, groups: Groups, names: Numbers, k: int, record: np.dtype[Any]
+) -> tuple[Array, Numbers, Numbers]:
+    """Facts about each population, and of the first one degree and component of each token."""
+    points = ordinal(values, native)
+    # −0 and +0 are one cell, and so one point.
+    first, vector = divide(points.astype(np.float64))
+    usable = np.asarray(np.isfinite(values[first]).all(1))
+    inside = np.zeros((len(groups), first.size), bool)
+    for number, group in enumerate(groups):
+        inside[number, vector[group]] = True
+    degree, labels = _graph(points[first].astype(np.int64), usable, inside, k)
+    facts = np.zeros(len(groups), record)
+    for number, (group, member) in enumerate(zip(groups, inside, strict=True)):
+        if member.any():
+            facts[number] = _facts(
+                degree[number, member], labels[number, member], labels[number, vector[group]]
+            )
+        else:
+            facts["mean_degree"][number] = np.nan
+    own, component = np.full(len(values), -1, np.int64), np.full(len(values), -1, np.int64)
+    members = np.nonzero(groups[-1])[0]
+    own[members] = degree[-1, vector[members]]
+    least = np.full(first.size, np.iinfo(np.int64).max)
+    np.minimum.at(least, labels[-1, vector[members]], names[members])
+    component[members] = least[labels[-1, vector[members]]]
+    return facts, own, component
+
+
+def _facts(degree: Numbers, labels: Numbers, of_tokens: Numbers) -> tuple[Any, ...]:
+    """What `_RECORD` lists, of one population."""
+    found, sizes = np.unique(labels, return_counts=True)
+    tokens = np.unique(of_tokens, return_counts=True)[1]  # of the same components
+    # Of components with as many vectors, the one with more tokens.
+    largest = np.lexsort((tokens, sizes))[-1]
+    return (
+        degree.size,
+        degree.sum() // 2,
+        degree.mean(),
+        found.size,
+        np.count_nonzero(degree == 0),
+        sizes[largest],
+        tokens[largest],
+    )
+
+
+def _adjacency_kernel(
+    block: Array, native: str, groups: Groups, names: Numbers, k: int, record: np.dtype[Any]
+) -> Array:
+    """One row: a record with the facts of all populations and the numbers of all tokens."""
+    result = np.empty(len(block), record)
+    for row, values in enumerate(block):
+        result[row] = _adjacency_of_row(values, native, groups, names, k, record["facts"].base)
+    return result
+
+
+def adjacency(
+    ds: xr.Dataset,
+    k: int = 1,
+    steps: Sequence[int] | int | None = None,
+    population: str | None = None,
+    lattice: str = "native",
+) -> xr.Dataset:
+    """Graph of the distinct vectors that are within k cells of each other in every element.
+
+    Two vectors are neighbours if no element of the one is further than k values of the type from
+    that of the other, counted as in ``lattice_displacement(metric="ordinal")``: L∞ ≤ k. That of a
+    population is the graph of its vectors alone.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden), or ``cells`` for the lattice of bfloat16.
+    k : int
+        At least 1.
+    steps : int or sequence of int, optional
+        Rows to look at; all without it. Each costs seconds where there are many tokens.
+    population : str, optional
+        Only this one; the result then has no dimension population.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        Type whose values are the cells.
+
+    Returns
+    -------
+    Dataset
+        Over (step, population), int64: ``vertices``, the distinct vectors (−0.0 and +0.0 are one
+        value); ``edges``; ``components``, ``isolated`` ones among them,
+        ``largest_component`` in vectors, and ``largest_component_tokens``, how many tokens are
+        there; float64 ``mean_degree``. Over (step, token), int64, of the population, or of all
+        tokens: ``degree``, and ``connected_component``, named after the smallest token in it; −1
+        outside the population. A vector with a NaN or an infinity has no neighbours.
+
+    Raises
+    ------
+    InvalidArgument
+        For k below 1, another population or lattice, float64, or where W is not of its
+        ``native_dtype``.
+    StepNotFound
+        If one of the steps was not recorded.
+    MissingExtra
+        When computed, without scipy.
+
+    Examples
+    --------
+    >>> found = adjacency(ds, steps=[0, 20])
+    >>> found.vertices.sel(population="live").values, found.edges.sel(population="live").values
+    (array([1, 2]), array([0, 1]))
+    """
+    return build_adjacency(Scan(ds), k, steps, population, lattice)
+
+
+@checks_types
+def build_adjacency(
+    history: Scan,
+    k: int = 1,
+    steps: Sequence[int] | int | None = None,
+    population: str | None = None,
+    lattice: str = "native",
+) -> xr.Dataset:
+    """`adjacency` of a prepared Dataset."""
+    if k < 1:
+        raise InvalidArgument(f"got k={k}, expected at least 1 cell")
+    k = min(k, _ALL_CELLS)
+    names, groups = chosen_populations(history.ds, population)
+    looked_at = groups if population is not None else _with_all_last(names, groups)
+    points, rows = history.points(lattice), input_checks.rows_of_steps(history.ds, steps)
+    if points.type == "float64":
+        raise InvalidArgument(
+            "adjacency counts cells in 64-bit integers, which do not hold those of float64; look "
+            "at W on another lattice, such as lattice='float32'"
+        )
+    blocks = whole_rows(points.blocks, rows)
+    tokens = blocks.shape[1]
+    facts = np.dtype([(name, kind) for name, kind, _ in _RECORD])
+    record = np.dtype(
+        [
+            ("facts", facts, (len(looked_at),)),
+            ("degree", "i8", (tokens,)),
+            ("connected_component", "i8", (tokens,)),
+        ]
+    )
+    found = blocks.map_blocks(
+        _adjacency_kernel,
+        native=points.type,
+        groups=shared(looked_at),
+        names=shared(token_labels(history.ds)),
+        k=k,
+        record=record,
+        drop_axis=[1, 2],
+        dtype=record,
+        meta=np.empty(0, record),
+    )
+    at = history.ds["step"][rows]
+    result = {}
+    for name, kind, long_name in _RECORD:
+        data = _column(found, "facts", name, len(looked_at), kind)[:, : len(names)]
+        array = xr.DataArray(data, dims=("step", "population"), coords={"step": at})
+        array = array.assign_coords(population=names)
+        result[name] = array.assign_attrs(long_name=long_name)
+    for name, long_name in (
+        ("degree", "number of neighbours"),
+        ("connected_component", "connected component, by its smallest token"),
+    ):
+        data = _column(found, name, None, tokens, "i8")
+        array = history.wrap(data, points.variable, rows=rows)
+        result[name] = array.assign_attrs(long_name=f"{long_name}; -1 outside the population")
+    ds = told_of_lattice(xr.Dataset(result), lattice, units="1")
+    return ds.sel(population=population) if population is not None else ds
+
+
+def _with_all_last(names: list[str], groups: Groups) -> Groups:
+    """The same, and at the end all tokens, of which the numbers per token are."""
+    return np.concatenate([groups, np.ones_like(groups[:1])])
+
+
+def _column(found: da.Array, name: str, part: str | None, size: int, kind: str) -> da.Array:
+    def pick(block: Array) -> Array:
+        column = block[name] if part is None else block[name][part]
+        return np.ascontiguousarray(column)
+
+    return found.map_blocks(
+        pick,
+        new_axis=[1],
+        chunks=(found.chunks[0], (size,)),
+        dtype=np.dtype(kind),
+        meta=np.empty((0, 0), kind),
+        token=f"adjacency-{name}-{part}-{found.name}",
+    )

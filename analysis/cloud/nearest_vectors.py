@@ -1,0 +1,166 @@
+"""The nearest other vector of each token, and what the distances say of the density.
+
+Tokens that have become one are one vector, and have the same nearest one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.cloud.identical_vectors import divide
+from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.block_tasks import shared, whole_rows
+from trajstore.analysis.scan.scan import Scan
+from trajstore.argument_types import checks_types
+from trajstore.populations.masks import one_population
+
+__all__ = ["build_nearest_distance", "nearest_distance"]
+
+Array = npt.NDArray[Any]
+Numbers = npt.NDArray[np.int64]
+Wide = npt.NDArray[np.float64]
+Groups = npt.NDArray[np.bool_]
+
+# Distances that are held at a time.
+_DISTANCES = 1 << 23
+
+
+def _nearest(vectors: Wide) -> Wide:
+    """Distance of each vector to the nearest other one; vectors are finite and distinct.
+
+    |y|² − 2x·y tells which are nearest but for rounding; the distance to all of which that may
+    be true is then taken from differences.
+    """
+    count = len(vectors)
+    if count < 2:
+        return np.full(count, np.nan)
+    about = vectors - vectors.mean(0)
+    squares = (about * about).sum(1)
+    result = np.empty(count)
+    # Each of the sums is off by no more than its length times the largest of its terms.
+    slack = 4 * (about.shape[1] + 4) * np.finfo(np.float64).eps * squares.max()
+    size = max(1, _DISTANCES // count)
+    for start in range(0, count, size):
+        part = slice(start, min(start + size, count))
+        near = about[part] @ about.T
+        near *= -2
+        near += squares
+        rows = np.arange(part.stop - start)
+        near[rows, rows + start] = np.inf
+        limits = near.min(1) + slack
+        result[part] = _exact(vectors, start, near <= limits[:, None])
+    return result
+
+
+def _exact(vectors: Wide, start: int, candidates: Groups) -> Wide:
+    """Smallest distance of each row to its candidates."""
+    result = np.full(len(candidates), np.inf)
+    most = max(1, _DISTANCES // vectors.shape[1])
+    rows, others = np.nonzero(candidates)
+    for at in range(0, rows.size, most):
+        one, other = rows[at : at + most], others[at : at + most]
+        way = vectors[start + one] - vectors[other]
+        np.minimum.at(result, one, np.sqrt((way * way).sum(1)))
+    return result
+
+
+def _entropy(distances: Wide, hidden: int) -> float:
+    """Kozachenko and Leonenko's estimate of the differential entropy, in nat."""
+    count = distances.size
+    if count < 2 or not (distances > 0).all():
+        return math.nan
+    ball = hidden / 2 * math.log(math.pi) - math.lgamma(hidden / 2 + 1)
+    # ψ(n) − ψ(1) is a harmonic number.
+    harmonic = float((1 / np.arange(1, count)).sum())
+    return hidden * float(np.log(distances).mean()) + ball + harmonic
+
+
+def _nearest_kernel(block: Array, members: Numbers) -> Wide:
+    """Distance of each token, and behind them the entropy: (row, token + 1)."""
+    result = np.full((len(block), block.shape[1] + 1), np.nan)
+    for row, values in enumerate(block):
+        if not members.size:
+            continue
+        # −0 and +0 are no distance apart.
+        wide = values[members].astype(np.float64) + 0.0
+        first, vector = divide(wide)
+        usable = np.isfinite(wide[first]).all(1)
+        distances = np.full(first.size, np.nan)
+        distances[usable] = _nearest(wide[first[usable]])
+        result[row, members] = distances[vector]
+        result[row, -1] = _entropy(distances[usable], wide.shape[1])
+    return result
+
+
+def nearest_distance(
+    ds: xr.Dataset, population: str = "all", steps: Sequence[int] | int | None = None
+) -> xr.Dataset:
+    """Distance of each token to the nearest other vector of its population, and their entropy.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden).
+    population : str
+        Among whose vectors; tokens outside it have NaN.
+    steps : int or sequence of int, optional
+        Rows to look at; all without it. The work grows with the square of the number of vectors.
+
+    Returns
+    -------
+    Dataset, float64
+        ``nearest_distance`` (step, token), ‖W_i − W_j‖₂ to the nearest j with another vector:
+        identical tokens have the same one. NaN where there is none, or W is not finite.
+        ``nearest_entropy`` (step), Kozachenko and Leonenko's estimate of the differential entropy
+        of the n distinct finite vectors, D⟨ln d⟩ + ln V_D + ψ(n) − ψ(1), V_D the volume of the unit
+        ball: nat, for W in its units.
+
+    Raises
+    ------
+    InvalidArgument
+        For another population.
+    StepNotFound
+        If one of the steps was not recorded.
+
+    Examples
+    --------
+    >>> nearest_distance(ds, steps=0).nearest_distance.sel(token=ord("e")).values.round(3)
+    array([1.5])
+    """
+    return build_nearest_distance(Scan(ds), population, steps)
+
+
+@checks_types
+def build_nearest_distance(
+    history: Scan, population: str = "all", steps: Sequence[int] | int | None = None
+) -> xr.Dataset:
+    """`nearest_distance` of a prepared Dataset."""
+    group = one_population(history.ds, population)
+    rows = input_checks.rows_of_steps(history.ds, steps)
+    blocks = whole_rows(history.blocks("W"), rows)
+    tokens = blocks.shape[1]
+    found = blocks.map_blocks(
+        _nearest_kernel,
+        members=shared(np.nonzero(group)[0]),
+        drop_axis=2,
+        chunks=(blocks.chunks[0], (tokens + 1,)),
+        dtype=np.float64,
+        meta=np.empty((0, 0)),
+    )
+    entropy = xr.DataArray(found[:, tokens], dims="step", coords={"step": history.ds["step"][rows]})
+    return xr.Dataset(
+        {
+            "nearest_distance": history.wrap(found[:, :tokens], "W", rows=rows).assign_attrs(
+                long_name="distance to the nearest other vector", units=history.units
+            ),
+            "nearest_entropy": entropy.assign_attrs(
+                long_name="differential entropy by nearest distances", units="nat"
+            ),
+        }
+    ).assign_attrs(population=population)

@@ -1,0 +1,368 @@
+"""Shape of the cloud of tokens: its principal axes, and its inertia at each step."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.motion.collective import per_population
+from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.block_tasks import read_again
+from trajstore.analysis.scan.running_state import fold_rows
+from trajstore.analysis.scan.scan import Scan
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument
+from trajstore.populations.masks import one_population
+from trajstore.values.token_norms import hidden_sum, result_dtype
+
+__all__ = ["build_inertia", "build_pca", "build_scores", "inertia", "pca"]
+
+Array = npt.NDArray[Any]
+Wide = npt.NDArray[np.float64]
+
+# Scatters of rows that are made by one task, and wait to be added up.
+_SCATTER_BYTES = 8 << 20
+
+
+def _scatter(vectors: Array) -> tuple[Wide, Wide]:
+    """Mean, and sum of the products of the deviations from it."""
+    wide = vectors.astype(np.float64)
+    mean = wide.mean(0)
+    wide -= mean
+    return mean, wide.T @ wide
+
+
+def _principal(covariance: Wide) -> tuple[Wide, Wide]:
+    """Eigenvalues, the largest first, and eigenvectors as rows; NaN of what is not finite.
+
+    Of the two directions of an axis, the one in which its largest element is positive.
+    """
+    if not np.isfinite(covariance).all():
+        return np.full(len(covariance), np.nan), np.full(covariance.shape, np.nan)
+    values, vectors = np.linalg.eigh(covariance)
+    axes = vectors.T[::-1]
+    largest = np.take_along_axis(axes, np.abs(axes).argmax(1)[:, None], 1)
+    # What is below zero is rounding.
+    return np.maximum(values[::-1], 0), axes * np.where(largest < 0, -1.0, 1.0)
+
+
+def _ranks(spectrum: Wide) -> tuple[float, float]:
+    """Effective rank and participation ratio of a spectrum; NaN where there is no spread."""
+    total = spectrum.sum()
+    if not total > 0:
+        return np.nan, np.nan
+    share = spectrum / total
+    filled = share[share > 0]
+    return float(np.exp(-(filled * np.log(filled)).sum())), float(1 / np.square(share).sum())
+
+
+def _scatters(chunks: list[Array], members: Array) -> list[tuple[int, Wide, Wide]]:
+    """Number, mean and scatter of the finite vectors of each row."""
+    result = []
+    with np.errstate(invalid="ignore", over="ignore"):
+        for row in range(len(chunks[0])):
+            vectors = np.concatenate([chunk[row] for chunk in chunks])
+            vectors = vectors if members.size == len(vectors) else vectors[members]
+            if not np.isfinite(vectors).all():  # rare, and looking is faster than choosing
+                vectors = vectors[np.isfinite(vectors).all(1)]
+            if len(vectors):
+                result.append((len(vectors), *_scatter(vectors)))
+    return result
+
+
+def _gather(
+    state: tuple[int, Wide, Wide] | None, rows: list[tuple[int, Wide, Wide]]
+) -> tuple[int, Wide, Wide] | None:
+    """Number, mean and scatter of all vectors so far, with those of some rows; None of none.
+
+    One row after the other, so that the sums do not depend on the blocks.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        for own in rows:
+            state = own if state is None else _both(state, own)
+    return state
+
+
+def _both(one: tuple[int, Wide, Wide], other: tuple[int, Wide, Wide]) -> tuple[int, Wide, Wide]:
+    """Pairwise combination of sums of squares: Chan, Golub and LeVeque, 1983."""
+    total = one[0] + other[0]
+    way = other[1] - one[1]
+    scatter = one[2] + other[2] + np.outer(way, way) * (one[0] * other[0] / total)
+    return total, one[1] + way * (other[0] / total), scatter
+
+
+def _axes_of(state: tuple[int, Wide, Wide] | None, hidden: int) -> Wide:
+    """Mean, spectrum and axes, (2 + hidden, hidden)."""
+    if state is None:
+        return np.full((2 + hidden, hidden), np.nan)
+    count, mean, scatter = state
+    spectrum, axes = _principal(scatter / count)
+    return np.concatenate([mean[None], spectrum[None], axes])
+
+
+def _with_first(made: Wide, first: Wide) -> Wide:
+    """As `_axes_of` gives it, with this first axis, and then the principal ones across it."""
+    spectrum, axes = made[1], made[2:]
+    covariance = (axes.T * spectrum) @ axes
+    whole, taken = np.trace(covariance), np.outer(first, first)
+    across = np.eye(len(first)) - taken
+    # Below zero along the first axis, so that it is the last one, which is left out.
+    values, others = _principal(across @ covariance @ across - taken * (whole or 1))
+    variances = [first @ covariance @ first, *(values[:-1] if whole else 0 * values[:-1])]
+    return np.concatenate([made[:1], [variances], first[None], others[:-1]])
+
+
+def _scores(W: Array, axes: Wide, count: int, dtype: npt.DTypeLike) -> Array:
+    """Coordinates along the first axes about the mean, (step, token, component)."""
+    result = np.empty((*W.shape[:2], count), dtype)
+    along = np.empty(W.shape[1:])
+    with np.errstate(invalid="ignore", over="ignore"):
+        for row, vectors in enumerate(W):
+            about = np.subtract(vectors, axes[0], dtype=np.float64)
+            for number in range(count):
+                result[row, :, number] = hidden_sum(np.multiply(about, axes[2 + number], out=along))
+    return result
+
+
+def pca(
+    ds: xr.Dataset,
+    population: str = "all",
+    components: int = 3,
+    basis: str | int = "all",
+    first: Literal["hidden_mean"] | None = None,
+) -> xr.Dataset:
+    """Principal axes of a population, one fixed basis for all steps, and each token along them.
+
+    The covariance is gathered row by row, so that never more than a block of rows is held.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden).
+    population : str
+        Whose vectors make the basis.
+    components : int
+        How many axes tokens are projected on.
+    basis : {'all', 'last'} or int
+        Rows that make it: all of them, the last one, or the row of that step.
+    first : 'hidden_mean', optional
+        Have the first axis be the direction of h̄, its mean over the steps, and the others those of
+        the largest spread orthogonal to it.
+
+    Returns
+    -------
+    Dataset, float64
+        ``spectrum`` (principal), eigenvalues of the covariance Σ(W − W̄)(W − W̄)ᵀ/n over tokens and
+        rows, the largest first, in units of W squared (with `first`, the variance along each axis);
+        ``effective_rank``, exp(−Σ p ln p) of their
+        shares p (Roy and Vetterli, EUSIPCO 2007), and ``participation_ratio``, 1/Σp²;
+        ``basis_mean`` (hidden) and ``basis`` (component, hidden), of unit length, the largest
+        element positive; ``scores`` (step, token, component) of *all* tokens, (W − W̄)·basis, of
+        the type of a norm. A vector that is not finite has no part in the basis, and no scores.
+        NaN where the population has no others; the ranks also where all vectors are one.
+
+    Raises
+    ------
+    InvalidArgument
+        For another population, basis or first axis, or a number of components that is not within
+        1 and hidden.
+    StepNotFound
+        If the step of the basis was not recorded.
+    VariableNotRecorded
+        If h̄ was not, and is to be the first axis.
+
+    Examples
+    --------
+    >>> found = pca(ds, "dead", components=2)
+    >>> found.effective_rank.values.round(3).item()  # they move along one line
+    1.0
+    """
+    return build_pca(Scan(ds), population, components, basis, first)
+
+
+@checks_types
+def build_pca(
+    history: Scan,
+    population: str = "all",
+    components: int = 3,
+    basis: str | int = "all",
+    first: Literal["hidden_mean"] | None = None,
+) -> xr.Dataset:
+    """`pca` of a prepared Dataset."""
+    blocks = history.blocks("W")
+    hidden = blocks.shape[2]
+    if not 1 <= components <= hidden:
+        raise InvalidArgument(f"got components={components}, expected 1 to {hidden}")
+    group = one_population(history.ds, population)
+    made = fold_rows(
+        blocks[_rows_of_basis(history, basis)],
+        _scatters,
+        _gather,
+        functools.partial(_axes_of, hidden=hidden),
+        (2 + hidden, hidden),
+        most=max(1, _SCATTER_BYTES // (8 * hidden**2)),
+        members=np.nonzero(group)[0],
+    )
+    if first is not None:
+        made = da.blockwise(
+            _with_first, "ah", made, "ah", _first_axis(history, first), "b",
+            concatenate=True, dtype=np.float64, meta=np.empty((0, 0)),
+        )  # fmt: skip
+    dtype = result_dtype(blocks.dtype)
+    scores = da.blockwise(
+        _scores_of_only,
+        "stc",
+        # Read a second time, when the basis is known: all blocks would wait for it otherwise.
+        read_again(blocks, made),
+        "sth",
+        made,
+        "ah",
+        count=components,
+        out=dtype,
+        new_axes={"c": components},
+        dtype=dtype,
+        align_arrays=False,
+        meta=np.empty((0, 0, 0), dtype),
+    )
+    ranks = made[1].map_blocks(_both_ranks, chunks=((2,),), dtype=np.float64, meta=np.empty(0))
+    unit = history.units
+    square = "1" if unit == "1" else f"({unit})^2"
+    result = {
+        "spectrum": (("principal",), made[1], "variance along each principal axis", square),
+        "effective_rank": ((), ranks[0], "effective rank of the covariance", "1"),
+        "participation_ratio": ((), ranks[1], "participation ratio of the spectrum", "1"),
+        "basis_mean": (("hidden",), made[0], "mean of the vectors of the basis", unit),
+        "basis": (("component", "hidden"), made[2 : 2 + components], "principal axes", "1"),
+    }
+    arrays = {
+        name: xr.DataArray(data, dims=dims, attrs={"long_name": long_name, "units": units})
+        for name, (dims, data, long_name, units) in result.items()
+    }
+    arrays["scores"] = history.wrap(scores, "W", dims=("step", "token", "component")).assign_attrs(
+        long_name="coordinate along the principal axis", units=unit
+    )
+    return xr.Dataset(arrays).assign_attrs(population=population)
+
+
+def build_scores(history: Scan, found: xr.Dataset) -> xr.DataArray:
+    """Coordinates of all tokens of a prepared Dataset along axes that are known.
+
+    Parameters
+    ----------
+    history : Scan
+        With ``W``; its rows and tokens need not be those that the axes were made of.
+    found : Dataset
+        ``basis`` and ``basis_mean`` as of `pca`, computed.
+
+    Returns
+    -------
+    DataArray (step, token, component)
+    """
+    blocks = history.blocks("W")
+    count, hidden = found["basis"].shape
+    axes = np.concatenate(
+        [found["basis_mean"].values[None], np.zeros((1, hidden)), found["basis"].values]
+    )
+    dtype = result_dtype(blocks.dtype)
+    scores = blocks.map_blocks(
+        _scores,
+        axes,
+        count,
+        dtype,
+        chunks=(*blocks.chunks[:2], (count,)),
+        dtype=dtype,
+        meta=np.empty((0, 0, 0), dtype),
+    )
+    return history.wrap(scores, "W", dims=("step", "token", "component"))
+
+
+def _rows_of_basis(history: Scan, basis: str | int) -> slice:
+    if basis == "all":
+        return slice(None)
+    if basis == "last":
+        row = max(history.rows - 1, 0)
+    elif isinstance(basis, str):
+        raise InvalidArgument(f"got basis={basis!r}, expected 'all', 'last' or a step")
+    else:
+        row = input_checks.row_of_step(history.ds, basis)
+    return slice(row, row + 1)
+
+
+def _first_axis(history: Scan, name: str) -> da.Array:
+    if name != "hidden_mean":
+        raise InvalidArgument(f"got first={name!r}, expected 'hidden_mean' or none")
+    input_checks.variables(history.ds, name)
+    states = da.asarray(history.ds[name].transpose("step", "hidden").data).rechunk(-1)
+    mean = da.nanmean(states.astype(np.float64), axis=0)
+    return (mean / da.linalg.norm(mean)).rechunk(-1)
+
+
+def _both_ranks(spectrum: Wide) -> Wide:
+    return np.array(_ranks(spectrum))
+
+
+def _scores_of_only(
+    blocks: list[Array], axes: list[list[Wide]], count: int, out: npt.DTypeLike
+) -> Array:
+    return _scores(blocks[0], axes[0][0], count, out)
+
+
+def _inertia_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
+    _, scatter = _scatter(now)
+    values, _ = _principal(scatter / len(now))
+    return {"inertia": values, "inertia_rank": _ranks(values)[0]}
+
+
+def inertia(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
+    """How far each population is spread along its own principal axes, at each step.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden).
+    population : str, optional
+        Only this one; the result then has no dimension population.
+
+    Returns
+    -------
+    Dataset, float64
+        ``inertia`` (step, population, principal), eigenvalues of the covariance of the tokens of
+        that step, the largest first, in units of W squared: their sum is the mean square distance
+        from the centroid. ``inertia_rank`` (step, population), their effective rank, as for `pca`;
+        NaN where all tokens are one. A population without tokens has NaN.
+
+    Raises
+    ------
+    InvalidArgument
+        For another population.
+
+    Examples
+    --------
+    >>> found = inertia(ds, "all").inertia.isel(step=0, principal=slice(2)).values
+    >>> found.round(3)  # two points at first, on one line
+    array([0.162, 0.   ])
+    """
+    return build_inertia(Scan(ds), population)
+
+
+@checks_types
+def build_inertia(history: Scan, population: str | None = None) -> xr.Dataset:
+    """`inertia` of a prepared Dataset."""
+    unit = history.units
+    hidden = history.variable("W").sizes["hidden"]
+    facts = {
+        "inertia": (
+            f"({hidden},)f8",
+            "variance along the principal axes of the step",
+            "1" if unit == "1" else f"({unit})^2",
+        ),
+        "inertia_rank": ("f8", "effective rank of the cloud", "1"),
+    }
+    return per_population(
+        history, population, _inertia_kernel, facts, motion=False, vector="principal"
+    )

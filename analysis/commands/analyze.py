@@ -1,0 +1,171 @@
+"""The command `analyze`."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import click
+from rich.text import Text
+
+from trajstore.cli.options import (
+    COMMON_STEPS,
+    JSON,
+    LATTICE,
+    POPULATIONS,
+    given_populations,
+    opened,
+    runs_and_names,
+    sentences,
+)
+from trajstore.cli.progress import AnalysisProgress
+from trajstore.cli.tables import out, print_json, print_notes, print_table, table, without_tokens
+from trajstore.errors import InvalidArgument
+
+__all__ = ["analyze"]
+
+
+def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
+    """Print what `analyze` can be asked for, and end."""
+    if not wanted:
+        return
+    from trajstore import analysis
+    from trajstore.analysis.registry import ACROSS_RUNS, ALONE
+
+    for name, quantity in (analysis.QUANTITIES | ALONE).items():
+        told = (getattr(analysis, name).__doc__ or "").strip().splitlines()[0]
+        options = ", ".join(quantity.options)
+        out.print(f"{name}  {told}{f' Options: {options}.' if options else ''}")
+    for name, function in ACROSS_RUNS.items():
+        out.print(f"{name}  {(function.__doc__ or '').splitlines()[0]} Of several runs.")
+    ctx.exit()
+
+
+@click.command()
+@click.option(
+    "--list",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_list_quantities,
+    help="List the quantities with their options, and end.",
+)
+@click.argument("words", nargs=-1, required=True, metavar="RUN… QUANTITY…")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(),
+    help="What to write, streamed: .nc, .zarr, or .csv (a file for each set of dimensions).",
+)
+@click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="An option of a single quantity, such as since=previous. Repeatable.",
+)
+@COMMON_STEPS
+@click.option("--by-population", is_flag=True, help="Statistics over each population.")
+@LATTICE
+@POPULATIONS
+@click.option("--scheduler", metavar="ADDRESS", help="A dask cluster to compute on.")
+@click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
+@JSON
+@sentences
+def analyze(
+    words: tuple[str, ...],
+    output: str | None,
+    assignments: tuple[str, ...],
+    common_steps: bool,
+    by_population: bool,
+    lattice: str,
+    populations: tuple[str, ...],
+    scheduler: str | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Compute quantities of a run in one pass, and write them or tell what they are like.
+
+    Of several runs, of each of them, along run.
+
+    \b
+    Example:
+      trajstore analyze --list
+      trajstore analyze gatsby.zarr freeze
+      trajstore analyze gatsby.zarr grad_norms --by-population -o grad_norms.csv
+      trajstore analyze gatsby.zarr displacement --set since=previous -o steps.nc
+      trajstore analyze gatsby.zarr grad_norms freeze regimes -o motion.zarr
+      trajstore analyze duckling.zarr regimes freeze --lattice bfloat16
+      trajstore analyze gatsby.zarr clusters --population 'letters=major(token_text) == "L"'
+      trajstore analyze gatsby.zarr pca --population tracers=ids.txt --set population=tracers
+      trajstore analyze runs/*.zarr divergence -o divergence.nc
+      trajstore analyze gatsby.zarr explain_gradient --set step=50,51 --set token=2 -o why.nc
+    """
+    from trajstore import analysis
+    from trajstore.analysis.registry import ACROSS_RUNS, ALONE
+    from trajstore.analysis.results.write_results import describe, write_result
+    from trajstore.populations.masks import own_masks
+
+    runs, quantities = runs_and_names(words, {*analysis.QUANTITIES, *ALONE, *ACROSS_RUNS})
+    if not quantities:
+        raise InvalidArgument(
+            "name a quantity after the run, such as freeze; trajstore analyze --list lists them"
+        )
+    ds = analysis.with_populations(
+        opened(runs, common_steps=common_steps), given_populations(populations)
+    )
+    result = analysis.answer(
+        ds, quantities, assignments, by_population=by_population, lattice=lattice
+    )
+    with AnalysisProgress(scheduler) as progress:
+        if output is not None:
+            files = write_result(result, output, overwrite=overwrite, report=progress.show)
+        else:
+            files = []
+            facts = describe(result, report=progress.show)
+    if output is None and as_json:
+        print_json(facts)
+    elif output is None:
+        print_description(facts)
+        sizes = {name: int(mask.sum()) for name, mask in own_masks(ds).items()}
+        print_notes(without_tokens(sizes))
+    elif as_json:
+        print_json({"files": [str(file) for file in files], "variables": [*map(str, result)]})
+    else:
+        out.print(Text(f"Wrote {', '.join(map(str, files))}: {', '.join(map(str, result))}."))
+
+
+def print_description(facts: dict[str, Any]) -> None:
+    """Print what `describe` found: a line for each population."""
+    printed = table("", "variable", "dimensions", "least", "mean", "largest", "NaN", "units")
+    for name, fact in facts.items():
+        parts = {f"{name} {one}": part for one, part in fact["populations"].items()}
+        dims = {d: size for d, size in fact["sizes"].items() if not (parts and d == "population")}
+        sizes = " × ".join(f"{dim} {size}" for dim, size in dims.items())
+        for row, part in (parts or {name: fact}).items():
+            numbers = (f"{part[key]:.6g}" for key in ("min", "mean", "max"))
+            printed.add_row(row, sizes, *numbers, str(part["nan"]), fact["units"])
+    print_table(printed)
+    print_notes(
+        f"{name}: {fact['long_name']}"
+        for name, fact in facts.items()
+        if fact["min"] == -1 and "-1" in fact["long_name"]
+    )
+    for name, fact in facts.items():
+        if "values" in fact:
+            _print_census(name, fact["labels"], fact["values"])
+
+
+def _print_census(name: str, labels: dict[str, list[str]], values: list[Any]) -> None:
+    """Print a table of counts: the labels of its last dimension are the columns."""
+    *dims, last = labels
+    printed = table(name, *dims, *labels[last])
+    for column in printed.columns[: len(dims)]:
+        column.justify = "left"
+    for place in itertools.product(*(range(len(labels[dim])) for dim in dims)):
+        row: Any = values
+        for at in place:
+            row = row[at]
+        named = (labels[dim][at] for dim, at in zip(dims, place, strict=True))
+        printed.add_row(*named, *(f"{count:,}" for count in row))
+    print_table(printed)

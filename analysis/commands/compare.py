@@ -1,0 +1,145 @@
+"""The command `compare`."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trajstore.cli.options import JSON, RUN, sentences
+from trajstore.cli.tables import counted, out, print_json, print_table, table
+from trajstore.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+__all__ = ["compare"]
+
+
+_SETTINGS = 12  # that differ and are named
+
+
+@click.command()
+@RUN
+@click.argument("other", type=click.Path())
+@JSON
+@sentences
+def compare(run: str, other: str, as_json: bool) -> None:
+    """Tell at which step two runs first differ in any bit, in what, and how far they go apart.
+
+    Runs of one content digest hold the same rows, and are not read. Exits with 0 also when they
+    differ; scripts read that from --json.
+
+    \b
+    Example:
+      trajstore compare straight.zarr resumed.zarr
+    """
+    import numpy as np
+    import xarray as xr
+
+    from trajstore import analysis
+    from trajstore.store.metadata.fingerprint import CONTENT
+    from trajstore.store.reading.open_run import open_run
+
+    first, second = open_run(run), open_run(other)
+    tokens = {"first": first.sizes["token"], "second": second.sizes["token"]}
+    first, second = _of_common_tokens(first, second)
+    found = analysis.compare(first, second)
+    digest = first.attrs.get(CONTENT)
+    same_content = digest is not None and digest == second.attrs.get(CONTENT)
+    if same_content:
+        found = xr.zeros_like(found.drop_vars("first_difference")).assign(
+            first_difference=("variable", np.full(found.sizes["variable"], -1))
+        )
+    found = found.compute()
+    facts = {
+        "same_content": same_content,
+        "steps": {"common": found.sizes["step"], "first": first.sizes["step"],
+                  "second": second.sizes["step"]},
+        "tokens": {"common": first.sizes["token"], **tokens},
+        "differing_settings": found.attrs["differing_settings"],
+        "only_first": [str(name) for name in first.data_vars if name not in second.data_vars],
+        "only_second": [str(name) for name in second.data_vars if name not in first.data_vars],
+        "variables": {
+            str(name): {
+                "first_difference": int(found.first_difference[at]),
+                "differing_steps": int(found.differs[:, at].sum()),
+                "distance": found.distance[:, at].values.tolist(),
+            }
+            for at, name in enumerate(found["variable"].values)
+        },
+        "step": found.step.values.tolist(),
+    }  # fmt: skip
+    if as_json:
+        print_json(facts)
+    else:
+        print_comparison(facts)
+
+
+def _of_common_tokens(first: xr.Dataset, second: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
+    """Two runs, with the tokens that both have, where they are not the same.
+
+    Raises
+    ------
+    InvalidArgument
+        If they have none in common.
+    """
+    import numpy as np
+
+    ids, one, other = np.intersect1d(
+        first["token"].values, second["token"].values, return_indices=True
+    )
+    if np.array_equal(first["token"].values, second["token"].values):
+        return first, second
+    if not ids.size:
+        raise InvalidArgument("these runs have no token in common, so nothing can be compared")
+    return first.isel(token=one), second.isel(token=other)
+
+
+def print_comparison(facts: dict[str, Any]) -> None:
+    """Print what `analysis.compare` found, as the command `compare` puts it."""
+    common, first, second = (facts["steps"][key] for key in ("common", "first", "second"))
+    differing = [name for name, fact in facts["variables"].items() if fact["differing_steps"]]
+    verdict = f"differ in {', '.join(differing)}" if differing else "are identical, bit for bit"
+    unread = ", by their content digests; nothing was read (`trajstore verify` does)"
+    out.print(
+        f"Over {counted(common, 'common step')} and "
+        f"{counted(len(facts['variables']), 'common variable')}, the runs {verdict}"
+        f"{unread if facts['same_content'] else ''}."
+    )
+    tokens = facts["tokens"]
+    if not tokens["common"] == tokens["first"] == tokens["second"]:
+        out.print(
+            f"The first run has {tokens['first']:,} tokens, the second {tokens['second']:,}; only "
+            f"the {tokens['common']:,} that both have are compared."
+        )
+    if not common == first == second:
+        out.print(f"The first run has {counted(first, 'row')}, the second {second:,}.")
+    for which in ("first", "second"):
+        if facts[f"only_{which}"]:
+            out.print(f"Only the {which} run has {', '.join(facts[f'only_{which}'])}.")
+    if facts["differing_settings"]:
+        named, more = facts["differing_settings"][:_SETTINGS], ""
+        if len(facts["differing_settings"]) > _SETTINGS:
+            more = f" and {len(facts['differing_settings']) - _SETTINGS} others (--json)"
+        out.print(f"Their settings differ in {', '.join(named)}{more}.")
+    if not differing:
+        return
+    printed = table(
+        "", "variable", "first differs at step", "steps", "distance there", "largest", "at the end"
+    )
+    for name in differing:
+        fact = facts["variables"][name]
+        distance = fact["distance"]
+        at = facts["step"].index(fact["first_difference"])
+        finite = [value for value in distance if math.isfinite(value)]
+        printed.add_row(
+            name,
+            str(fact["first_difference"]),
+            str(fact["differing_steps"]),
+            *(f"{value:.6g}" for value in (distance[at], max(finite, default=math.nan))),
+            f"{distance[-1]:.6g}",
+        )
+    print_table(printed)

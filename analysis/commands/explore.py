@@ -1,0 +1,61 @@
+"""The command that shows a run in a browser: explore."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import webbrowser
+
+import click
+from rich.text import Text
+
+from trajstore.cli.options import RUN, sentences
+from trajstore.cli.progress import AnalysisProgress
+from trajstore.cli.tables import out
+
+__all__ = ["explore"]
+
+
+@click.command()
+@RUN
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on; by default only this machine can look.",
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=5006,
+    show_default=True,
+    help="Port to listen on; 0 for a free one.",
+)
+@click.option("--open", "browse", is_flag=True, help="Open the page in a browser.")
+@sentences
+def explore(run: str, host: str, port: int, browse: bool) -> None:
+    """Show a run in a browser: tokens in a plane, step by step, layers, curves, single tokens.
+
+    The run is read once, and then its page is served, until Ctrl-C. Also while it is recorded: new
+    rows come by themselves. The page asks nothing of the network.
+
+    \b
+    Example:
+      trajstore explore gatsby.zarr
+      trajstore explore gatsby.zarr --port 0 --open
+    """
+    from trajstore.analysis.exploring.live_run import LiveRun
+    from trajstore.analysis.exploring.server import address, check_panel, free_port, serving
+
+    check_panel()
+    port = free_port(host, port)
+    with AnalysisProgress() as progress:
+        live = LiveRun(run, progress.show)
+    with live, serving(live, host, port) as serve:
+        out.print(Text(f"{run} is shown at {address(host, port)} until Ctrl-C."))
+        if browse:
+            webbrowser.open(address(host, port))
+        number = serve()
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)

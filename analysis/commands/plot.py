@@ -1,0 +1,149 @@
+"""Commands that draw a run, and write a page about it: plot, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.text import Text
+
+from trajstore.cli.options import (
+    COMMON_STEPS,
+    LATTICE,
+    Choice,
+    opened,
+    runs_and_names,
+    sentences,
+)
+from trajstore.cli.progress import AnalysisProgress
+from trajstore.cli.tables import out, print_notes
+from trajstore.errors import InvalidArgument
+
+__all__ = ["plot"]
+
+
+@click.command()
+@click.argument("words", nargs=-1, required=True, metavar="RUN… KIND…")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(),
+    help="PNG, SVG or PDF by its ending; default: RUN-KIND.png, of several RUN-figures.png.",
+)
+@click.option("--steps", metavar="A:B:K", help="Only these steps, such as 0:500 or 0:10000:10.")
+@click.option("--tokens", metavar="all|dead|live|IDS|FILE", help="Only these tokens.")
+@click.option(
+    "--population",
+    metavar="NAME|NAME=EXPR|NAME=FILE",
+    help="Only dead, live, all or mostly_dead tokens, or those of an expression or file, such as "
+    "'rare=token_count < 10'.",
+)
+@click.option(
+    "--log",
+    type=Choice(("none", "x", "y", "xy")),
+    help="Which axes are logarithmic; default: what suits the figure.",
+)
+@LATTICE
+@click.option(
+    "--colour",
+    type=Choice(("regime", "hop")),
+    default="regime",
+    help="What the colours of stratigraphy say.",
+)
+@click.option(
+    "--plane",
+    type=Choice(("principal", "hidden_mean")),
+    default="principal",
+    help="Plane of trajectory.",
+)
+@COMMON_STEPS
+@click.option("--with", "other", type=click.Path(), help="A second run, in the same axes.")
+@click.option(
+    "--style",
+    type=Choice(("light", "dark")),
+    default="light",
+    help="Dark ink on white, or light ink on black.",
+)
+@click.option("--dpi", type=int, default=150, help="Dots per inch; default: 150.")
+@click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
+@sentences
+def plot(
+    words: tuple[str, ...],
+    output: str | None,
+    steps: str | None,
+    tokens: str | None,
+    population: str | None,
+    log: str | None,
+    lattice: str,
+    colour: str,
+    plane: str,
+    common_steps: bool,
+    other: str | None,
+    style: str,
+    dpi: int,
+    overwrite: bool,
+) -> None:
+    """Draw figures of a run; several kinds, or `all`, make one sheet. Also while it is recorded.
+
+    Of several runs the mean and the spread between those that differ in their seeds only; kinds
+    that have no mean show each run.
+
+    Kinds are loss, gradients, displacement, speed, freeze, last-motion, lifecycle, regimes, causes,
+    hops, stratigraphy, bulk-thermal, speed-density, centroid, trajectory, spectrum,
+    autocorrelation, moments, clusters, logits, parameters, seams.
+
+    \b
+    Example:
+      trajstore plot gatsby.zarr gradients
+      trajstore plot gatsby.zarr freeze last-motion causes -o rest.pdf
+      trajstore plot gatsby.zarr all --style dark
+      trajstore plot gatsby.zarr displacement --with other.zarr --steps 0:500 -o both.svg
+      trajstore plot runs/*.zarr gradients --population dead -o dead.png
+    """
+    from trajstore.analysis.figures.across_runs import run_groups
+    from trajstore.analysis.figures.figure import Options, check_matplotlib
+    from trajstore.analysis.figures.registry import FIGURES, figures_named
+    from trajstore.analysis.figures.sheet import check_target, collect, draw_sheet, save
+    from trajstore.analysis.several.many_runs import each_run
+    from trajstore.exchange.selection import select_part
+    from trajstore.populations.files import populations_from
+    from trajstore.populations.named import with_populations
+    from trajstore.store.reading.open_runs import run_paths
+    from trajstore.store.storage.remote_path import local_path
+
+    check_matplotlib()
+    paths, kinds = runs_and_names(words, {*FIGURES, "all"})
+    figures = figures_named(kinds)
+    paths = run_paths(paths)
+    several = len(paths) > 1
+    stem = "runs" if several else Path(paths[0].rstrip("/")).name.removesuffix(".zarr")
+    target = local_path(
+        output or f"{stem}-{figures[0].name if len(figures) == 1 else 'figures'}.png"
+    )
+    check_target(target, dpi=dpi, overwrite=overwrite)
+    if several and other is not None:
+        raise InvalidArgument(f"got {len(paths)} runs, and another one with --with; leave it out")
+    named = populations_from([population]) if population and "=" in population else {}
+    chosen = next(iter(named), population)
+    options = Options(population=chosen, lattice=lattice, colour=colour, plane=plane)
+    if "all" not in kinds:
+        for figure in figures:
+            figure.check(options, other=other is not None, log=log)
+    ds = opened(paths, common_steps=common_steps)
+    runs = each_run(ds) if several else [ds]
+    runs = [
+        select_part(with_populations(run, named), steps=steps, tokens=tokens)
+        for run in [*runs, *([] if other is None else [opened([other])])]
+    ]
+    with AnalysisProgress() as progress:
+        found = collect(
+            runs,
+            figures,
+            options,
+            groups=run_groups(ds) if several else (),
+            leave_out="all" in kinds,
+            report=progress.show,
+        )
+    save(draw_sheet(found, style=style, log=log), target, dpi=dpi, overwrite=overwrite)
+    out.print(Text(f"Wrote {target}: {', '.join(figure.name for figure in found.figures)}."))
+    print_notes(f"without {name}, for {why}" for name, why in found.left_out.items())

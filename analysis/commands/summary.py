@@ -1,0 +1,121 @@
+"""The command `summary`."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import click
+
+from trajstore.cli.options import JSON, LATTICE, POPULATIONS, RUN, given_populations, sentences
+from trajstore.cli.tables import out, print_json, print_notes, print_table, table, without_tokens
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+
+__all__ = ["summary"]
+
+
+@click.command()
+@RUN
+@LATTICE
+@POPULATIONS
+@JSON
+@sentences
+def summary(run: str, lattice: str, populations: tuple[str, ...], as_json: bool) -> None:
+    """Print the tables of the notebooks: gradients, displacement, centroid, logits, loss.
+
+    \b
+    Example:
+      trajstore summary gatsby.zarr
+      trajstore summary duckling.zarr --lattice bfloat16
+      trajstore summary gatsby.zarr --population 'rare=0 < token_count <= 10'
+    """
+    from trajstore import analysis
+    from trajstore.store.reading.open_run import open_run
+
+    ds = analysis.with_populations(open_run(run), given_populations(populations))
+    facts = analysis.summary(ds, lattice).compute()
+    if as_json:
+        print_json(
+            {
+                name: {"dims": list(da.dims), "values": da.values.tolist()}
+                for name, da in facts.variables.items()
+            }
+        )
+        return
+    if lattice != "native":
+        out.print(f"W is rounded to {lattice}.")
+    print_summary(facts)
+
+
+def print_summary(summary: xr.Dataset) -> None:
+    """Print what `analysis.summary` computed.
+
+    Parameters
+    ----------
+    summary : Dataset
+        Computed.
+    """
+    steps = dict(zip(("first", "last"), summary["when_step"].values.tolist(), strict=True))
+    tokens = dict(
+        zip(
+            summary["population"].values.tolist(),
+            summary["population_tokens"].values.tolist(),
+            strict=True,
+        )
+    )
+    if "grad_norms" in summary:
+        printed = table("Gradient norms (L2)", "tokens", "step", "mean", "min", "max")
+        told = [name for name in tokens if name != "all" and tokens[name]] or ["all"]
+        for population in told:
+            for when, step in steps.items():
+                norms = summary["grad_norms"].sel(population=population, when=when)
+                values = (norms.sel(statistic=name).item() for name in ("mean", "min", "max"))
+                printed.add_row(
+                    f"{population} ({tokens[population]})", str(step), *(f"{v:.6e}" for v in values)
+                )
+        print_table(printed)
+        largest = summary["max_dead_grad_norm"].item() if "dead" in tokens else math.nan
+        if "dead" not in tokens:
+            pass
+        elif not tokens["dead"]:
+            out.print("There are no dead tokens: every id occurs in the text.")
+        elif largest == 0:
+            out.print("Dead token gradients are EXACTLY ZERO: only weight decay can move them.")
+        else:
+            out.print(f"Dead token gradients are NON-ZERO, at most {largest:.6e} at any step.")
+    first, last = summary["state_step"].values.tolist()
+    printed = table(
+        f"Displacement from step {first} to {last}", "tokens", "mean", "median", "min", "max"
+    )
+    for population, number in tokens.items():
+        if not number:
+            continue
+        moved = summary["displacement"].sel(population=population)
+        values = (moved.sel(statistic=name).item() for name in ("mean", "median", "min", "max"))
+        printed.add_row(f"{population} ({number})", *(f"{value:.4e}" for value in values))
+    print_table(printed)
+    clouds = ("all", "dead") if tokens.get("dead") else ("all",)
+    for population in clouds if "centroid_norm" in summary else ():
+        centroid = summary["centroid_norm"].sel(population=population).values
+        out.print(
+            f"Centroid norm of {population} tokens: "
+            f"{centroid[0]:.6f} at step {first}, {centroid[1]:.6f} at step {last}"
+        )
+    if "logits" in summary:
+        values = (
+            f"{name} {summary['logits'].sel(logit_statistic=name).item():.4f}"
+            for name in ("min", "max", "range", "std")
+        )
+        out.print(f"Logits at step {steps['first']}: {', '.join(values)}")
+    if "loss" in summary:
+        losses = ", ".join(
+            f"{loss:.4f} at step {step}"
+            for loss, step in zip(summary["loss"].values, steps.values(), strict=True)
+        )
+        out.print(f"Loss: {losses}")
+    print_notes(without_tokens({n: tokens[n] for n in tokens if n not in ("dead", "live", "all")}))
+    if "dead" not in tokens:
+        out.print("Nothing says which tokens are dead; tell it with: trajstore annotate --help")

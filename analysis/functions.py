@@ -1,0 +1,92 @@
+"""Every public function of the analysis."""
+
+from __future__ import annotations
+
+from trajstore.analysis.cloud.alignments import alignment
+from trajstore.analysis.cloud.identical_vectors import clusters
+from trajstore.analysis.cloud.near_cells import adjacency
+from trajstore.analysis.cloud.nearest_vectors import nearest_distance
+from trajstore.analysis.cloud.projections import projection
+from trajstore.analysis.cloud.shape import inertia, pca
+from trajstore.analysis.model.gradient_explanation import explain_gradient
+from trajstore.analysis.model.logit_statistics import logit_stats
+from trajstore.analysis.motion.autocorrelation import autocorrelation
+from trajstore.analysis.motion.collective import bulk_thermal, centroid, coherence, distinct
+from trajstore.analysis.motion.freezing import freeze
+from trajstore.analysis.motion.norms import displacement, grad_norms
+from trajstore.analysis.motion.paths import path_efficiency, radial_tangential
+from trajstore.analysis.motion.rest_layers import stratigraphy
+from trajstore.analysis.motion.resume_seams import seams
+from trajstore.analysis.motion.ulp_motion import lattice_displacement, lifecycle, regimes, ulp
+from trajstore.analysis.motion.velocity import acceleration, speed, velocity
+from trajstore.analysis.optimizer.freeze_causes import CAUSES, adam_update, freeze_cause
+from trajstore.analysis.optimizer.freeze_counterfactuals import (
+    COUNTERFACTUALS,
+    OUTCOMES,
+    freeze_blame,
+)
+from trajstore.analysis.optimizer.lost_updates import moment_stuck
+from trajstore.analysis.optimizer.moment_ratios import moment_error
+from trajstore.analysis.optimizer.moments import exact_moments
+from trajstore.analysis.optimizer.underflow_line import moment_plane
+from trajstore.analysis.registry import QUANTITIES, answer, compute, crossings
+from trajstore.analysis.results.summary_tables import summary
+from trajstore.analysis.scan.consecutive_rows import REGIMES
+from trajstore.analysis.scan.population_statistics import by_population
+from trajstore.analysis.several.divergence import divergence
+from trajstore.analysis.several.many_runs import each_run, over_runs
+from trajstore.analysis.several.run_comparison import compare
+from trajstore.populations.named import with_populations
+
+__all__ = [
+    "CAUSES",
+    "COUNTERFACTUALS",
+    "OUTCOMES",
+    "QUANTITIES",
+    "REGIMES",
+    "acceleration",
+    "adam_update",
+    "adjacency",
+    "alignment",
+    "answer",
+    "autocorrelation",
+    "bulk_thermal",
+    "by_population",
+    "centroid",
+    "clusters",
+    "coherence",
+    "compare",
+    "compute",
+    "crossings",
+    "displacement",
+    "distinct",
+    "divergence",
+    "each_run",
+    "exact_moments",
+    "explain_gradient",
+    "freeze",
+    "freeze_blame",
+    "freeze_cause",
+    "grad_norms",
+    "inertia",
+    "lattice_displacement",
+    "lifecycle",
+    "logit_stats",
+    "moment_error",
+    "moment_plane",
+    "moment_stuck",
+    "nearest_distance",
+    "over_runs",
+    "path_efficiency",
+    "pca",
+    "projection",
+    "radial_tangential",
+    "regimes",
+    "seams",
+    "speed",
+    "stratigraphy",
+    "summary",
+    "ulp",
+    "velocity",
+    "with_populations",
+]

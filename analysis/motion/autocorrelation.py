@@ -1,0 +1,266 @@
+"""How long tokens remember where they were going, and where they were."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.scan.block_tasks import shared
+from trajstore.analysis.scan.running_state import fold_tokens
+from trajstore.analysis.scan.scan import Scan
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument
+from trajstore.populations.masks import populations
+from trajstore.values.token_norms import hidden_sum
+
+__all__ = ["autocorrelation", "build_autocorrelation"]
+
+Array = npt.NDArray[Any]
+Wide = npt.NDArray[np.float64]
+
+LAGS = (1, 2, 5, 10, 20)
+
+# Tokens of one task, which holds as many rows of them as the largest lag, and how many such tasks
+# there are at least for each block.
+_TOKENS = 4096
+_CHAINS = 8
+
+
+@dataclass(eq=False)
+class _Sums:
+    """What is known of some tokens after some rows.
+
+    `products` and `ends` are of each lag: Σ x_t·x_{t+τ}, and Σ x_t + x_{t+τ}, over its pairs; the
+    ends, and the total, only where deviations from the mean are asked for.
+    """
+
+    first: Wide
+    rows: int = 0
+    before: Array | None = None
+    recent: list[Wide] = field(default_factory=list)
+    total: Wide | None = None
+    products: Wide | None = None
+    ends: Wide | None = None
+
+
+def _take(sums: _Sums, x: Wide, lags: Sequence[int], centred: bool) -> None:
+    """Add one more vector of each token."""
+    if sums.products is None:
+        sums.products = np.zeros((len(lags), len(x)))
+        sums.total = np.zeros_like(x) if centred else None
+        sums.ends = np.zeros((len(lags), *x.shape)) if centred else None
+    sums.recent.append(x)
+    sums.recent = sums.recent[-(max(lags) + 1) :]
+    if sums.total is not None:
+        sums.total += x
+    sums.rows += 1
+    for number, lag in enumerate(lags):
+        if lag < len(sums.recent):
+            other = sums.recent[-1 - lag]
+            sums.products[number] += np.vecdot(x, other)
+            if sums.ends is not None:
+                sums.ends[number] += x + other
+
+
+def _copy(sums: _Sums) -> _Sums:
+    """The same, to be added to: a task may be carried out twice."""
+    arrays = {name: getattr(sums, name) for name in ("total", "products", "ends")}
+    copies = {name: values.copy() for name, values in arrays.items() if values is not None}
+    return replace(sums, recent=list(sums.recent), **copies)
+
+
+def _follow(state: _Sums | None, block: Array, lags: Sequence[int], of: str) -> _Sums:
+    """Sums with those of one more block of rows."""
+    sums = _copy(state) if state else _Sums(first=block[0].astype(np.float64))
+    with np.errstate(invalid="ignore", over="ignore"):
+        for row in block:
+            wide = row.astype(np.float64)
+            if of == "position":
+                _take(sums, wide - sums.first, lags, centred=True)
+            elif sums.before is not None:
+                _take(sums, wide - sums.before, lags, centred=False)
+            sums.before = wide
+    return sums
+
+
+@dataclass(frozen=True)
+class _End:
+    """From sums to the mean product of each lag, and of the deviations from the mean."""
+
+    lags: tuple[int, ...]
+
+    def __call__(self, sums: _Sums) -> Wide:
+        if sums.products is None:
+            return np.full((len(self.lags), len(sums.first)), np.nan)
+        result = np.full(sums.products.shape, np.nan)
+        mean = None if sums.total is None else sums.total / sums.rows
+        with np.errstate(invalid="ignore", over="ignore"):
+            for number, lag in enumerate(self.lags):
+                pairs = sums.rows - lag
+                if pairs <= 0:
+                    continue
+                products = sums.products[number]
+                if sums.ends is not None and mean is not None:
+                    products = products - hidden_sum(sums.ends[number] * mean)
+                    products = products + pairs * hidden_sum(mean * mean)
+                result[number] = products / pairs
+        return result
+
+
+def autocorrelation(
+    ds: xr.Dataset,
+    lags: Sequence[int] | int = LAGS,
+    of: Literal["velocity", "position"] = "velocity",
+) -> xr.Dataset:
+    """How alike the motion of a token is to itself some rows later; or where it is.
+
+    C(τ) = ⟨x_t·x_{t+τ}⟩ / ⟨x_t·x_t⟩: scalar products over hidden, means over the rows. x is the way
+    between rows, ΔW (not its deviation from a mean: a token that drifts remembers for ever), or the
+    position, W less its mean over the rows. Of a population it is the ratio of the means over its
+    tokens, so that those count most that move most.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden), rows evenly spaced in steps.
+    lags : int or sequence of int
+        τ, in rows, from 1 to the number of rows less one (of velocity: less two). As many rows as
+        the largest are held.
+    of : {'velocity', 'position'}
+
+    Returns
+    -------
+    Dataset, float64
+        ``token_autocorrelation`` (lag, token) and ``autocorrelation`` (lag, population); the
+        coordinate ``lag_steps`` are the lags in optimizer steps. NaN where nothing moves, W is not
+        finite, or one of the usual lags is longer than the run.
+
+    Raises
+    ------
+    InvalidArgument
+        If the rows are not evenly spaced; for lags below 1 or longer than the run, or anything
+        else than these two.
+
+    Examples
+    --------
+    >>> found = autocorrelation(ds, lags=[1, 5])
+    >>> found.autocorrelation.sel(population="dead").values.round(2)
+    array([0.92, 0.83])
+    """
+    return build_autocorrelation(Scan(ds), lags, of)
+
+
+@checks_types
+def build_autocorrelation(
+    history: Scan,
+    lags: Sequence[int] | int = LAGS,
+    of: Literal["velocity", "position"] = "velocity",
+) -> xr.Dataset:
+    """`autocorrelation` of a prepared Dataset."""
+    if of not in ("velocity", "position"):
+        raise InvalidArgument(f"got of={of!r}, expected 'velocity' or 'position'")
+    chosen = tuple(np.atleast_1d(lags).tolist())
+    if not chosen or not all(isinstance(lag, int) and lag > 0 for lag in chosen):
+        raise InvalidArgument(f"got lags={lags!r}, expected numbers of rows, at least 1")
+    history.require_rows(1, "autocorrelation")
+    if chosen != LAGS:  # the usual ones are asked of short runs, too, among other questions
+        _check_lags(chosen, history.rows, of)
+    spacing = _even_spacing(history)
+    every = (0, *chosen)
+    blocks = _in_pieces(history.blocks("W"))
+    means = fold_tokens(
+        [blocks],
+        _follow,
+        _End(every),
+        (len(every),),
+        lags=every,
+        of=of,
+    )
+    token = _ratio(means[1:], means[:1])
+    names, groups = populations(history.ds)
+    together = da.map_blocks(
+        _over_populations,
+        means.rechunk({1: -1}),
+        groups=shared(groups),
+        chunks=((len(every),), (len(groups),)),
+        dtype=np.float64,
+        meta=np.empty((0, 0)),
+    )
+    coords = {"lag": list(chosen), "lag_steps": ("lag", np.array(chosen) * spacing)}
+    own = history.wrap(token, "W", dims=("lag", "token")).assign_coords(coords)
+    own.attrs |= {"long_name": f"autocorrelation of the {of} of a token", "units": "1"}
+    return xr.Dataset(
+        {
+            "token_autocorrelation": own,
+            "autocorrelation": xr.DataArray(
+                _ratio(together[1:], together[:1]),
+                dims=("lag", "population"),
+                coords={"population": names, **coords},
+                attrs={"long_name": f"autocorrelation of the {of}", "units": "1"},
+            ),
+        }
+    )
+
+
+def _check_lags(lags: Sequence[int], rows: int, of: str) -> None:
+    """Refuse lags that no two rows are apart."""
+    largest = rows - 1 if of == "position" else rows - 2
+    if max(lags) > largest:
+        raise InvalidArgument(
+            f"got a lag of {max(lags)}, expected at most {max(largest, 0)}, for the {of} is known "
+            f"in {max(largest + 1, 0)} rows here"
+        )
+
+
+def _even_spacing(history: Scan) -> int:
+    """Optimizer steps between any two rows."""
+    spacings = np.unique(np.diff(history.steps))
+    if spacings.size > 1:
+        raise InvalidArgument(
+            f"autocorrelation needs rows that are evenly spaced, and these are "
+            f"{', '.join(map(str, spacings[:4]))} steps apart; choose some, such as "
+            f"ds.sel(step=ds.step % {spacings.max()} == 0)"
+        )
+    return int(spacings[0]) if spacings.size else 1
+
+
+def _in_pieces(blocks: da.Array) -> da.Array:
+    """Chunks of no more than some thousand tokens, and `_CHAINS` of them at least.
+
+    Each is followed on its own. Those without one would read ahead, and hold what they read.
+    """
+    most = max(1, min(_TOKENS, -(-blocks.shape[1] // _CHAINS)))
+    sizes = tuple(
+        min(most, size - start)
+        for size in blocks.chunks[1]
+        for start in range(0, max(size, 1), most)
+    )
+    return blocks.rechunk({1: sizes})
+
+
+def _ratio(above: da.Array, below: da.Array) -> da.Array:
+    def divide(x: Wide, y: Wide) -> Wide:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.asarray(np.where(y > 0, x / y, np.nan))
+
+    return da.map_blocks(divide, above, below, dtype=np.float64, meta=np.empty((0,) * above.ndim))
+
+
+def _over_populations(means: Wide, groups: npt.NDArray[np.bool_]) -> Wide:
+    """Mean over the tokens of each population, (lag, population)."""
+    with np.errstate(invalid="ignore"):
+        return np.stack(
+            [
+                np.ascontiguousarray(means[:, group]).sum(1) / group.sum()
+                if group.any()
+                else np.full(len(means), np.nan)
+                for group in groups
+            ],
+            -1,
+        )

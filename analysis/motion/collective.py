@@ -1,0 +1,426 @@
+"""Populations as bodies: where their centre is, how it moves, and how the tokens move about it.
+
+Every quantity looks at whole rows, token chunks put together in the order of the tokens, so that
+sums do not depend on the chunking. A task holds one block of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.scan.block_tasks import in_turn, rows_before, shared
+from trajstore.analysis.scan.consecutive_rows import tiles
+from trajstore.analysis.scan.lattice_points import Points, told_of_lattice
+from trajstore.analysis.scan.scan import Scan
+from trajstore.argument_types import checks_types
+from trajstore.populations.masks import chosen_populations
+from trajstore.values.token_norms import vector_norm
+from trajstore.values.ulp_lattice import unsigned_view
+
+__all__ = [
+    "build_bulk_thermal",
+    "build_centroid",
+    "build_coherence",
+    "build_distinct",
+    "bulk_thermal",
+    "centroid",
+    "coherence",
+    "distinct",
+    "per_population",
+]
+
+
+Array = npt.NDArray[Any]
+Kernel = Callable[[Array, Array, Array], dict[str, Any]]
+"""From (row, row before, spacing) of the members of one population to named numbers."""
+
+
+def _rows_of(chunks: Any) -> Array:
+    """One contiguous row from the chunks of a block along token."""
+    return np.concatenate(chunks)
+
+
+def _block_kernel(
+    chunks: list[list[Array]],
+    boundary: list[list[Array]],
+    spacing: Array,
+    groups: Array,
+    kernel: Kernel,
+    record: np.dtype[Any],
+    are_changes: bool,
+) -> npt.NDArray[np.void]:
+    parts = [part[0] for part in chunks]
+    first = _rows_of([part[0][0] for part in boundary])
+    rows = parts[0].shape[0]
+    result = np.empty((rows, len(groups)), record)
+    members = [slice(None) if group.all() else np.nonzero(group)[0] for group in groups]
+    before = [np.zeros_like(first[at]) if are_changes else first[at] for at in members]
+    for row in range(rows):
+        whole = _rows_of([part[row] for part in parts])
+        for number, (group, at) in enumerate(zip(groups, members, strict=True)):
+            if not group.any():
+                result[row, number] = tuple(_nothing(record[name]) for name in record.names or ())
+                continue
+            now = whole[at]
+            # A NaN or an infinity among the tokens is an answer, not a mishap.
+            with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+                facts = kernel(now, before[number], spacing[row])
+            result[row, number] = tuple(facts[name] for name in record.names or ())
+            before[number] = before[number] if are_changes else now
+    return result
+
+
+def _nothing(dtype: np.dtype[Any]) -> Any:
+    base = dtype.base
+    return np.full(dtype.shape, np.nan if base.kind == "f" else 0, base)
+
+
+def per_population(
+    history: Scan,
+    population: str | Sequence[str] | None,
+    kernel: Kernel,
+    facts: dict[str, tuple[str, str, str]],
+    *,
+    motion: bool,
+    points: Points | None = None,
+    vector: str = "hidden",
+) -> xr.Dataset:
+    """Facts about each population at each row.
+
+    Parameters
+    ----------
+    history : Scan
+    population : str or sequence of str, optional
+        Only this one, or these.
+    kernel : callable
+    facts : dict
+        Type, long name and units of each. A type with a shape has one more dimension.
+    motion : bool
+        The facts are about the way between rows, so row 0 has none.
+    points : Points, optional
+        In place of W as it is stored.
+    vector : str
+        Name of that dimension.
+    """
+    names, groups = chosen_populations(history.ds, population)
+    points = points or history.recorded()
+    blocks = points.blocks
+    dtype = np.dtype([(name, kind) for name, (kind, _, _) in facts.items()])
+    spacing = np.diff(history.steps, prepend=history.steps[:1] - 1).astype(np.float64)
+    by_row = da.from_array(spacing, chunks=(blocks.chunks[0],))
+
+    members = shared(groups)
+
+    def measure(number: int, boundary: da.Array) -> da.Array:
+        # In halves: while one thread alone was busy with a block, others would read ahead.
+        block = blocks.blocks[number]
+        halves = block.rechunk({0: -(-len(block) // 2)})
+        return da.blockwise(
+            _block_kernel,
+            "sp",
+            halves,
+            "sth",
+            rows_before(halves, boundary),
+            "sth",
+            by_row.blocks[number].rechunk((halves.chunks[0],)),
+            "s",
+            groups=members,
+            kernel=kernel,
+            record=dtype,
+            are_changes=points.are_changes,
+            dtype=dtype,
+            new_axes={"p": len(groups)},
+            align_arrays=False,
+            meta=np.empty((0, 0), dtype),
+        )
+
+    measured = in_turn(measure, points.boundaries)
+    rows = slice(1, None) if motion else slice(None)
+    result = {}
+    for name, (_, long_name, units) in facts.items():
+        kind = dtype[name]
+        data = measured.map_blocks(
+            lambda block, name=name: np.ascontiguousarray(block[name]),
+            dtype=kind.base,
+            new_axis=[2] if kind.shape else None,
+            chunks=(*measured.chunks, *((length,) for length in kind.shape)),
+            meta=np.empty((0,) * (2 + len(kind.shape)), kind.base),
+            token=f"{name}-{measured.name}",
+        )[rows]
+        array = xr.DataArray(
+            data,
+            dims=("step", "population", vector)[: data.ndim],
+            coords={"step": history.ds["step"][rows]},
+            attrs={"long_name": long_name, "units": units},
+        )
+        result[name] = array.isel(population=0) if isinstance(population, str) else array
+    coords = {"population": population if isinstance(population, str) else names}
+    return xr.Dataset(result).assign_coords(coords)
+
+
+def _mean(shape: tuple[int, ...], vectors: Callable[[slice], Array]) -> Array:
+    """Mean of vectors that are made a tile at a time; as of all at once, one after the other."""
+    tokens, hidden = shape
+    total = np.zeros(hidden)
+    for part in tiles(1, tokens, hidden):
+        made = vectors(part)
+        made[0] += total
+        total = made.sum(0)
+    return np.asarray(total / tokens)
+
+
+def _distances(tokens: int, centre: Array, vectors: Callable[[slice], Array]) -> Array:
+    parts = tiles(1, tokens, centre.size)
+    return np.concatenate([vector_norm(vectors(part) - centre) for part in parts])
+
+
+def _centroid_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
+    centre = _mean(now.shape, lambda part: now[part].astype(np.float64))
+    radii = _distances(len(now), centre, lambda part: now[part].astype(np.float64))
+    return {
+        "centroid": centre,
+        "centroid_norm": vector_norm(centre),
+        "mean_radius": radii.mean(),
+        "max_radius": radii.max(),
+    }
+
+
+def centroid(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
+    """Centre of each population, how it drifts, and how far the tokens are spread about it.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden).
+    population : {'dead', 'live', 'all'}, optional
+        Only this one; the result then has no dimension population.
+
+    Returns
+    -------
+    Dataset, float64
+        ``centroid`` (step, population, hidden), the mean of W; (step, population): its norm
+        ``centroid_norm``; ``drift``, the length of its change per optimizer step, NaN at the first
+        row; ``mean_radius`` and ``max_radius``, distances of the tokens from it. A population
+        without tokens has NaN.
+
+    Raises
+    ------
+    InvalidArgument
+        For another population.
+
+    Examples
+    --------
+    >>> centroid(ds, "dead").centroid_norm.isel(step=[0, -1]).values.round(3)
+    array([1.5  , 1.409])
+    """
+    return build_centroid(Scan(ds), population)
+
+
+@checks_types
+def build_centroid(history: Scan, population: str | Sequence[str] | None = None) -> xr.Dataset:
+    """`centroid` of a prepared Dataset."""
+    unit = history.units
+    hidden = history.variable("W").sizes["hidden"]
+    facts = {
+        "centroid": (f"({hidden},)f8", "mean of W", unit),
+        "centroid_norm": ("f8", "norm of the centroid", unit),
+        "mean_radius": ("f8", "mean distance from the centroid", unit),
+        "max_radius": ("f8", "largest distance from the centroid", unit),
+    }
+    result = per_population(history, population, _centroid_kernel, facts, motion=False)
+    return result.assign(drift=_drift(result["centroid"], history))
+
+
+def _drift(centroid: xr.DataArray, history: Scan) -> xr.DataArray:
+    later, earlier = centroid.data[1:], centroid.data[:-1]
+    lengths = da.map_blocks(
+        _way,
+        later,
+        earlier.rechunk(later.chunks),
+        drop_axis=later.ndim - 1,
+        dtype=np.float64,
+        meta=np.empty((0,) * (later.ndim - 1)),
+    )
+    spacing = history.spacing().values.reshape(-1, *(1,) * (lengths.ndim - 1))
+    none = da.full((1, *lengths.shape[1:]), np.nan)
+    data = da.concatenate([none, lengths / spacing]).rechunk(centroid.data.chunks[:-1])
+    drift = centroid.isel(hidden=0).copy(data=data)
+    return drift.assign_attrs(
+        long_name="change of the centroid per step", units=f"{history.units} per step"
+    )
+
+
+def _way(later: Array, earlier: Array) -> Array:
+    with np.errstate(invalid="ignore", over="ignore"):
+        return vector_norm(later - earlier)
+
+
+def _bulk_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
+    def velocities(part: slice) -> Array:
+        ways: Array = np.subtract(now[part], before[part], dtype=np.float64)
+        return ways if spacing == 1 else ways / spacing
+
+    bulk = _mean(now.shape, velocities)
+    speed = vector_norm(bulk)
+    thermal = np.sqrt(np.square(_distances(len(now), bulk, velocities)).mean())
+    ratio = speed / thermal
+    return {
+        "bulk_velocity": bulk,
+        "bulk_speed": speed,
+        "thermal_speed": thermal,
+        "bulk_thermal_ratio": ratio,
+    }
+
+
+def bulk_thermal(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
+    """Motion of a population as a body, and of its tokens about it.
+
+    The squares add up: bulk² + thermal² is the mean square of the tokens' speeds.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden), or ``delta`` of every step.
+    population : {'dead', 'live', 'all'}, optional
+        Only this one; the result then has no dimension population.
+
+    Returns
+    -------
+    Dataset, float64, one row fewer than `ds`
+        ``bulk_velocity`` (step, population, hidden), mean of ΔW/Δs; (step, population): its norm
+        ``bulk_speed``; ``thermal_speed``, root mean square of the velocities about it;
+        ``bulk_thermal_ratio``, inf where all tokens move alike, NaN where none moves.
+
+    Raises
+    ------
+    InvalidArgument
+        For another population.
+
+    Examples
+    --------
+    >>> bulk_thermal(ds).bulk_thermal_ratio.sel(step=1).values.round(2)  # the dead move alike
+    array([ inf,  inf, 1.94])
+    """
+    return build_bulk_thermal(Scan(ds), population)
+
+
+@checks_types
+def build_bulk_thermal(history: Scan, population: str | Sequence[str] | None = None) -> xr.Dataset:
+    """`bulk_thermal` of a prepared Dataset."""
+    unit = f"{history.units} per step"
+    hidden = history.recorded().blocks.shape[2]
+    facts = {
+        "bulk_velocity": (f"({hidden},)f8", "mean velocity", unit),
+        "bulk_speed": ("f8", "length of the mean velocity", unit),
+        "thermal_speed": ("f8", "rms velocity about the mean", unit),
+        "bulk_thermal_ratio": ("f8", "bulk over thermal speed", "1"),
+    }
+    return per_population(history, population, _bulk_kernel, facts, motion=True)
+
+
+def _coherence_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
+    ways = np.subtract(now, before, dtype=np.float64)
+    mean = ways.mean(0)
+    lengths = vector_norm(ways)
+    length = vector_norm(mean)
+    moving = lengths != 0  # NaN is not 0
+    cosines = (ways * mean).sum(-1)[moving] / lengths[moving] / length
+    return {"coherence": cosines.mean() if cosines.size and length != 0 else np.nan}
+
+
+def coherence(ds: xr.Dataset, population: str | None = None) -> xr.DataArray:
+    """Whether a population moves as one: mean cosine between each token's ΔW and their mean.
+
+    Tokens that do not move have no direction and are left out of the mean.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden), or ``delta`` of every step.
+    population : {'dead', 'live', 'all'}, optional
+        Only this one; the result then has no dimension population.
+
+    Returns
+    -------
+    DataArray, float64 (step, population), one row fewer than `ds`
+        From −1 to 1; NaN where nothing moves, or the motions cancel.
+
+    Raises
+    ------
+    InvalidArgument
+        For another population.
+
+    Examples
+    --------
+    >>> coherence(ds).sel(step=1).to_series().round(3).to_dict()
+    {'dead': 1.0, 'live': 1.0, 'all': 0.844}
+    """
+    return build_coherence(Scan(ds), population)
+
+
+@checks_types
+def build_coherence(history: Scan, population: str | None = None) -> xr.DataArray:
+    """`coherence` of a prepared Dataset."""
+    facts = {"coherence": ("f8", "mean cosine between ΔW and its mean", "1")}
+    result = per_population(history, population, _coherence_kernel, facts, motion=True)
+    return result["coherence"]
+
+
+def _distinct_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
+    vectors = unsigned_view(np.ascontiguousarray(now))
+    whole = vectors.view(f"V{vectors.shape[1] * vectors.itemsize}").ravel()
+    _, counts = np.unique(whole, return_counts=True)
+    return {"distinct": np.int64(counts.size), "most_common": np.int64(counts.max())}
+
+
+def distinct(ds: xr.Dataset, population: str | None = None, lattice: str = "native") -> xr.Dataset:
+    """How many different vectors the tokens of a population have, bit for bit.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden).
+    population : {'dead', 'live', 'all'}, optional
+        Only this one; the result then has no dimension population.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        Type that W is rounded to.
+
+    Returns
+    -------
+    Dataset, int64 (step, population)
+        ``distinct``, the number of distinct bit patterns of W; ``most_common``, how many tokens
+        share the most common one. −0.0 and +0.0 are different bits. 0 without tokens.
+
+    Raises
+    ------
+    InvalidArgument
+        For another population or lattice, or where W is not of its ``native_dtype``.
+
+    Examples
+    --------
+    >>> distinct(ds).distinct.isel(step=-1).to_series().to_dict()
+    {'dead': 1, 'live': 2, 'all': 3}
+    """
+    return build_distinct(Scan(ds), population, lattice)
+
+
+@checks_types
+def build_distinct(
+    history: Scan, population: str | None = None, lattice: str = "native"
+) -> xr.Dataset:
+    """`distinct` of a prepared Dataset."""
+    facts = {
+        "distinct": ("i8", "distinct vectors", "1"),
+        "most_common": ("i8", "tokens that share the most common vector", "1"),
+    }
+    points = history.points(lattice)
+    result = per_population(
+        history, population, _distinct_kernel, facts, motion=False, points=points
+    )
+    return told_of_lattice(result, lattice)

@@ -1,0 +1,198 @@
+"""When tokens stop moving, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.scan.lattice_points import lattice_attributes
+from trajstore.analysis.scan.scan import Scan
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument
+from trajstore.populations.masks import populations
+
+__all__ = ["build_freeze", "freeze"]
+
+# What one stretch of rows tells about a token. Rows are numbers within the run; −1 is none.
+_FIRST, _LAST, _MOVES, _THAWS = range(4)
+
+
+def _stretch(
+    moved: npt.NDArray[np.bool_],
+    rows: npt.NDArray[np.int64],
+    steps: npt.NDArray[np.int64],
+    min_still: int,
+) -> npt.NDArray[np.int64]:
+    """Summary of consecutive rows: (1, 4, token)."""
+    result = np.zeros((1, 4, moved.shape[1]), np.int64)
+    result[0, [_FIRST, _LAST]] = -1
+    first, last, _, thaws = result[0]
+    for row, moves in zip(rows.ravel(), moved, strict=True):
+        thaws += moves & (last >= 0) & (steps[row - 1] - steps[last] >= min_still)
+        first[moves & (first < 0)] = row
+        last[moves] = row
+    result[0, _MOVES] = moved.sum(0)
+    return result
+
+
+def _join(
+    stretches: npt.NDArray[np.int64], steps: npt.NDArray[np.int64], min_still: int
+) -> npt.NDArray[np.int64]:
+    """Summary of consecutive stretches, (stretch, 4, token), as one: (4, token)."""
+    result = np.zeros(stretches.shape[1:], np.int64)
+    result[[_FIRST, _LAST]] = -1
+    for stretch in stretches:
+        moves = stretch[_FIRST] >= 0
+        again = moves & (result[_LAST] >= 0)
+        still = steps[np.maximum(stretch[_FIRST], 1) - 1] - steps[np.maximum(result[_LAST], 0)]
+        result[_THAWS] += stretch[_THAWS] + (again & (still >= min_still))
+        result[_MOVES] += stretch[_MOVES]
+        result[_FIRST] = np.where(result[_FIRST] < 0, stretch[_FIRST], result[_FIRST])
+        result[_LAST] = np.where(moves, stretch[_LAST], result[_LAST])
+    return result
+
+
+def _fraction(flags: npt.NDArray[np.bool_], groups: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
+    """Share of each group that is set: (…, token) to (…, population); NaN for an empty group."""
+    sizes = groups.sum(-1)
+    with np.errstate(invalid="ignore"):
+        return np.asarray((flags.astype(np.int64) @ groups.T.astype(np.int64)) / sizes)
+
+
+def _frozen_fraction(
+    frozen_since: npt.NDArray[np.int64],
+    steps: npt.NDArray[np.int64],
+    groups: npt.NDArray[np.bool_],
+) -> npt.NDArray[Any]:
+    """Share of each group that is frozen at each step: (step, population)."""
+    frozen = frozen_since >= 0
+    counts = [
+        np.searchsorted(np.sort(frozen_since[frozen & group]), steps, side="right")
+        for group in groups
+    ]
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.stack(counts, -1) / groups.sum(-1))
+
+
+def freeze(ds: xr.Dataset, min_still: int = 1, lattice: str = "native") -> xr.Dataset:
+    """When each token moved last, and how many have stopped for good.
+
+    A token moves at a step when any bit of its row of W changed since the recorded row before;
+    −0.0 → 0.0 is not motion. On another lattice than that of its type, W is rounded to it first:
+    a token moves when one of its elements comes to another cell.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden), or a stored ``W_ulp_l1`` or ``delta`` of every step for
+        the native lattice, or ``cells`` for that of bfloat16.
+    min_still : int
+        Steps without motion that count as stillness, at least 1.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        Type that W is rounded to.
+
+    Returns
+    -------
+    Dataset
+        Per token, int64: ``last_motion``, the last step at which it moved, −1 if never;
+        ``frozen_since``, the recorded step after that (the first recorded one if it never moved),
+        −1 if it has been still for fewer than `min_still` steps; ``thaws``, how often it moved
+        again after at least `min_still` still steps; ``moves``, at how many recorded rows it moved.
+        Per (step, population), for every row but the first: ``still_fraction``, the share that did
+        not move at this step, and ``frozen_fraction``, the share with ``frozen_since`` ≤ step.
+        Where the run does not say which tokens are dead, the only population is ``all``.
+
+    Raises
+    ------
+    InvalidArgument
+        If `min_still` is below 1, there is no such lattice, or W is not of its ``native_dtype``.
+
+    Examples
+    --------
+    >>> rest = freeze(ds)
+    >>> rest.frozen_since.sel(token=[ord("e"), ord("z")]).values
+    array([14, 17])
+    >>> rest.frozen_fraction.sel(step=15).to_series().round(3).to_dict()
+    {'dead': 0.0, 'live': 1.0, 'all': 0.078}
+    """
+    return build_freeze(Scan(ds), min_still, lattice)
+
+
+@checks_types
+def build_freeze(history: Scan, min_still: int = 1, lattice: str = "native") -> xr.Dataset:
+    """`freeze` of a prepared Dataset."""
+    if min_still < 1:
+        raise InvalidArgument(f"got min_still={min_still}, expected at least 1 step")
+    history.require_rows(1, "freeze")
+    motion, steps = history.moved(lattice), history.steps
+    summary = history.combine_rows(
+        motion,
+        functools.partial(_stretch, min_still=min_still),
+        functools.partial(_join, min_still=min_still),
+        4,
+        steps=steps,
+    )
+
+    def last_motion(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.where(rows < 0, -1, steps[rows])
+
+    def frozen_since(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        start = np.where(rows < 0, 0, rows)
+        still = steps[-1] - steps[start]
+        following = steps[np.minimum(rows + 1, steps.size - 1)]
+        return np.where(still >= min_still, following, -1)
+
+    def per_token(function: Any) -> xr.DataArray:
+        result: xr.DataArray = xr.apply_ufunc(
+            function, summary.isel(fact=_LAST), dask="parallelized", output_dtypes=[np.int64]
+        )
+        return result
+
+    since = per_token(frozen_since)
+    names, groups = populations(history.ds)
+    lazy = motion.chunks is not None
+    still_fraction = xr.apply_ufunc(
+        lambda flags, groups: _fraction(~flags, groups),
+        motion.chunk({"token": -1}) if lazy else motion,
+        groups,
+        input_core_dims=[["token"], ["population", "token"]],
+        output_core_dims=[["population"]],
+        dask="parallelized",
+        output_dtypes=[np.float64],
+        dask_gufunc_kwargs={"output_sizes": {"population": len(names)}},
+    )
+    frozen_fraction = xr.apply_ufunc(
+        lambda first: _frozen_fraction(first, steps[1:], groups),
+        since.chunk({"token": -1}) if lazy else since,
+        input_core_dims=[["token"]],
+        output_core_dims=[["step", "population"]],
+        dask="parallelized",
+        output_dtypes=[np.float64],
+        dask_gufunc_kwargs={"output_sizes": {"step": steps.size - 1, "population": len(names)}},
+    )
+    step = {"units": "1", **lattice_attributes(lattice)}
+    return xr.Dataset(
+        {
+            "last_motion": per_token(last_motion).assign_attrs(
+                long_name="last step with motion, -1 if none", **step
+            ),
+            "frozen_since": since.assign_attrs(
+                long_name="first recorded step after the last motion, -1 if not frozen", **step
+            ),
+            "thaws": summary.isel(fact=_THAWS).assign_attrs(
+                long_name="motions after stillness", **step
+            ),
+            "moves": summary.isel(fact=_MOVES).assign_attrs(long_name="rows with motion", **step),
+            "still_fraction": still_fraction.assign_attrs(
+                long_name="share of tokens that did not move", **step
+            ),
+            "frozen_fraction": frozen_fraction.assign_attrs(
+                long_name="share of tokens that never move again", **step
+            ),
+        },
+        coords={"population": names, "step": motion["step"]},
+    )

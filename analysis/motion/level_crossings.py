@@ -1,0 +1,142 @@
+"""When curves pass levels, for the first and for the last time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.scan.running_state import fold_tokens
+from trajstore.errors import InvalidArgument
+
+__all__ = ["LEVELS", "level_crossings"]
+
+Array = npt.NDArray[Any]
+Wide = npt.NDArray[np.float64]
+
+LEVELS = (0.5, 0.9, 0.99)
+
+
+def _follow(state: Any, curves: Array, levels: Wide, downward: bool) -> tuple[Wide, ...]:
+    """First and last row at which each level was passed, (level, curve); −1 is none.
+
+    With the side of each level that each curve was last seen on (0 before it is a number), and the
+    number of rows so far.
+    """
+    shape = (levels.size, curves.shape[1])
+    first, last, side, rows = state or (*np.full((2, *shape), -1.0), np.zeros(shape), np.zeros(()))
+    for row in curves:
+        now = np.where(np.isnan(row), side, np.where(row >= levels[:, None], 1.0, -1.0))
+        passed = (side != 0) & (now != side) & ((now > 0) | downward)
+        first = np.where(passed & (first < 0), rows, first)
+        last = np.where(passed, rows, last)
+        side, rows = now, rows + 1
+    return first, last, side, rows
+
+
+def _rows_of_both(state: tuple[Wide, ...]) -> Wide:
+    return np.stack(state[:2])
+
+
+def _share_of_way(curves: Array, ends: Array) -> Wide:
+    """From values to the share of the way from the first to the last, (row, curve)."""
+    start = np.where(np.isnan(ends[0]), ends[1], ends[0]).astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray((curves - start) / (ends[2] - start))
+
+
+def level_crossings(
+    curve: xr.DataArray, levels: Sequence[float] | float = LEVELS, of: str = "way"
+) -> xr.Dataset:
+    """Steps at which curves pass levels: on their way from below, as values from either side.
+
+    Parameters
+    ----------
+    curve : DataArray, (step, …)
+        With at least one row, and numbers.
+    levels : float or sequence of float
+    of : {'way', 'value'}
+        What levels are: shares of the way from the curve's first value to its last, or values of
+        the curve.
+
+    Returns
+    -------
+    Dataset, int64 (level, …)
+        ``first_crossing`` and ``last_crossing``; −1 where it never passes.
+
+    Raises
+    ------
+    InvalidArgument
+        If the curve has no steps or no numbers, or levels are not finite.
+    """
+    if of not in ("way", "value"):
+        raise InvalidArgument(f"got of={of!r}, expected 'way' or 'value'")
+    wanted = np.atleast_1d(np.asarray(levels, np.float64))
+    if not wanted.size or not np.isfinite(wanted).all():
+        raise InvalidArgument(f"got levels={levels!r}, expected finite numbers")
+    if "step" not in curve.dims or not curve.sizes["step"] or curve.dtype.kind not in "biuf":
+        raise InvalidArgument(
+            f"crossings need a curve of numbers along step, and {curve.name} has "
+            f"{dict(curve.sizes)} of {curve.dtype}"
+        )
+    curve = curve.transpose("step", ...)
+    rest = curve.shape[1:]
+    data = curve.data if curve.chunks is not None else curve.chunk().data
+    # All but the first dimension after the steps in one piece, so that they become one.
+    data = data.rechunk(dict.fromkeys(range(2, data.ndim), -1))
+    flat = data.reshape((len(data), int(np.prod(rest))))
+    steps = curve["step"].values
+    if of == "way":
+        ends = flat[np.array([0, min(1, len(data) - 1), len(data) - 1])].rechunk({0: -1})
+        flat = da.blockwise(
+            _share_of_way,
+            "sc",
+            flat,
+            "sc",
+            ends,
+            "ec",
+            concatenate=True,
+            dtype=np.float64,
+            meta=np.empty((0, 0)),
+        )
+    rows = fold_tokens(
+        [flat],
+        _follow,
+        _rows_of_both,
+        (2, wanted.size),
+        levels=wanted,
+        downward=of == "value",
+    ).reshape((2, wanted.size, *rest))
+    found = rows.map_blocks(
+        functools.partial(_steps_of, steps=steps),
+        dtype=np.int64,
+        meta=np.empty((0,) * rows.ndim, np.int64),
+    )
+    coords = {
+        name: values for name, values in curve.coords.items() if "step" not in values.dims
+    } | {"level": wanted}
+    share = "of its way" if of == "way" else "as a value"
+    return xr.Dataset(
+        {
+            f"{which}_crossing": xr.DataArray(
+                found[number],
+                dims=("level", *curve.dims[1:]),
+                coords=coords,
+                attrs={
+                    "long_name": f"{which} step at which {curve.name} passes the level, {share}; "
+                    "-1 if none",
+                    "units": "1",
+                },
+            )
+            for number, which in enumerate(("first", "last"))
+        }
+    )
+
+
+def _steps_of(rows: Wide, steps: Array) -> npt.NDArray[np.int64]:
+    return np.where(rows < 0, -1, steps[np.maximum(rows, 0).astype(np.int64)])

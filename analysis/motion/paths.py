@@ -1,0 +1,270 @@
+"""Ways of tokens: how straight they are, and how much of them leads outward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.motion.collective import build_centroid
+from trajstore.analysis.scan.block_tasks import rows_before
+from trajstore.analysis.scan.running_state import fold_tokens
+from trajstore.analysis.scan.scan import Scan
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument
+from trajstore.populations.masks import chosen_populations
+from trajstore.values.token_norms import hidden_sum, result_dtype, vector_norm
+
+__all__ = [
+    "build_path_efficiency",
+    "build_radial_tangential",
+    "path_efficiency",
+    "radial_tangential",
+]
+
+Array = npt.NDArray[Any]
+Wide = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """A block of rows: the way into each, (row, token), and the rows at which a window ends."""
+
+    first: int
+    ways: Wide
+    ends: dict[int, Array]
+
+
+def _measure_ways(first: int, block: Array, boundary: Array, window: int, last: int) -> _Stretch:
+    ways = np.empty(block.shape[:2])
+    ends = {}
+    before = boundary[0]
+    with np.errstate(invalid="ignore", over="ignore"):
+        for row, vectors in enumerate(block, first):
+            ways[row - first] = vector_norm(np.subtract(vectors, before, dtype=np.float64))
+            if row % window == 0 or row == last:
+                ends[row] = vectors.copy()
+            before = vectors
+    return _Stretch(first, ways, ends)
+
+
+def _walk(state: Any, stretch: _Stretch, window: int, last: int) -> tuple[Array, list[Wide]]:
+    """Row at which the window began, and displacement and path of each, (2, token)."""
+    start, done = state or (stretch.ends[0], [])
+    done = list(done)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for row, way in enumerate(stretch.ways, stretch.first):
+            if row == 0:
+                continue
+            if (row - 1) % window == 0:
+                done.append(np.zeros((2, len(way))))
+            come, path = done[-1]
+            if row in stretch.ends:
+                end = stretch.ends[row]
+                come = vector_norm(np.subtract(end, start, dtype=np.float64))
+                start = end
+            done[-1] = np.stack([come, path + way])
+    return start, done
+
+
+def _walked(state: tuple[Array, list[Wide]]) -> Wide:
+    """Displacement and path of each window, (2, window, token)."""
+    start, done = state
+    return np.stack(done, 1) if done else np.empty((2, 0, len(start)))
+
+
+def path_efficiency(ds: xr.Dataset, window: int | None = None) -> xr.Dataset:
+    """How straight each token goes: displacement over length of the path, window by window.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden).
+    window : int, optional
+        Ways between rows that make a window; the last one may have fewer. Without it there is one
+        window, of all rows.
+
+    Returns
+    -------
+    Dataset, float64 (window, token)
+        ``path_efficiency``, ‖W_b − W_a‖₂/Σ‖ΔW_t‖₂ from the first row a of a window to its last b:
+        1 on a straight line, NaN for a token that does not move; ``path_length``, the sum. The
+        coordinates ``window_start`` and ``window`` are the steps of a and b.
+
+    Raises
+    ------
+    InvalidArgument
+        For a window below 1, or of more ways than there are between the rows.
+
+    Examples
+    --------
+    >>> path_efficiency(ds, window=10).path_efficiency.sel(token=ord("e")).values.round(3)
+    array([1., 1.])
+    """
+    return build_path_efficiency(Scan(ds), window)
+
+
+@checks_types
+def build_path_efficiency(history: Scan, window: int | None = None) -> xr.Dataset:
+    """`path_efficiency` of a prepared Dataset."""
+    history.require_rows(1, "path_efficiency")
+    steps, ways = history.steps, max(history.rows - 1, 1)
+    if window is not None and not 1 <= window <= ways:
+        raise InvalidArgument(
+            f"got window={window}, expected 1 to {ways}, as many ways as there are between the "
+            "rows; leave it out for one window of all"
+        )
+    length = window or ways
+    starts = np.arange(0, history.rows - 1, length)
+    both = fold_tokens(
+        [history.blocks("W"), history.boundaries("W")],
+        _walk,
+        _walked,
+        (2, len(starts)),
+        _measure_ways,
+        window=length,
+        last=history.rows - 1,
+    )
+    ends = np.minimum(starts + length, history.rows - 1)
+    coords = {"window": steps[ends], "window_start": ("window", steps[starts])}
+
+    def straight(come: Wide, path: Wide) -> Wide:
+        with np.errstate(invalid="ignore", divide="ignore"):
+            # Rounding alone makes a straight way longer than its path.
+            return np.minimum(come / path, 1.0)
+
+    efficiency = da.map_blocks(straight, both[0], both[1], dtype=np.float64, meta=np.empty((0, 0)))
+    result = {
+        "path_efficiency": (efficiency, "displacement over length of the path", "1"),
+        "path_length": (both[1], "length of the path", history.units),
+    }
+    return xr.Dataset(
+        {
+            name: history.wrap(data, "W", dims=("window", "token"))
+            .assign_coords(coords)
+            .assign_attrs(long_name=long_name, units=units)
+            for name, (data, long_name, units) in result.items()
+        }
+    )
+
+
+def _split_motion(
+    now: Array,
+    boundary: Array,
+    spacing: Wide,
+    centres: Wide | None,
+    first: Wide | None,
+    across: bool,
+    out: npt.DTypeLike,
+) -> Array:
+    """Motion of each token along the way out from the centre, or across it, (row, token)."""
+    result = np.empty(now.shape[:2], out)
+    before = boundary[0]
+    for row, vectors in enumerate(now):
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            way = np.subtract(vectors, before, dtype=np.float64) / spacing[row]
+            place = before.astype(np.float64)
+            if centres is not None and first is not None:
+                place -= centres[row - 1] if row else first[0]
+            outward = place / vector_norm(place)[:, None]
+            along = hidden_sum(way * outward)
+            if across:
+                along = vector_norm(way - along[:, None] * outward)
+            result[row] = along
+        before = vectors
+    return result
+
+
+def radial_tangential(ds: xr.Dataset, about: str = "origin", population: str = "all") -> xr.Dataset:
+    """Motion along and across the direction from a centre to the token.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden).
+    about : {'origin', 'centroid'}
+        The centre: zero, or the centroid of a population in the row before.
+    population : str
+        Whose centroid.
+
+    Returns
+    -------
+    Dataset, float32 (step, token), one row fewer than `ds`
+        With v = ΔW_t/Δs and r the unit vector from the centre to W_{t−1}: ``radial_speed``, v·r,
+        positive outward; ``tangential_speed``, ‖v − (v·r)r‖₂. Units of W per step; NaN where the
+        token is at the centre. The motion of the centre itself is not taken off.
+
+    Raises
+    ------
+    InvalidArgument
+        For another centre or population.
+
+    Examples
+    --------
+    >>> found = radial_tangential(ds)
+    >>> print(found.radial_speed.sel(step=1, token=ord("e")).values.round(4))
+    0.0078
+    """
+    return build_radial_tangential(Scan(ds), about, population)
+
+
+@checks_types
+def build_radial_tangential(
+    history: Scan, about: str = "origin", population: str = "all"
+) -> xr.Dataset:
+    """`radial_tangential` of a prepared Dataset."""
+    if about not in ("origin", "centroid"):
+        raise InvalidArgument(f"got about={about!r}, expected 'origin' or 'centroid'")
+    chosen_populations(history.ds, population)
+    history.require_rows(1, "radial_tangential")
+    blocks, dtype = history.blocks("W"), result_dtype(history.blocks("W").dtype)
+    by_row = (blocks.chunks[0],)
+    spacing = np.diff(history.steps, prepend=history.steps[:1] - 1).astype(np.float64)
+    centres: list[Any] = [None, None, None, None]
+    if about == "centroid":
+        centre = build_centroid(history, population)["centroid"].data.rechunk((*by_row, -1))
+        centres = [centre, "sh", rows_before(centre), "sh"]
+
+    def part(across: bool) -> da.Array:
+        return da.blockwise(
+            _of_only,
+            "st",
+            blocks,
+            "sth",
+            history.boundaries("W"),
+            "sth",
+            da.from_array(spacing, chunks=by_row),
+            "s",
+            *centres,
+            across=across,
+            out=dtype,
+            dtype=dtype,
+            align_arrays=False,
+            meta=np.empty((0, 0), dtype),
+        )[1:]
+
+    told = {
+        "radial_speed": (False, f"velocity away from the {about}"),
+        "tangential_speed": (True, f"velocity across the direction to the {about}"),
+    }
+    return xr.Dataset(
+        {
+            name: history.wrap(part(across), "W", rows=slice(1, None)).assign_attrs(
+                long_name=long_name, units=f"{history.units} per step"
+            )
+            for name, (across, long_name) in told.items()
+        }
+    )
+
+
+def _of_only(
+    now: list[Array], boundary: list[Array], spacing: Wide, centres: Any, first: Any, **options: Any
+) -> Array:
+    """The kernel, of the only chunk along hidden of each."""
+    if centres is not None:
+        centres, first = centres[0], first[0]
+    return _split_motion(now[0], boundary[0], spacing, centres, first, **options)

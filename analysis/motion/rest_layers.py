@@ -1,0 +1,203 @@
+"""Tokens × steps as layers: the tokens in the order in which they came to rest."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.motion.freezing import build_freeze
+from trajstore.analysis.motion.ulp_motion import build_lattice_displacement, build_regimes
+from trajstore.analysis.scan.consecutive_rows import REGIMES
+from trajstore.analysis.scan.scan import Scan
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument
+
+__all__ = ["build_stratigraphy", "pool_layers", "stratigraphy"]
+
+Array = npt.NDArray[Any]
+
+
+def _starts(length: int, most: int) -> npt.NDArray[np.intp]:
+    """Beginnings of at most so many groups, whose sizes differ by one at most."""
+    groups = max(1, min(length, most))
+    return np.asarray(np.arange(groups) * length // groups, np.intp)
+
+
+def _most_common(values: Array, rows: Array, columns: Array) -> npt.NDArray[np.int8]:
+    """Regime that most tokens and steps of each group are in; of equally many, the wilder."""
+    kinds = len(REGIMES)
+    sizes = np.diff(columns, append=values.shape[1])
+    firsts = np.repeat(np.arange(columns.size) * kinds, sizes)
+    result = np.empty((rows.size, columns.size), np.int8)
+    for number, group in enumerate(np.split(values, rows[1:])):
+        found = np.bincount((firsts + group).ravel(), minlength=kinds * columns.size)
+        wildest_first = found.reshape(-1, kinds)[:, ::-1]
+        result[number] = kinds - 1 - wildest_first.argmax(1)
+    return result
+
+
+def _mean(values: Array, rows: Array, columns: Array) -> npt.NDArray[np.float64]:
+    sums = np.add.reduceat(np.add.reduceat(values, rows, axis=0, dtype=np.float64), columns, axis=1)
+    sizes = np.outer(
+        np.diff(rows, append=values.shape[0]), np.diff(columns, append=values.shape[1])
+    )
+    return np.asarray(sums / sizes)
+
+
+def _layers(values: Array, last: Array, rows: Array, columns: Array, regime: bool) -> Array:
+    sorted_ = values[:, np.argsort(last[0], kind="stable")]
+    return (_most_common if regime else _mean)(sorted_, rows, columns)
+
+
+def _shares(last: Array, members: Array, columns: Array) -> Array:
+    """Of the tokens of each layer, the share of those that are members."""
+    return _mean(members[None, np.argsort(last[0], kind="stable")], np.zeros(1, np.intp), columns)
+
+
+@checks_types
+def stratigraphy(
+    ds: xr.Dataset,
+    of: Literal["regime", "hop"] = "regime",
+    lattice: str = "native",
+    most_steps: int = 1000,
+    most_layers: int = 600,
+) -> xr.Dataset:
+    """What the tokens do at each step, sorted by when they moved for the last time.
+
+    Many steps or tokens are pooled, so that no one is left out: neighbours in that order, and
+    consecutive steps, in groups of equal size (to one).
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden), or ``cells`` for the lattice of bfloat16.
+    of : {'regime', 'hop'}
+        Of a group the most common regime, the wilder of two that are equally common; or the mean
+        hop (L1 norm, in lattice spacings).
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        As for `regimes`.
+    most_steps, most_layers : int
+        Groups of steps and of tokens, at most.
+
+    Returns
+    -------
+    Dataset
+        ``stratum`` (step, layer), int8 with CF flags or float64, from the tokens that rest first
+        to those that move longest; each group has the coordinate of its first step, and the number
+        ``steps``. Along layer: ``tokens``, how many there are, and ``settled``, the last motion of
+        the last of them to rest, int64; −1 if none of them ever moved; and, where it is known which
+        tokens are dead, ``dead_share``, that of its tokens which are, float64.
+
+    Raises
+    ------
+    InvalidArgument
+        For another `of` or lattice, fewer than one group, or a run of fewer than two rows.
+
+    Examples
+    --------
+    >>> layers = stratigraphy(ds, most_layers=4)
+    >>> layers.settled.values, layers.tokens.values
+    (array([16, 16, 16, 16]), array([32, 32, 32, 32]))
+    """
+    return build_stratigraphy(Scan(ds), of, lattice, most_steps, most_layers)
+
+
+@checks_types
+def build_stratigraphy(
+    history: Scan,
+    of: Literal["regime", "hop"] = "regime",
+    lattice: str = "native",
+    most_steps: int = 1000,
+    most_layers: int = 600,
+) -> xr.Dataset:
+    """`stratigraphy` of a prepared Dataset."""
+    if of not in ("regime", "hop"):
+        raise InvalidArgument(f"got of={of!r}, expected 'regime' or 'hop'")
+    if most_steps < 1 or most_layers < 1:
+        raise InvalidArgument(
+            f"got at most {most_steps} groups of steps and {most_layers} of tokens, expected 1 "
+            "or more of each"
+        )
+    history.require_rows(2, "stratigraphy")
+    if of == "regime":
+        values = build_regimes(history, lattice)["regime"]
+    else:
+        values = build_lattice_displacement(history, ord=1, lattice=lattice)
+    last = build_freeze(history, lattice=lattice)["last_motion"]
+    return pool_layers(values, last, most_steps, most_layers)
+
+
+def pool_layers(
+    values: xr.DataArray, last: xr.DataArray, most_steps: int = 1000, most_layers: int = 600
+) -> xr.Dataset:
+    """What `stratigraphy` makes of regimes or hops that are known.
+
+    Parameters
+    ----------
+    values : DataArray, (step, token)
+        int8 for regimes, anything else for hops.
+    last : DataArray, int64 (token)
+        Last motion of each.
+    most_steps, most_layers : int
+        As for `stratigraphy`.
+    """
+    regime = values.dtype == np.int8
+    rows = _starts(values.sizes["step"], most_steps)
+    columns = _starts(values.sizes["token"], most_layers)
+    dtype = np.int8 if regime else np.float64
+    data = da.map_blocks(
+        _layers,
+        _whole(values.transpose("step", "token")),
+        _whole(last)[None, :].rechunk(-1),
+        chunks=((rows.size,), (columns.size,)),
+        dtype=dtype,
+        meta=np.empty((0, 0), dtype),
+        rows=rows,
+        columns=columns,
+        regime=regime,
+    )
+    ends = np.append(columns[1:], values.sizes["token"]) - 1
+    settled = da.map_blocks(
+        lambda block: np.sort(block)[ends],
+        _whole(last),
+        chunks=((columns.size,),),
+        dtype=np.int64,
+        meta=np.empty(0, np.int64),
+    )
+    facts = {}
+    if "is_dead" in values.coords:
+        share = da.map_blocks(
+            _shares,
+            _whole(last)[None, :].rechunk(-1),
+            chunks=((1,), (columns.size,)),
+            dtype=np.float64,
+            meta=np.empty((0, 0)),
+            members=values["is_dead"].values,
+            columns=columns,
+        )[0]
+        facts["dead_share"] = ("layer", share, {"long_name": "share of dead tokens", "units": "1"})
+    return xr.Dataset(
+        facts
+        | {
+            "stratum": (("step", "layer"), data, values.attrs),
+            "settled": (
+                "layer",
+                settled,
+                {"long_name": "last motion of the last of its tokens to rest, -1 if none"},
+            ),
+        },
+        coords={
+            "step": values["step"].values[rows],
+            "steps": ("step", np.diff(rows, append=values.sizes["step"])),
+            "tokens": ("layer", np.diff(columns, append=values.sizes["token"])),
+        },
+    )
+
+
+def _whole(values: xr.DataArray) -> da.Array:
+    """As a dask array of a single chunk."""
+    return da.asarray(values.data).rechunk(-1)

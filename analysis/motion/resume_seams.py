@@ -1,0 +1,127 @@
+"""Steps at which a history does not continue itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.motion.velocity import build_speed
+from trajstore.analysis.scan.scan import Scan
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument
+
+__all__ = ["build_seams", "seams"]
+
+# Changes of the mean motion within 5 % a row are never remarkable, however calm the neighbours;
+# nor is motion below 1 % of the run's fastest: when nearly all tokens rest, a single one that
+# twitches is no seam.
+_LEAST_SCATTER = 0.05
+_LEAST_MOTION = 0.01
+# A median absolute deviation of normal scatter, in standard deviations.
+_MAD_TO_SIGMA = 1.4826
+_FEWEST_NEIGHBOURS = 4
+
+
+def _scores(motion: npt.NDArray[Any], window: int) -> npt.NDArray[np.float64]:
+    """Robust z-score of the change of log motion from row to row, NaN where it has too few."""
+    scores = np.full(motion.shape, np.nan)
+    finite = motion[np.isfinite(motion)]
+    floor = _LEAST_MOTION * finite.max(initial=0)
+    if floor == 0:
+        return scores
+    with np.errstate(invalid="ignore"):  # from one infinity to the next
+        change = np.diff(
+            np.log(np.where(np.isfinite(motion), motion, np.inf) + floor), prepend=np.nan
+        )
+    for row in range(1, motion.size):
+        near = np.concatenate(
+            [change[max(1, row - window) : row], change[row + 1 : row + 1 + window]]
+        )
+        near = near[np.isfinite(near)]
+        if near.size >= _FEWEST_NEIGHBOURS:
+            usual = np.median(near)
+            scatter = _MAD_TO_SIGMA * np.median(np.abs(near - usual)) + _LEAST_SCATTER
+            scores[row] = (change[row] - usual) / scatter
+    return scores
+
+
+def seams(ds: xr.Dataset, window: int = 10, threshold: float = 8.0) -> xr.Dataset:
+    """Steps whose mean displacement stands out from its neighbourhood.
+
+    A run that was stitched together from a bad checkpoint moves as its neighbours do on either
+    side, but jumps from one pace to another at the seam. The score of a row is the change of
+    log(mean speed) from the row before, against the median of the changes at up to `window` rows
+    on either side, in robust standard deviations (1.4826 × the median absolute deviation, plus
+    0.05). Motion below 1 % of the run's largest counts as that.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W``, or a stored ``W_step_norm``.
+    window : int
+        Neighbours on either side, at least 2.
+    threshold : float
+        Absolute score above which a row is a seam. Clean runs stay below 5.
+
+    Returns
+    -------
+    Dataset, (step), one row fewer than `ds`
+        ``mean_speed``, float64; ``seam_score``, float64, NaN where there are fewer than 4
+        neighbours; ``seam``, bool.
+
+    Raises
+    ------
+    InvalidArgument
+        If `window` is below 2, or `threshold` is not positive.
+
+    Examples
+    --------
+    >>> found = seams(ds).compute()
+    >>> found.step[found.seam].values  # the dead tokens, all in the same place, stop at once
+    array([10, 17])
+    """
+    return build_seams(Scan(ds), window, threshold)
+
+
+@checks_types
+def build_seams(history: Scan, window: int = 10, threshold: float = 8.0) -> xr.Dataset:
+    """`seams` of a prepared Dataset."""
+    if window < 2:
+        raise InvalidArgument(f"got window={window}, expected at least 2 rows on either side")
+    if not threshold > 0:
+        raise InvalidArgument(f"got threshold={threshold}, expected a positive score")
+    pace = build_speed(history)
+    mean = xr.apply_ufunc(
+        lambda rows: rows.astype(np.float64).mean(-1),
+        pace.chunk({"token": -1}),
+        input_core_dims=[["token"]],
+        dask="parallelized",
+        output_dtypes=[np.float64],
+        keep_attrs=False,
+    ).chunk({"step": -1})
+    if not mean.sizes["step"]:  # of a single row: dask has no functions of nothing
+        score = mean
+    else:
+        score = xr.apply_ufunc(
+            _scores,
+            mean,
+            kwargs={"window": window},
+            input_core_dims=[["step"]],
+            output_core_dims=[["step"]],
+            dask="parallelized",
+            output_dtypes=[np.float64],
+        )
+    return xr.Dataset(
+        {
+            "mean_speed": mean.assign_attrs(
+                long_name="mean speed of all tokens", units=f"{history.units} per step"
+            ),
+            "seam_score": score.assign_attrs(
+                long_name="robust z-score of the change of log mean speed", units="1"
+            ),
+            "seam": (abs(score) > threshold).assign_attrs(long_name="the motion breaks here"),
+        }
+    )

@@ -1,0 +1,330 @@
+"""Motion on the lattice of a type: hops, regimes, and the way into rest."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.motion.norms import check_order, order_label
+from trajstore.analysis.scan.consecutive_rows import REGIMES
+from trajstore.analysis.scan.lattice_points import chosen_type, lattice_attributes, on_lattice
+from trajstore.analysis.scan.population_statistics import count_by_population
+from trajstore.analysis.scan.scan import Scan, native_dtype
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument
+from trajstore.values.native_types import NATIVE_TYPES
+from trajstore.values.token_norms import ulp_hops
+from trajstore.values.ulp_lattice import ordinal, ordinal_dtype, spacing
+
+__all__ = [
+    "build_lattice_displacement",
+    "build_lifecycle",
+    "build_regimes",
+    "build_ulp",
+    "lattice_displacement",
+    "lifecycle",
+    "regimes",
+    "ulp",
+]
+
+_PHASES = {
+    "last_jump": ("jump",),
+    "last_local": ("local",),
+    "last_hop": ("neighbour", "single"),
+}
+
+
+@checks_types
+def ulp(W: xr.DataArray | xr.Dataset, lattice: str = "native") -> xr.DataArray:
+    """Spacing of the native type, or of a lattice of choice, at each magnitude.
+
+    For bfloat16 that is 2^(max(E, 1) − 134) with E the biased exponent, so 2^−133 for subnormals
+    and zero. It is the native type's: that of the float32 which holds the value would be 65,536
+    times too small.
+
+    Parameters
+    ----------
+    W : DataArray of any shape, or a Dataset with ``W``
+        Its attribute ``native_dtype`` says which type; without it, the type of the array.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        Type that W is rounded to, and whose spacing it is.
+
+    Returns
+    -------
+    DataArray, same type (float32 on another lattice) and shape
+        NaN where W is infinite or NaN.
+
+    Raises
+    ------
+    InvalidArgument
+        For another lattice, or where W is not of its ``native_dtype``.
+
+    Examples
+    --------
+    >>> ds.W.sel(step=0, token=[ord("e"), ord("z")]).isel(hidden=0).values
+    array([1.5 , 0.75], dtype=float32)
+    >>> ulp(ds).sel(step=0, token=[ord("e"), ord("z")]).isel(hidden=0).values
+    array([0.0078125 , 0.00390625], dtype=float32)
+    """
+    if isinstance(W, xr.Dataset):
+        return build_ulp(Scan(W), lattice)
+    native = native_dtype(W)
+    chosen = chosen_type(lattice, native)
+    name = str(W.name or "W")  # in a task W itself would go along
+    result: xr.DataArray = xr.apply_ufunc(
+        lambda values: _spacing_on_lattice(values, name, native, chosen),
+        W,
+        dask="parallelized",
+        output_dtypes=[W.dtype if chosen == native else NATIVE_TYPES[chosen].stored],
+        keep_attrs=False,
+    )
+    return result.rename("ulp").assign_attrs(
+        long_name=f"spacing of {chosen}", units=W.attrs.get("units", "1")
+    )
+
+
+def _spacing_on_lattice(
+    values: npt.NDArray[Any], name: str, native: str, chosen: str
+) -> npt.NDArray[Any]:
+    whole = np.ascontiguousarray(values).reshape(values.shape)
+    return spacing(on_lattice(whole, name, native, chosen), chosen)
+
+
+@checks_types
+def build_ulp(history: Scan, lattice: str = "native") -> xr.DataArray:
+    """`ulp` of a prepared Dataset."""
+    cells = history.lattice_type(lattice) and "W" not in history.ds
+    return ulp(history.variable("cells" if cells else "W"), lattice)
+
+
+def _ordinal_hops(
+    later: npt.NDArray[Any], earlier: npt.NDArray[Any], native: str
+) -> npt.NDArray[np.int64]:
+    wide = ordinal(np.ascontiguousarray(later), native).astype(np.int64)
+    wide -= ordinal(np.ascontiguousarray(earlier), native)
+    return wide
+
+
+def _ulp_hops(
+    later: npt.NDArray[Any], earlier: npt.NDArray[Any], native: str
+) -> npt.NDArray[np.float64]:
+    return ulp_hops(earlier, later, native)
+
+
+def lattice_displacement(
+    ds: xr.Dataset,
+    metric: Literal["ulp", "ordinal"] = "ulp",
+    ord: float | None = None,
+    lattice: str = "native",
+) -> xr.DataArray:
+    """How far each element moved between rows, counted on the lattice of its type or of another.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden).
+    metric : {'ulp', 'ordinal'}
+        ``'ulp'``: ΔW/ulp(W_{t−1}). ``'ordinal'``: the exact number of representable values from
+        one to the other, through the order of the bit patterns; −0.0 and +0.0 are the same point.
+        The two agree within a binade; downwards across a power of two the neighbour is half a
+        spacing away.
+    ord : {1, 2, inf}, optional
+        Norm over hidden. Without it, every element with its sign.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        Type that W is rounded to, and whose values are counted.
+
+    Returns
+    -------
+    DataArray, (step, token, hidden) or (step, token)
+        One row fewer than `ds`. Elements: float64 (ulp) or int64 (ordinal). Norms: float32, but
+        int64 for ordinal ones of order 1 and inf. A stored ``W_ulp_l1`` is used for ulp and order
+        1 on the native lattice. Elements that stay are 0, also NaN and infinities; a NaN that
+        changes is NaN in ulp.
+
+    Raises
+    ------
+    InvalidArgument
+        For another metric, order or lattice, ordinals of a float64 run, or where W is not of its
+        ``native_dtype``.
+
+    Examples
+    --------
+    >>> lattice_displacement(ds).sel(step=1, token=ord("e")).values
+    array([ 1.,  1., -1.,  1.])
+    >>> float(lattice_displacement(ds, ord=1).sel(step=1, token=ord("e")))
+    4.0
+    """
+    return build_lattice_displacement(Scan(ds), metric, ord, lattice)
+
+
+@checks_types
+def build_lattice_displacement(
+    history: Scan,
+    metric: Literal["ulp", "ordinal"] = "ulp",
+    ord: float | None = None,
+    lattice: str = "native",
+) -> xr.DataArray:
+    """`lattice_displacement` of a prepared Dataset."""
+    if metric not in ("ulp", "ordinal"):
+        raise InvalidArgument(f"got metric={metric!r}, expected 'ulp' or 'ordinal'")
+    may_be_stored = metric == "ulp" and ord is not None and lattice == "native"
+    without_W = may_be_stored and "W" not in history.ds
+    chosen = "" if without_W else history.lattice_type(lattice)
+    if metric == "ordinal" and chosen:
+        ordinal_dtype(chosen)
+    unit = f"{chosen or lattice} {'spacings' if metric == 'ulp' else 'values'}"
+    if ord is None:
+        kernel, dtype = (
+            (_ulp_hops, np.dtype("float64"))
+            if metric == "ulp"
+            else (_ordinal_hops, np.dtype("int64"))
+        )
+        hops = history.between_rows(
+            history.points(lattice), functools.partial(kernel, native=chosen), dtype
+        )
+        label = "hop"
+    else:
+        order = check_order(ord)
+        name = f"{metric}_{'inf' if np.isinf(order) else int(order)}"
+        hops = history.ulp_l1(lattice) if name == "ulp_1" else history.pair(name, lattice)
+        label = f"{order_label(order)} norm of the hops"
+    return hops.rename("lattice_displacement").assign_attrs(
+        long_name=f"{label} on the lattice", units=unit, **lattice_attributes(lattice)
+    )
+
+
+def _regime(history: Scan, lattice: str) -> xr.DataArray:
+    return (
+        history.pair("regime", lattice)
+        .rename("regime")
+        .assign_attrs(
+            long_name="regime of the motion from the row before",
+            flag_values=np.arange(len(REGIMES), dtype=np.int8),
+            flag_meanings=" ".join(REGIMES),
+            **lattice_attributes(lattice),
+        )
+    )
+
+
+def regimes(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
+    """Each token at each step in one of five regimes, by its hops ΔW/ulp(W_{t−1}) over hidden.
+
+    =========  =========================================================
+    frozen     L1 = 0: no bit changed
+    single     0 < L1 ≤ 1: one element moved by one spacing, or by half of one down across a power
+               of two, where the neighbour is that near
+    neighbour  L∞ ≤ 1, L1 > 1: no element moved further than to its neighbour
+    local      L∞ > 1, L2 ≤ √D
+    jump       L2 > √D, or a NaN or infinity came or went
+    =========  =========================================================
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden), or ``cells`` for the lattice of bfloat16.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        Type that W is rounded to, and whose spacing counts.
+
+    Returns
+    -------
+    Dataset
+        ``regime``, int8 (step, token), with CF ``flag_values`` and ``flag_meanings``; ``census``,
+        int64 (step, population, regime_name): the number of tokens. One row fewer than `ds`.
+
+    Raises
+    ------
+    InvalidArgument
+        For another lattice, or where W is not of its ``native_dtype``.
+
+    Examples
+    --------
+    >>> census = regimes(ds).census.sel(population="dead")
+    >>> census.sel(step=1, regime_name=["frozen", "neighbour", "jump"]).values
+    array([  0,   0, 118])
+    >>> census.sel(step=18, regime_name=["frozen", "neighbour", "jump"]).values
+    array([118,   0,   0])
+    """
+    return build_regimes(Scan(ds), lattice)
+
+
+@checks_types
+def build_regimes(history: Scan, lattice: str = "native") -> xr.Dataset:
+    """`regimes` of a prepared Dataset."""
+    regime = _regime(history, lattice)
+    census = count_by_population(regime, len(REGIMES), "regime_name").assign_coords(
+        regime_name=list(REGIMES)
+    )
+    return xr.Dataset(
+        {
+            "regime": regime,
+            "census": census.assign_attrs(long_name="tokens in each regime", units="1"),
+        }
+    )
+
+
+def lifecycle(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
+    """Last step of each token in each regime of motion, on its way into rest.
+
+    A token chatters before it settles: what counts is when it left a regime for the last time.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden), or ``cells`` for the lattice of bfloat16.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        As for `regimes`.
+
+    Returns
+    -------
+    Dataset
+        int64 (token): ``last_jump``, ``last_local`` and ``last_hop`` (neighbour or single), the
+        last step in that regime; −1 if there was none.
+
+    Examples
+    --------
+    >>> lifecycle(ds).last_hop.groupby("is_dead").max().values  # of live and dead tokens
+    array([13, 16])
+    """
+    return build_lifecycle(Scan(ds), lattice)
+
+
+def _last_rows(
+    regime: npt.NDArray[np.int8], numbers: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Last row of each phase in one stretch of rows, (1, phase, token); −1 is none."""
+    last = np.empty((1, len(_PHASES), regime.shape[1]), np.int64)
+    for number, phase in enumerate(_PHASES.values()):
+        inside = np.isin(np.arange(len(REGIMES)), [REGIMES.index(name) for name in phase])
+        last[0, number] = np.where(inside[regime], numbers, -1).max(0, initial=-1)
+    return last
+
+
+@checks_types
+def build_lifecycle(history: Scan, lattice: str = "native") -> xr.Dataset:
+    """`lifecycle` of a prepared Dataset."""
+    regime = _regime(history, lattice)
+    last = history.combine_rows(regime, _last_rows, _latest, len(_PHASES))
+    steps = history.steps
+
+    def step_of(row: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return np.where(row < 0, -1, steps[row])
+
+    step = xr.apply_ufunc(step_of, last, dask="parallelized", output_dtypes=[np.int64])
+    return xr.Dataset(
+        {
+            name: step.isel(fact=number).assign_attrs(
+                long_name=f"last step in the regime {' or '.join(phase)}, -1 if none",
+                units="1",
+                **lattice_attributes(lattice),
+            )
+            for number, (name, phase) in enumerate(_PHASES.items())
+        }
+    )
+
+
+def _latest(stretches: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.asarray(stretches.max(0, initial=-1))

@@ -1,0 +1,134 @@
+"""Velocity, speed and acceleration, in units of W per optimizer step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.scan.scan import Scan
+from trajstore.argument_types import checks_types
+from trajstore.values.token_norms import result_dtype
+
+__all__ = [
+    "acceleration",
+    "build_acceleration",
+    "build_speed",
+    "build_velocity",
+    "speed",
+    "velocity",
+]
+
+
+def _difference(later: npt.NDArray[Any], earlier: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.subtract(later, earlier, dtype=np.float64))
+
+
+def _velocity(history: Scan) -> xr.DataArray:
+    """In float64, (step, token, hidden)."""
+    spacing = history.spacing()
+    return history.between_rows(history.recorded(), _difference, np.float64) / spacing
+
+
+def _result(da: xr.DataArray, history: Scan, name: str, long_name: str) -> xr.DataArray:
+    dtype = result_dtype(history.recorded().blocks.dtype)
+    return (
+        da.astype(dtype)
+        .rename(name)
+        .assign_attrs(long_name=long_name, units=f"{history.units} per step")
+    )
+
+
+def velocity(ds: xr.Dataset) -> xr.DataArray:
+    """Change of W per optimizer step, ΔW_t/(s_t − s_{t−1}).
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden), or ``delta`` of every step.
+
+    Returns
+    -------
+    DataArray, float32 (step, token, hidden)
+        One row fewer than `ds`; each has the step of the later of its two rows.
+
+    Examples
+    --------
+    >>> velocity(ds).sel(step=1, token=ord("e")).values
+    array([ 0.0078125,  0.0078125, -0.0078125,  0.0078125], dtype=float32)
+    """
+    return build_velocity(Scan(ds))
+
+
+@checks_types
+def build_velocity(history: Scan) -> xr.DataArray:
+    """`velocity` of a prepared Dataset."""
+    return _result(_velocity(history), history, "velocity", "change of W per step")
+
+
+def speed(ds: xr.Dataset) -> xr.DataArray:
+    """Length of the velocity, ‖ΔW_t‖₂/(s_t − s_{t−1}).
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W``, a stored ``W_step_norm``, or ``delta`` of every step.
+
+    Returns
+    -------
+    DataArray, float32 (step, token)
+        One row fewer than `ds`.
+
+    Examples
+    --------
+    >>> speed(ds).sel(step=[1, 14], token=ord("e")).values  # it rests at last
+    array([0.015625, 0.      ], dtype=float32)
+    """
+    return build_speed(Scan(ds))
+
+
+@checks_types
+def build_speed(history: Scan) -> xr.DataArray:
+    """`speed` of a prepared Dataset."""
+    norm = history.step_norm()
+    return (
+        (norm / history.spacing())
+        .astype(norm.dtype)
+        .rename("speed")
+        .assign_attrs(long_name="length of the velocity", units=f"{history.units} per step")
+    )
+
+
+def acceleration(ds: xr.Dataset) -> xr.DataArray:
+    """Change of the velocity from one recorded row to the next.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W`` (step, token, hidden), or ``delta`` of every step.
+
+    Returns
+    -------
+    DataArray, float32 (step, token, hidden)
+        Two rows fewer than `ds`. Like the velocity per step: spacing between rows counts in the
+        velocities, and their difference is not divided by it again.
+
+    Examples
+    --------
+    >>> acceleration(ds).sel(step=14, token=ord("e")).values  # the step at which it stops
+    array([-0.0078125, -0.0078125,  0.0078125, -0.0078125], dtype=float32)
+    """
+    return build_acceleration(Scan(ds))
+
+
+@checks_types
+def build_acceleration(history: Scan) -> xr.DataArray:
+    """`acceleration` of a prepared Dataset."""
+    velocities = _velocity(history)
+    change = velocities.isel(step=slice(1, None)) - velocities.isel(step=slice(None, -1)).drop_vars(
+        "step"
+    )
+    return _result(change, history, "acceleration", "change of the velocity between rows")

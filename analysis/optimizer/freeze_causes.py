@@ -1,0 +1,415 @@
+"""What the optimizer intended, and why a token nevertheless did not move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.optimizer.adam_rule import AdamRule, next_weights
+from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.block_tasks import in_turn, over_hidden
+from trajstore.analysis.scan.consecutive_rows import changed_vectors, moved_vectors, tiles
+from trajstore.analysis.scan.lattice_points import lattice_attributes
+from trajstore.analysis.scan.scan import Scan, native_dtype
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument
+from trajstore.values.rounding import cast
+from trajstore.values.token_norms import result_dtype
+from trajstore.values.ulp_lattice import spacing, unsigned_view
+
+__all__ = [
+    "CAUSES",
+    "adam_update",
+    "build_adam_update",
+    "build_freeze_cause",
+    "freeze_cause",
+]
+
+Array = npt.NDArray[Any]
+
+CAUSES = (
+    "moved",
+    "no_gradient",
+    "underflow",
+    "learning_rate",
+    "skipped",
+    "unexplained",
+    "below_cell",
+)
+"""In the order of their flag values."""
+
+_EVIDENCE = np.dtype(
+    [(name, bool) for name in ("still", "cell_still", "no_gradient", "back", "stepped", "force")]
+)
+"""Of each token, and ``stepped`` and ``force`` of any token of the chunk in that row."""
+
+_LOOKED_AT = 1 << 14
+"""Elements that are looked at together for one that suffices."""
+
+
+def _second_moment(history: Scan, rule: AdamRule) -> da.Array:
+    """What the rule divides by, before the root."""
+    moment = history.aligned("W", "exp_avg_sq")
+    if not rule.amsgrad:
+        return moment
+    if history.steps[0] != 0 or (np.diff(history.steps) != 1).any():
+        raise InvalidArgument(
+            "amsgrad divides by the largest second moment of all steps so far, and these rows are "
+            f"steps {history.steps[0]} to {history.steps[-1]} with gaps or without the beginning; "
+            "ask about the whole run, recorded with every=1"
+        )
+    return da.reductions.cumreduction(
+        np.maximum.accumulate, np.maximum, -np.inf, moment, axis=0, dtype=moment.dtype
+    )
+
+
+def _per_row(history: Scan, values: Array) -> da.Array:
+    """Numbers per row as a dask array that broadcasts against the blocks of W."""
+    chunks = (history.blocks("W").chunks[0], (1,), (1,))
+    return da.from_array(np.asarray(values)[:, None, None], chunks=chunks)
+
+
+def _learning_rates(history: Scan) -> npt.NDArray[np.float64]:
+    input_checks.variables(history.ds, "lr")
+    return np.asarray(history.ds["lr"].values, np.float64)
+
+
+def _follows(history: Scan) -> npt.NDArray[np.bool_]:
+    """Whether each row is one optimizer step after the row before."""
+    return np.asarray(np.diff(history.steps, prepend=history.steps[:1] - 1) == 1)
+
+
+def _earlier(block: Array, boundary: Array, part: slice) -> Array:
+    return np.concatenate([boundary[:, part], block[:-1, part]])
+
+
+def _update_kernel(
+    block: Array,
+    boundary: Array,
+    exp_avg: Array,
+    second: Array,
+    lr: Array,
+    step: Array,
+    follows: Array,
+    rule: AdamRule,
+    native: str,
+    in_ulp: bool,
+) -> Array:
+    rows, tokens, hidden = block.shape
+    result = np.empty((rows, tokens, hidden), result_dtype(block.dtype))
+    for part in tiles(rows, tokens, hidden):
+        W = _earlier(block, boundary, part)
+        change = rule.change(W, exp_avg[:, part], second[:, part], lr, step, native)
+        if in_ulp:
+            with np.errstate(over="ignore", invalid="ignore"):
+                change = change / spacing(W, native).astype(np.float64)
+        with np.errstate(over="ignore"):
+            result[:, part] = change
+    if in_ulp or rule.weight_decay:
+        # The W before the step is not in the store.
+        result[~follows[:, 0, 0]] = np.nan
+    return result
+
+
+def adam_update(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
+    """Update that Adam or AdamW intended at each step, before it was rounded into W.
+
+    With ε, bias correction and decoupled weight decay in the order of that optimizer, and its
+    intermediate results rounded to the native type as it rounds them: W_{t−1} + update, rounded
+    once, is the recorded W_t. An optimizer whose state has a type of its own (`RoundedAdamW`)
+    rounds nothing on the way, and the same holds where that is float32 or wider; of a narrower one
+    the store has the moments only rounded, as it has those of a fused kernel. One that rounds at
+    random rounds W_{t−1} + update to either of its neighbours.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W``, ``exp_avg``, ``exp_avg_sq`` and ``lr``.
+    optimizer : mapping, optional
+        ``class`` and ``hyperparameters``; by default the attribute ``optimizer`` of the run.
+
+    Returns
+    -------
+    Dataset, (step, token, hidden), one row fewer than `ds`
+        ``adam_update``, float32; ``adam_update_ulp``, the same in spacings of W_{t−1}: below one
+        half it is rounded away. NaN in rows whose previous step was not recorded, where W_{t−1}
+        is needed: for the ratio always, for the update itself with decoupled weight decay.
+
+    Raises
+    ------
+    VariableNotRecorded
+        If the moments, the learning rate or the optimizer are not known.
+    InvalidArgument
+        For another optimizer, or amsgrad with rows missing.
+
+    Examples
+    --------
+    >>> wanted = abs(adam_update(ds).adam_update_ulp).sel(token=ord("z")).max("hidden")
+    >>> wanted.sel(step=[16, 18]).values.round(2)  # below one half it does not move
+    array([0.63, 0.37], dtype=float32)
+    """
+    return build_adam_update(Scan(ds), optimizer)
+
+
+@checks_types
+def build_adam_update(history: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
+    """`adam_update` of a prepared Dataset."""
+    input_checks.variables(history.ds, "W", "exp_avg", "exp_avg_sq", "lr")
+    history.require_rows(1, "adam_update")
+    rule = AdamRule.of(input_checks.optimizer_of(history.ds, optimizer))
+    native = native_dtype(history.ds["W"])
+    blocks = history.blocks("W")
+    dtype = result_dtype(blocks.dtype)
+
+    def update(in_ulp: bool) -> xr.DataArray:
+        data = da.map_blocks(
+            _update_kernel,
+            blocks,
+            history.boundaries("W"),
+            history.aligned("W", "exp_avg"),
+            _second_moment(history, rule),
+            _per_row(history, _learning_rates(history)),
+            _per_row(history, history.steps),
+            _per_row(history, _follows(history)),
+            rule=rule,
+            native=native,
+            in_ulp=in_ulp,
+            dtype=dtype,
+            meta=np.empty((0, 0, 0), dtype),
+        )
+        return history.wrap(data[1:], "W", rows=slice(1, None), dims=("step", "token", "hidden"))
+
+    return xr.Dataset(
+        {
+            "adam_update": update(False).assign_attrs(
+                long_name="update before rounding", units=history.units
+            ),
+            "adam_update_ulp": update(True).assign_attrs(
+                long_name="update before rounding, in spacings of W", units=f"{native} spacings"
+            ),
+        }
+    )
+
+
+def _still(before: Array, after: Array) -> npt.NDArray[np.bool_]:
+    """Which vectors have equal bits, −0.0 and +0.0 being equal."""
+    return ~moved_vectors(before, after, changed_vectors(before, after))
+
+
+def _rows_in_which(
+    holds: Callable[..., npt.NDArray[np.bool_]], *blocks: Array
+) -> npt.NDArray[np.bool_]:
+    """Rows in which something holds of any token, (row, 1); looked for until it is found."""
+    rows, tokens, hidden = blocks[0].shape
+    found = np.zeros(rows, bool)
+    for part in tiles(rows, tokens, hidden, most=_LOOKED_AT):
+        left = np.nonzero(~found)[0]
+        if not left.size:
+            break
+        found[left] = holds(*(block[left, part] for block in blocks)).any((1, 2))
+    return found[:, None]
+
+
+def _not_zero(values: Array) -> npt.NDArray[np.bool_]:
+    return np.asarray(values != 0)  # NaN is not 0
+
+
+def _differ(later: Array, earlier: Array) -> npt.NDArray[np.bool_]:
+    return np.asarray(unsigned_view(later) != unsigned_view(earlier))
+
+
+def _rows_that_differ(block: Array, boundary: Array) -> npt.NDArray[np.bool_]:
+    """Rows that are not the one before them, bit for bit, (row, 1)."""
+    return np.concatenate(
+        [
+            _rows_in_which(_differ, block[:1], boundary),
+            _rows_in_which(_differ, block[1:], block[:-1]),
+        ]
+    )
+
+
+def _evidence_kernel(
+    block: Array,
+    boundary: Array,
+    grad: Array,
+    exp_avg: Array,
+    exp_avg_boundary: Array,
+    exp_avg_sq: Array,
+    exp_avg_sq_boundary: Array,
+    second: Array,
+    lr: Array,
+    step: Array,
+    rule: AdamRule,
+    native: str,
+    chosen: str,
+) -> npt.NDArray[np.void]:
+    rows, tokens, hidden = block.shape
+    result = np.zeros((rows, tokens), _EVIDENCE)
+    result["force"] = _rows_in_which(_not_zero, grad)
+    result["stepped"] = _rows_that_differ(exp_avg, exp_avg_boundary) | _rows_that_differ(
+        exp_avg_sq, exp_avg_sq_boundary
+    )
+    for part in tiles(rows, tokens, hidden):
+        out = result[:, part]
+        W = _earlier(block, boundary, part)
+        later = np.ascontiguousarray(block[:, part])
+        still = _still(W, later)
+        out["still"] = still
+        out["cell_still"] = (
+            still if chosen == native else _still(cast(W, chosen), cast(later, chosen))
+        )
+        # Of what moves nothing else is asked.
+        at = np.nonzero(still)
+        kept, first = W[at], exp_avg[:, part][at]
+        forces = [grad[:, part][at], first, exp_avg_sq[:, part][at]]
+        out["no_gradient"][at] = ~np.any([_not_zero(each).any(-1) for each in forces], axis=0)
+        change = rule.change(kept, first, second[:, part][at], lr[at[0], 0], step[at[0], 0], native)
+        out["back"][at] = (next_weights(kept, change, native) == kept).all(-1)
+    return result
+
+
+def _decide(
+    evidence: npt.NDArray[np.void],
+    stepped: npt.NDArray[np.bool_],
+    force: npt.NDArray[np.bool_],
+    lr: npt.NDArray[np.float64],
+    follows: npt.NDArray[np.bool_],
+) -> npt.NDArray[np.int8]:
+    """Cause per (step, token), the first that holds."""
+    shape = evidence.shape
+    rules = {
+        "moved": ~evidence["cell_still"],
+        "below_cell": ~evidence["still"],
+        "no_gradient": evidence["no_gradient"],
+        "learning_rate": np.broadcast_to(lr == 0, shape),
+        "skipped": np.broadcast_to((~stepped & force) | np.isnan(lr), shape),
+        "underflow": evidence["back"] & follows,
+    }
+    cause = np.select(
+        list(rules.values()), [CAUSES.index(name) for name in rules], CAUSES.index("unexplained")
+    )
+    return cause.astype(np.int8)
+
+
+def freeze_cause(
+    ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None, lattice: str = "native"
+) -> xr.DataArray:
+    """Why each token did not move at each step.
+
+    =============  ====================================================================
+    moved          it did
+    below_cell     W did, but rounded to another lattice than its own it stayed in its cells
+    no_gradient    its gradient and both its moments are exactly zero
+    learning_rate  the learning rate was 0
+    skipped        no optimizer step was taken: no moment of any token changed, although there
+                   were gradients; or there is no learning rate
+    underflow      an update was intended, and W + update rounds back to W everywhere
+    unexplained    none of these; the previous step was not recorded, or another hand moved W back
+    =============  ====================================================================
+
+    The first of this table that holds is the cause.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W``, ``grad``, ``exp_avg``, ``exp_avg_sq`` and ``lr``.
+    optimizer : mapping, optional
+        ``class`` and ``hyperparameters``; by default the attribute ``optimizer`` of the run.
+    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        Type that W is rounded to before it is asked whether the token moved. All other causes are
+        about W itself.
+
+    Returns
+    -------
+    DataArray, int8 (step, token)
+        With CF ``flag_values`` and ``flag_meanings``. One row fewer than `ds`.
+
+    Raises
+    ------
+    VariableNotRecorded, InvalidArgument
+        As `adam_update`; also for another lattice, or where W is not of its ``native_dtype``.
+
+    Examples
+    --------
+    >>> cause = freeze_cause(ds)
+    >>> underflow = cause == cause.attrs["flag_meanings"].split().index("underflow")
+    >>> underflow.sum("token").sel(step=[12, 15, 18]).values
+    array([  0,  10, 128])
+    """
+    return build_freeze_cause(Scan(ds), optimizer, lattice)
+
+
+@checks_types
+def build_freeze_cause(
+    history: Scan, optimizer: Mapping[str, Any] | None = None, lattice: str = "native"
+) -> xr.DataArray:
+    """`freeze_cause` of a prepared Dataset."""
+    input_checks.variables(history.ds, "W", "grad", "exp_avg", "exp_avg_sq", "lr")
+    history.require_rows(1, "freeze_cause")
+    rule = AdamRule.of(input_checks.optimizer_of(history.ds, optimizer))
+    lr, follows = _learning_rates(history), _follows(history)
+    W = history.points()
+    arrays = (
+        W.blocks,
+        history.aligned("W", "grad"),
+        history.aligned("W", "exp_avg"),
+        history.boundaries("exp_avg", like="W"),
+        history.aligned("W", "exp_avg_sq"),
+        history.boundaries("exp_avg_sq", like="W"),
+        _second_moment(history, rule),
+        _per_row(history, lr),
+        _per_row(history, history.steps),
+    )
+
+    def measured(number: int, boundary: da.Array) -> da.Array:
+        block, *others = (array.blocks[number] for array in arrays)
+        return over_hidden(
+            _evidence_kernel,
+            block,
+            boundary,
+            *others,
+            rule=rule,
+            native=W.type,
+            chosen=history.lattice_type(lattice),
+            dtype=_EVIDENCE,
+        )
+
+    evidence = in_turn(measured, W.boundaries)
+
+    def anywhere(name: str) -> da.Array:
+        flags = evidence.map_blocks(
+            lambda block: np.ascontiguousarray(block[name]),
+            dtype=bool,
+            meta=np.empty((0, 0), bool),
+            token=f"{name}-{evidence.name}",
+        )
+        return flags.any(axis=1, keepdims=True)
+
+    def column(values: Array) -> da.Array:
+        return da.from_array(values[:, None], chunks=(evidence.chunks[0], (1,)))
+
+    cause = da.map_blocks(
+        _decide,
+        evidence,
+        anywhere("stepped"),
+        anywhere("force"),
+        column(lr),
+        column(follows),
+        dtype=np.int8,
+        meta=np.empty((0, 0), np.int8),
+    )
+    return (
+        history.wrap(cause[1:], "W", rows=slice(1, None))
+        .rename("freeze_cause")
+        .assign_attrs(
+            long_name="why the token did not move",
+            flag_values=np.arange(len(CAUSES), dtype=np.int8),
+            flag_meanings=" ".join(CAUSES),
+            **lattice_attributes(lattice),
+        )
+    )

@@ -1,0 +1,380 @@
+"""Whether a token that froze would have moved, had one thing been otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.optimizer.adam_rule import AdamRule, next_weights
+from trajstore.analysis.optimizer.moment_rule import MOMENTS
+from trajstore.analysis.optimizer.moments import Recurrence
+from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.block_tasks import last_rows, over_hidden, per_row, shared, waiting
+from trajstore.analysis.scan.consecutive_rows import tiles
+from trajstore.analysis.scan.lattice_points import chosen_type
+from trajstore.analysis.scan.population_statistics import count_by_population
+from trajstore.analysis.scan.scan import Scan, native_dtype
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument
+from trajstore.populations.masks import POPULATIONS, members
+from trajstore.values.token_norms import result_dtype, token_norm
+from trajstore.values.ulp_lattice import spacing, unsigned_view
+
+__all__ = ["COUNTERFACTUALS", "OUTCOMES", "build_freeze_blame", "freeze_blame"]
+
+Array = npt.NDArray[Any]
+
+COUNTERFACTUALS = ("recorded", "exact_moments", "peak_lr", "live_moments", "float32_weights")
+"""What is otherwise; the first is how it was, for comparison."""
+
+OUTCOMES = ("moving", "rounded_away", "moves", "unknown")
+"""In the order of their flag values."""
+
+_KINDS = len(COUNTERFACTUALS)
+
+# What is carried from block to block of each token: rows since its last motion, steps among them
+# that were tried, and of each counterfactual whether it moved W, and how far at most.
+_STILL, _TRIED, _MOVED, _MARGIN = 0, 1, slice(2, 2 + _KINDS), slice(2 + _KINDS, 2 + 2 * _KINDS)
+_JUDGED_TOGETHER = 1 << 17
+"""Elements; what is computed of them takes several times their memory."""
+
+_NOTHING = np.r_[np.zeros(2 + _KINDS), np.full(_KINDS, np.nan)]
+
+
+def freeze_blame(
+    ds: xr.Dataset,
+    optimizer: Mapping[str, Any] | None = None,
+    window: int = 100,
+    lattice: str = "native",
+) -> xr.Dataset:
+    """What of the optimizer keeps each frozen token where it is.
+
+    A token is frozen when it does not move after its last motion, as in `freeze`. The first
+    `window` optimizer steps of that stillness are taken once more, each from the recorded state
+    before it, with one thing otherwise. If W + update then rounds to another W in any element at
+    any of these steps, that thing is to blame: the token would not have frozen there.
+
+    ===============  ===========================================================================
+    recorded         nothing: the update as it was, for comparison
+    exact_moments    both moments as `exact_moments` has them, never rounded
+    peak_lr          the largest learning rate of these rows: that of step 1, or after a warmup
+    live_moments     the moments of a typical live token: at each step those of the one whose
+                     gradient has the median norm of all live tokens (the lower one, if even)
+    float32_weights  W in float32, and the update computed in it
+    ===============  ===========================================================================
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W``, ``grad``, ``clip_coef``, ``exp_avg``, ``exp_avg_sq`` and ``lr`` of consecutive
+        steps; with ``is_dead`` for `live_moments`.
+    optimizer : mapping, optional
+        ``class`` and ``hyperparameters``; by default the attribute ``optimizer`` of the run.
+    window : int
+        Optimizer steps after the last motion that are tried, or fewer where there are not so many.
+    lattice : 'native'
+        The only one: each of these things changes how W itself is rounded.
+
+    Returns
+    -------
+    Dataset
+        ``blame``, int8 (counterfactual, token), with CF ``flag_values`` and ``flag_meanings``:
+        ``moving``, the token moved at the last row; ``rounded_away``, it would have frozen all the
+        same; ``moves``, it would not; ``unknown``, where there is no number to judge by (no live
+        token, only skipped steps, NaN, or float64 weights for `float32_weights`).
+        ``blame_margin``, float64 (counterfactual, token): the largest ``|update|``/spacing(W) of
+        all elements and steps that were tried, in spacings of the native type, or of float32 for
+        `float32_weights`. From one half on W moves, from one quarter where that leads down from a
+        power of two. ``blame_steps``, int64 (token): steps that were tried. ``blame_census``,
+        int64 (counterfactual, population, outcome_name): tokens.
+
+    Raises
+    ------
+    VariableNotRecorded
+        If one of the variables or the optimizer is not known.
+    InvalidArgument
+        If steps are missing; for another optimizer, or amsgrad; if `window` is below 1; for
+        another lattice than that of W; and for rows without the beginning of a run with skipped
+        steps, which do not count in the bias correction.
+
+    Examples
+    --------
+    >>> census = freeze_blame(ds).blame_census.sel(outcome_name="moves")
+    >>> census.sel(population="dead").to_series()[["recorded", "exact_moments"]].to_dict()
+    {'recorded': 0, 'exact_moments': 118}
+    """
+    return build_freeze_blame(Scan(ds), optimizer, window, lattice)
+
+
+@checks_types
+def build_freeze_blame(
+    history: Scan,
+    optimizer: Mapping[str, Any] | None = None,
+    window: int = 100,
+    lattice: str = "native",
+) -> xr.Dataset:
+    """`freeze_blame` of a prepared Dataset."""
+    _check_lattice(history, lattice)
+    if window < 1:
+        raise InvalidArgument(f"got window={window}, expected at least 1 step")
+    input_checks.variables(history.ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
+    recurrence = Recurrence.of(history, optimizer, "freeze_blame")
+    rule = AdamRule.of(input_checks.optimizer_of(history.ds, optimizer))
+    facts = _facts(recurrence, rule, window)[0]
+    blame = facts.map_blocks(
+        _outcome_kernel,
+        chunks=(facts.chunks[0], (_KINDS,)),
+        dtype=np.int8,
+        meta=np.empty((0, 0), np.int8),
+    )
+
+    def per_token(data: da.Array, *dims: str) -> xr.DataArray:
+        return history.wrap(data, "W", dims=(*dims, "token"))
+
+    flags = per_token(blame.T, "counterfactual")
+    native = native_dtype(history.ds["W"])
+    result = xr.Dataset(
+        {
+            "blame": flags.assign_attrs(
+                long_name="whether the token would have moved",
+                flag_values=np.arange(len(OUTCOMES), dtype=np.int8),
+                flag_meanings=" ".join(OUTCOMES),
+            ),
+            "blame_margin": per_token(facts[:, _MARGIN].T, "counterfactual").assign_attrs(
+                long_name="largest update of a still step",
+                units=f"{native} spacings; of float32 for float32_weights",
+            ),
+            "blame_steps": per_token(facts[:, _TRIED].astype(np.int64)).assign_attrs(
+                long_name="still steps that were tried", units="1"
+            ),
+            "blame_census": count_by_population(flags, len(OUTCOMES), "outcome_name").assign_attrs(
+                long_name="number of tokens", units="1"
+            ),
+        }
+    )
+    return result.assign_coords(counterfactual=list(COUNTERFACTUALS), outcome_name=list(OUTCOMES))
+
+
+def _check_lattice(history: Scan, lattice: str) -> None:
+    """Refuse any lattice but that of the type in which W was trained."""
+    native = native_dtype(history.variable("W"))
+    if chosen_type(lattice, native) != native:
+        raise InvalidArgument(
+            f"freeze_blame asks what keeps W where it is as it was trained, in {native}, and got "
+            f"lattice={lattice!r}; freeze_cause answers on a lattice of choice, where below_cell "
+            "says that W moved and its cell did not"
+        )
+
+
+def _facts(recurrence: Recurrence, rule: AdamRule, window: int) -> da.Array:
+    """What is known of each token after the last row: (1, token, fact).
+
+    A block of rows hands on to the next what it knows, so nothing is kept of what was before.
+    """
+    ds, gradient = recurrence.history.ds, recurrence.gradient
+    lr = np.asarray(ds["lr"].values, np.float64)
+    peak = np.max(lr[recurrence.taken & ~np.isnan(lr)], initial=-np.inf)
+    by_row = (
+        lr,
+        recurrence.steps_taken("freeze_blame"),
+        recurrence.taken,
+        np.arange(lr.size) > 0,  # the first row shows no motion, nor stillness
+    )
+    blocks, boundaries = recurrence.with_rows_before("W")
+    recorded = {moment: recurrence.recorded(moment) for moment in MOMENTS}
+    live = _live_moments(recurrence, recorded)
+    exact = {moment: recurrence.first(moment) for moment in MOMENTS}
+    facts = da.from_array(
+        np.tile(_NOTHING, (1, gradient.shape[1], 1)),
+        chunks=((1,), gradient.chunks[1], (_NOTHING.size,)),
+    )
+    start = 0
+    for number, rows in enumerate(gradient.chunks[0]):
+        block = blocks.blocks[number]
+        exact = {
+            moment: recurrence.exact_block(moment, number, exact[moment]) for moment in MOMENTS
+        }
+        arrays = [(block, "sth"), (boundaries.blocks[number], "bth")]
+        arrays += [(recorded[moment].blocks[number], "sth") for moment in MOMENTS]
+        arrays += [(exact[moment], "sth") for moment in MOMENTS]
+        arrays += [(live[moment].blocks[number], "sxh") for moment in MOMENTS]
+        arrays += [(per_row(block, values[start : start + rows]), "sxy") for values in by_row]
+        facts = da.blockwise(
+            _of_only_blocks,
+            "ztf",
+            facts,
+            "ztf",
+            *(item for pair in arrays for item in pair),
+            kernel=_fold_kernel,
+            rule=rule,
+            native=native_dtype(ds["W"]),
+            peak=peak if np.isfinite(peak) else np.nan,
+            window=window,
+            dtype=np.float64,
+            meta=np.empty((0, 0, 0)),
+            align_arrays=False,
+        )
+        # The next block of them waits until this one is judged.
+        exact = {
+            moment: waiting(last_rows(rows_of_block), facts)
+            for moment, rows_of_block in exact.items()
+        }
+        start += rows
+    return facts
+
+
+def _of_only_blocks(*blocks: Any, kernel: Any, **options: Any) -> Array:
+    """What `dask.array.blockwise` calls: along what is not in the result, lists of one block."""
+    return np.asarray(kernel(*map(_only, blocks), **options))
+
+
+def _only(nested: Any) -> Any:
+    while isinstance(nested, list):
+        (nested,) = nested
+    return nested
+
+
+@np.errstate(all="ignore")  # NaN and infinity are answers, not mishaps
+def _fold_kernel(
+    known: Array,
+    W: Array,
+    W_boundary: Array,
+    exp_avg: Array,
+    exp_avg_sq: Array,
+    exact_avg: Array,
+    exact_avg_sq: Array,
+    live_avg: Array,
+    live_avg_sq: Array,
+    lr: Array,
+    count: Array,
+    taken: Array,
+    counts: Array,
+    *,
+    rule: AdamRule,
+    native: str,
+    peak: float,
+    window: int,
+) -> Array:
+    """Facts after a block of rows, (1, token, fact), from those before it."""
+    rows, tokens, hidden = W.shape
+    result = known.copy()
+    for part in tiles(rows, tokens, hidden, _JUDGED_TOGETHER):
+        facts = result[0, part]
+        before = np.concatenate([W_boundary[:, part], W[:-1, part]])
+        rest = _at_rest(before, np.ascontiguousarray(W[:, part]))
+        facts[~rest[0]] = _NOTHING
+        facts[:, _STILL] += (rest & counts[..., 0]).sum(0)
+        tried = rest & taken[..., 0]
+        tried &= facts[:, _TRIED] + np.cumsum(tried, axis=0) <= window
+        facts[:, _TRIED] += tried.sum(0)
+        at = np.nonzero(tried)
+        kept, rate, number = before[at], lr[at[0], 0], count[at[0], 0]
+        own = exp_avg[:, part][at], exp_avg_sq[:, part][at]
+        exact = exact_avg[:, part][at].astype(W.dtype), exact_avg_sq[:, part][at].astype(W.dtype)
+        live = live_avg[at[0], 0], live_avg_sq[at[0], 0]
+        highest = np.full_like(rate, peak)
+        otherwise = (
+            (own, rate, native),
+            (exact, rate, native),
+            (own, highest, native),
+            (live, rate, native),
+            (own, rate, "float32"),
+        )
+        for kind, (moments, lrs, weights) in enumerate(otherwise):
+            if weights == "float32" and native == "float64":
+                continue  # a float64 W is none of float32
+            change = rule.change(kept, *moments, lrs, number, weights)
+            moved, margin = _judge(kept, change, weights)
+            np.maximum.at(facts[:, _MOVED][:, kind], at[1], moved)
+            np.fmax.at(facts[:, _MARGIN][:, kind], at[1], margin)
+    return result
+
+
+def _at_rest(before: Array, after: Array) -> npt.NDArray[np.bool_]:
+    """Rows at which each token does not move, nor at any later one: (row, token)."""
+    same = unsigned_view(before) == unsigned_view(after)
+    still = (same | ((before == 0) & (after == 0))).all(-1)
+    return np.asarray(np.logical_and.accumulate(still[::-1], axis=0)[::-1])
+
+
+def _judge(W: Array, change: Array, native: str) -> tuple[npt.NDArray[np.bool_], Array]:
+    """Whether each vector would move, and the largest change in spacings; NaN tells nothing."""
+    after = next_weights(W, change, native)
+    moved = ((after != W) & ~np.isnan(after)).any(-1)
+    hops = np.abs(change.astype(np.float64)) / spacing(W, native)
+    return moved, np.fmax.reduce(hops, axis=-1)
+
+
+def _outcome_kernel(facts: Array) -> npt.NDArray[np.int8]:
+    """Index of `OUTCOMES`, (token, counterfactual)."""
+    moving = facts[:, _STILL, None] == 0
+    unknown = np.isnan(facts[:, _MARGIN])
+    moves = facts[:, _MOVED] > 0
+    cases = {"moving": moving, "unknown": unknown, "moves": moves}
+    outcome = np.select(
+        [np.broadcast_to(flags, moves.shape) for flags in cases.values()],
+        [OUTCOMES.index(name) for name in cases],
+        OUTCOMES.index("rounded_away"),
+    )
+    return outcome.astype(np.int8)
+
+
+def _live_moments(recurrence: Recurrence, recorded: Mapping[str, da.Array]) -> dict[str, da.Array]:
+    """Moments of the typical live token at each step: (step, 1, hidden), NaN if there is none."""
+    ds, (by_step, by_token, by_hidden) = recurrence.history.ds, recurrence.gradient.chunks
+    live = np.zeros(ds.sizes["token"], bool)
+    if "is_dead" in ds.coords:
+        live = members(ds)[POPULATIONS.index("live")]
+    if not live.any():
+        shape = (len(recurrence.taken), 1, sum(by_hidden))
+        nothing = da.full(
+            shape, np.nan, dtype=recorded["exp_avg"].dtype, chunks=(by_step, (1,), by_hidden)
+        )
+        return dict.fromkeys(MOMENTS, nothing)
+    grad = recurrence.recorded("grad")
+    norms = over_hidden(token_norm, grad, dtype=result_dtype(grad.dtype))
+    typical = norms.rechunk({1: -1}).map_blocks(
+        _typical_kernel, live=shared(live), drop_axis=1, dtype=np.int64, meta=np.empty(0, np.int64)
+    )[:, None, None]
+    starts = np.cumsum((0, *by_token[:-1]))
+    first = da.from_array(starts[None, :, None], chunks=((1,), (1,) * starts.size, (1,)))
+
+    def picked(array: da.Array) -> da.Array:
+        meta = np.empty((0, 0, 0), array.dtype)
+        found = da.blockwise(
+            _pick_kernel, "sth", array, "sth", typical, "sxy", first, "zty",
+            adjust_chunks={"t": 1}, align_arrays=False, dtype=array.dtype, meta=meta,
+        )  # fmt: skip
+        return found.rechunk({1: -1}).map_blocks(
+            _only_found_kernel, typical, starts=starts, chunks=(by_step, (1,), by_hidden),
+            dtype=array.dtype, meta=meta,
+        )  # fmt: skip
+
+    return {moment: picked(array) for moment, array in recorded.items()}
+
+
+def _typical_kernel(norms: Array, live: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+    """Position of the live token with the lower median norm, of each row; NaN is the longest."""
+    positions = np.nonzero(live)[0]
+    order = np.argsort(norms[:, live], axis=1, kind="stable")
+    return np.asarray(positions[order[:, (positions.size - 1) // 2]])
+
+
+def _pick_kernel(moment: Array, typical: Any, first: Any) -> Array:
+    """Vector of each row's typical token, (row, 1, hidden); zeros where that is elsewhere."""
+    result = np.zeros((len(moment), 1, moment.shape[-1]), moment.dtype)
+    here = _only(typical).ravel() - _only(first).item()
+    rows = np.nonzero((here >= 0) & (here < moment.shape[1]))[0]
+    result[rows, 0] = moment[rows, here[rows]]
+    return result
+
+
+def _only_found_kernel(found: Array, typical: Array, starts: npt.NDArray[np.int64]) -> Array:
+    """Of what each block of tokens has picked, (row, block, hidden), what one of them has."""
+    block = np.searchsorted(starts, typical.ravel(), side="right") - 1
+    return found[np.arange(len(found)), block][:, None]

@@ -1,0 +1,194 @@
+"""What the optimizer meant to change, and rounding left as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.optimizer.moment_rule import MOMENTS, MomentRule
+from trajstore.analysis.optimizer.moments import Recurrence
+from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.block_tasks import over_hidden, per_row, shared
+from trajstore.analysis.scan.consecutive_rows import tiles
+from trajstore.analysis.scan.scan import Scan
+from trajstore.argument_types import checks_types
+from trajstore.populations.masks import populations
+
+__all__ = ["build_moment_stuck", "moment_stuck"]
+
+Array = npt.NDArray[Any]
+
+_VARIABLES = (*MOMENTS, "W")
+
+_COUNTS = np.dtype(
+    [
+        ("meant", np.int64, (len(_VARIABLES),)),
+        ("left", np.int64, (len(_VARIABLES),)),
+        ("intended", np.float64),
+        ("lost", np.float64),
+    ]
+)
+"""Of one token at one step: elements of each variable, and squares of the intended update of W."""
+
+
+@np.errstate(all="ignore")  # NaN and infinity are answers, not mishaps
+def _count_kernel(
+    gradient: Array,
+    exp_avg: Array,
+    exp_avg_boundary: Array,
+    exp_avg_sq: Array,
+    exp_avg_sq_boundary: Array,
+    W: Array,
+    W_boundary: Array,
+    lr: Array,
+    count: Array,
+    taken: Array,
+    rule: MomentRule,
+) -> npt.NDArray[np.void]:
+    rows, tokens, hidden = W.shape
+    result = np.zeros((rows, tokens), _COUNTS)
+    pairs = ((exp_avg, exp_avg_boundary), (exp_avg_sq, exp_avg_sq_boundary), (W, W_boundary))
+    for part in tiles(rows, tokens, hidden):
+        out = result[:, part]
+        for number, (name, (block, boundary)) in enumerate(zip(_VARIABLES, pairs, strict=True)):
+            before = np.concatenate([boundary[:, part], block[:-1, part]])
+            if name == "W":
+                intended = rule.update.change(
+                    before.astype(np.float64),
+                    exp_avg[:, part].astype(np.float64),
+                    exp_avg_sq[:, part].astype(np.float64),
+                    lr,
+                    count,
+                    "float64",
+                )
+            else:
+                intended = rule.intended(name, before, gradient[:, part])
+            meant = (intended != 0) & np.isfinite(intended) & taken
+            left = meant & (before == block[:, part])
+            out["meant"][..., number] = meant.sum(-1)
+            out["left"][..., number] = left.sum(-1)
+            if name == "W":
+                # In the order of hidden whatever the layout of the block: sums depend on it.
+                squares = np.square(np.ascontiguousarray(np.where(taken, intended, 0)))
+                out["intended"] = squares.sum(-1)
+                out["lost"] = np.where(left, squares, 0).sum(-1)
+    return result
+
+
+@np.errstate(all="ignore")  # a share of nothing is NaN
+def _share_kernel(
+    counts: npt.NDArray[np.void], groups: npt.NDArray[np.bool_], hidden: int
+) -> npt.NDArray[np.float64]:
+    """Of whole rows: (row, population, fact), the facts being what `build_moment_stuck` names."""
+    kinds = len(_VARIABLES)
+    result = np.empty((len(counts), len(groups), 2 * kinds + 1))
+    for number, group in enumerate(groups):
+        members = counts[:, group]
+        meant, left = members["meant"].sum(1), members["left"].sum(1)
+        intended, lost = (
+            np.ascontiguousarray(members[name]).sum(-1) for name in ("intended", "lost")
+        )
+        result[:, number, :kinds] = meant / np.float64(group.sum() * hidden)
+        result[:, number, kinds:-1] = left / meant
+        result[:, number, -1] = np.sqrt(lost / intended)
+    return result
+
+
+def moment_stuck(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
+    """Share of what the optimizer meant to change and rounding left as it was.
+
+    Of each step the state before it is the recorded one. What the optimizer meant is the exact
+    change in float64: (1 − β₁)(g − m) and (1 − β₂)(g² − v) of the moments; of W the whole update
+    with the recorded moments, weight decay included, without the roundings on its way that
+    `adam_update` follows. An element counts as left if its value is the same after the step;
+    −0 and +0 are one value.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``W``, ``grad``, ``clip_coef``, ``exp_avg``, ``exp_avg_sq`` and ``lr`` of consecutive
+        steps.
+    optimizer : mapping, optional
+        ``class`` and ``hyperparameters``; by default the attribute ``optimizer`` of the run.
+
+    Returns
+    -------
+    Dataset, float64, one row fewer than `ds`
+        ``meant_fraction`` (step, population, variable): elements of ``exp_avg``, ``exp_avg_sq`` and
+        ``W`` with an intended change that is finite and not zero, of all. ``stuck_fraction``, same
+        dims: those of them that were left. ``update_lost`` (step, population): norm of the intended
+        update of W over the elements that were left, of its whole norm. NaN where nothing was meant
+        to change, as in steps that were skipped. The only population is ``all`` where nothing says
+        which tokens are dead.
+
+    Raises
+    ------
+    VariableNotRecorded
+        If one of the variables or the optimizer is not known.
+    InvalidArgument
+        If steps are missing; for another optimizer, or amsgrad; and for rows without the beginning
+        of a run with skipped steps, which do not count in the bias correction.
+
+    Examples
+    --------
+    >>> stuck = moment_stuck(ds).stuck_fraction.sel(variable="exp_avg_sq")
+    >>> stuck.dims
+    ('step', 'population')
+    """
+    return build_moment_stuck(Scan(ds), optimizer)
+
+
+@checks_types
+def build_moment_stuck(history: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
+    """`moment_stuck` of a prepared Dataset."""
+    ds = history.ds
+    input_checks.variables(ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
+    recurrence = Recurrence.of(history, optimizer, "moment_stuck")
+    blocks = recurrence.gradient
+    counts = over_hidden(
+        _count_kernel,
+        blocks,
+        *(array for name in _VARIABLES for array in recurrence.with_rows_before(name)),
+        per_row(blocks, np.asarray(ds["lr"].values, np.float64)),
+        per_row(blocks, recurrence.steps_taken("moment_stuck")),
+        per_row(blocks, recurrence.taken),
+        rule=recurrence.rule,
+        dtype=_COUNTS,
+    )
+    names, groups = populations(ds)
+    shares = counts.rechunk({1: -1}).map_blocks(
+        _share_kernel,
+        groups=shared(groups),
+        hidden=ds.sizes["hidden"],
+        drop_axis=1,
+        new_axis=[1, 2],
+        chunks=(counts.chunks[0], (len(groups),), (2 * len(_VARIABLES) + 1,)),
+        dtype=np.float64,
+        meta=np.empty((0, 0, 0)),
+    )[1:]
+    kinds = len(_VARIABLES)
+    dims = ("step", "population", "variable")
+    return xr.Dataset(
+        {
+            "meant_fraction": (
+                dims,
+                shares[..., :kinds],
+                {"long_name": "elements that the optimizer meant to change", "units": "1"},
+            ),
+            "stuck_fraction": (
+                dims,
+                shares[..., kinds:-1],
+                {"long_name": "those of them that rounding left as they were", "units": "1"},
+            ),
+            "update_lost": (
+                dims[:2],
+                shares[..., -1],
+                {"long_name": "norm of the update of W that rounding lost", "units": "1"},
+            ),
+        },
+        coords={"step": ds["step"][1:], "population": names, "variable": list(_VARIABLES)},
+    )

@@ -1,0 +1,218 @@
+"""How far the recorded moments of Adam are from what they would be without rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.optimizer.moment_rule import MOMENTS
+from trajstore.analysis.optimizer.moments import Recurrence
+from trajstore.analysis.optimizer.ratio_histogram import CLASSES, classes
+from trajstore.analysis.optimizer.ratio_histogram import quantiles as quantiles_of_counts
+from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.block_tasks import last_rows, over_hidden, shared, waiting
+from trajstore.analysis.scan.consecutive_rows import tiles
+from trajstore.analysis.scan.scan import Scan
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument
+from trajstore.populations.masks import populations
+
+__all__ = ["build_moment_error", "moment_error"]
+
+Array = npt.NDArray[Any]
+
+_SQUARES = np.dtype([("recorded", np.float64), ("exact", np.float64)])
+
+
+@np.errstate(all="ignore")  # NaN and infinity are answers, not mishaps
+def _count_kernel(
+    recorded: Array, exact: npt.NDArray[np.float64], group: Array, groups: int
+) -> npt.NDArray[np.int64]:
+    """How many elements of each group have a ratio of each class: (row, 1, group · class)."""
+    rows, tokens, hidden = recorded.shape
+    result = np.zeros((rows, 1, groups * CLASSES), np.int64)
+    for part in tiles(1, tokens, hidden):
+        first = group[0, part] * CLASSES
+        for row in range(rows):
+            numerator, denominator = recorded[row, part].astype(np.float64), exact[row, part]
+            ratio = numerator / denominator
+            ratio[(numerator == 0) & (denominator == 0)] = 1
+            found = (classes(ratio) + first).ravel()
+            result[row, 0] += np.bincount(found, minlength=groups * CLASSES)
+    return result
+
+
+@np.errstate(all="ignore")
+def _squares_kernel(recorded: Array, exact: npt.NDArray[np.float64]) -> npt.NDArray[np.void]:
+    rows, tokens, hidden = recorded.shape
+    result = np.empty((rows, tokens), _SQUARES)
+    for part in tiles(rows, tokens, hidden):
+        for name, block in (("recorded", recorded), ("exact", exact)):
+            wide = np.ascontiguousarray(block[:, part], np.float64)
+            result[name][:, part] = np.square(wide).sum(-1)
+    return result
+
+
+@np.errstate(all="ignore")
+def _error_kernel(
+    counts: npt.NDArray[np.int64],
+    squares: npt.NDArray[np.void],
+    groups: npt.NDArray[np.bool_],
+    levels: npt.NDArray[np.float64],
+) -> npt.NDArray[np.float64]:
+    """Ratio of norms, then quantiles, of whole rows: (row, population, 1 + quantile)."""
+    rows = len(counts)
+    result = np.full((rows, len(groups), 1 + levels.size), np.nan)
+    counts = counts.reshape(rows, -1, CLASSES)
+    if len(groups) > 1:  # the last of the populations is all others together
+        counts = np.concatenate([counts, counts.sum(1, keepdims=True)], axis=1)
+    for number, group in enumerate(groups):
+        if group.any():
+            numerator, denominator = (
+                np.sqrt(np.ascontiguousarray(squares[name][:, group]).sum(-1))
+                for name in ("recorded", "exact")
+            )
+            nothing = (numerator == 0) & (denominator == 0)
+            result[:, number, 0] = np.where(nothing, 1, numerator / denominator)
+            result[:, number, 1:] = quantiles_of_counts(counts[:, number], levels)
+    return result
+
+
+def moment_error(
+    ds: xr.Dataset,
+    optimizer: Mapping[str, Any] | None = None,
+    quantiles: Sequence[float] | float = (0.05, 0.25, 0.5, 0.75, 0.95),
+) -> xr.Dataset:
+    """How far the recorded moments are from what they would be without rounding.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With what `exact_moments` needs, and ``exp_avg`` and ``exp_avg_sq``.
+    optimizer : mapping, optional
+        ``class`` and ``hyperparameters``; by default the attribute ``optimizer`` of the run.
+    quantiles : float or sequence of float
+        Between 0 and 1.
+
+    Returns
+    -------
+    Dataset, float64
+        ``norm_ratio`` (step, population, moment): ‖recorded‖/‖exact‖, norms over all elements of
+        the population. ``ratio_quantiles`` (step, population, moment, quantile): of recorded/exact
+        element by element, counted in classes: each is right to 1/32 of its distance from 1; less
+        than 2⁻²⁴ from 1 is 1, and from 2²⁴ on infinite. 1 is no error; so is 0/0, where both are
+        zero. A NaN among the elements makes all NaN; so does a population without tokens. The only
+        population is ``all`` where nothing says which tokens are dead.
+
+    Raises
+    ------
+    VariableNotRecorded, InvalidArgument
+        As `exact_moments`; and if a quantile is not within 0 and 1.
+
+    Examples
+    --------
+    >>> error = moment_error(ds).norm_ratio.sel(moment="exp_avg_sq", population="dead")
+    >>> error.dims
+    ('step',)
+    """
+    return build_moment_error(Scan(ds), optimizer, quantiles)
+
+
+@checks_types
+def build_moment_error(
+    history: Scan,
+    optimizer: Mapping[str, Any] | None = None,
+    quantiles: Sequence[float] | float = (0.05, 0.25, 0.5, 0.75, 0.95),
+) -> xr.Dataset:
+    """`moment_error` of a prepared Dataset."""
+    levels = np.atleast_1d(np.asarray(quantiles, np.float64))
+    if not ((levels >= 0) & (levels <= 1)).all():
+        raise InvalidArgument(f"got quantiles {quantiles}, expected values from 0 to 1")
+    input_checks.variables(history.ds, "grad", "clip_coef", *MOMENTS)
+    recurrence = Recurrence.of(history, optimizer, "moment_error")
+    names, groups = populations(history.ds)
+    errors = da.stack(_errors(recurrence, groups, levels), axis=2)
+    coords = {
+        "step": history.ds["step"],
+        "population": names,
+        "moment": list(MOMENTS),
+        "quantile": levels,
+    }
+    dims = ("step", "population", "moment", "quantile")
+    return xr.Dataset(
+        {
+            "norm_ratio": (
+                dims[:3],
+                errors[..., 0],
+                {
+                    "long_name": "norm of the recorded moment over that of the exact one",
+                    "units": "1",
+                },
+            ),
+            "ratio_quantiles": (
+                dims,
+                errors[..., 1:],
+                {
+                    "long_name": "quantiles of the recorded over the exact moment, by element",
+                    "units": "1",
+                },
+            ),
+        },
+        coords=coords,
+    )
+
+
+def _errors(
+    recurrence: Recurrence, groups: npt.NDArray[np.bool_], levels: npt.NDArray[np.float64]
+) -> list[da.Array]:
+    """Of both moments: ratio of norms, then quantiles, (step, population, 1 + quantile)."""
+    by_step, by_token, _ = recurrence.gradient.chunks
+    kinds = max(1, len(groups) - 1)
+    group = da.from_array(np.argmax(groups, axis=0)[None, :, None], chunks=((1,), by_token, (1,)))
+    before = [recurrence.first(moment) for moment in MOMENTS]
+    errors: list[list[da.Array]] = [[] for _ in MOMENTS]
+    for number, rows in enumerate(by_step):
+        for at, moment in enumerate(MOMENTS):
+            recorded = recurrence.recorded(moment).blocks[number]
+            exact = recurrence.exact_block(moment, number, before[at])
+            counts = da.map_blocks(
+                _count_kernel,
+                recorded,
+                exact,
+                group,
+                groups=kinds,
+                chunks=((rows,), (1,) * len(by_token), (kinds * CLASSES,)),
+                dtype=np.int64,
+                meta=np.empty((0, 0, 0), np.int64),
+            )
+            squares = over_hidden(_squares_kernel, recorded, exact, dtype=_SQUARES)
+            before[at] = last_rows(exact)
+            errors[at].append(_error(counts, squares, groups, levels))
+        # The next block waits until this one is done with.
+        before = [waiting(row, *(blocks[-1] for blocks in errors)) for row in before]
+    return [da.concatenate(blocks) for blocks in errors]
+
+
+def _error(
+    counts: da.Array,
+    squares: da.Array,
+    groups: npt.NDArray[np.bool_],
+    levels: npt.NDArray[np.float64],
+) -> da.Array:
+    """Ratio of norms, then quantiles: (step, population, 1 + quantile)."""
+    return da.map_blocks(
+        _error_kernel,
+        counts.sum(axis=1),
+        squares.rechunk({1: -1}),
+        groups=shared(groups),
+        levels=levels,
+        new_axis=2,
+        chunks=(counts.chunks[0], (len(groups),), (1 + levels.size,)),
+        dtype=np.float64,
+        meta=np.empty((0, 0, 0)),
+    )

@@ -1,0 +1,345 @@
+"""Adam's moments without rounding, recomputed from the recorded gradients."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+from dask.base import tokenize
+from dask.highlevelgraph import HighLevelGraph
+
+from trajstore.analysis.optimizer.moment_rule import MOMENTS, MomentRule
+from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.block_tasks import last_row, per_row
+from trajstore.analysis.scan.consecutive_rows import tiles
+from trajstore.analysis.scan.scan import Scan, native_dtype
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.schema import variable
+
+__all__ = [
+    "Recurrence",
+    "build_exact_moments",
+    "exact_moments",
+]
+
+Array = npt.NDArray[Any]
+
+_DIMS = ("step", "token", "hidden")
+_TASK_BYTES = 16 << 20
+"""In float64, of what one task makes."""
+
+_FOLLOWED_TOGETHER = 1 << 16
+"""Elements of a row. What is gone through for each row stays in the cache; fewer would cost threads
+more, in waiting for the interpreter's lock, than the cache saves."""
+
+_ROUNDED_TOGETHER = 1 << 17
+"""Elements. Rounding has several temporary arrays, and of 2 MiB and more each costs four times as
+much: its pages go back to the system and come again."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recurrence:
+    """The gradients of a run as its optimizer took them, step after step.
+
+    Attributes
+    ----------
+    history : Scan
+    rule : MomentRule
+    gradient : dask Array, (step, token, hidden)
+        What the moments take in; in smaller chunks than `grad` where those are large.
+    read : dask Array, (step, token, hidden)
+        The same, in the chunks of `grad` where nothing has to be done to it: who takes parts of
+        those, one after the other, copies none.
+    taken : ndarray of bool, (step)
+        Rows that are an optimizer step after the row before; not the first, nor skipped ones.
+    """
+
+    history: Scan
+    rule: MomentRule
+    gradient: da.Array
+    read: da.Array
+    taken: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, history: Scan, optimizer: Mapping[str, Any] | None, question: str) -> Recurrence:
+        """Recurrence of a prepared Dataset.
+
+        Raises
+        ------
+        VariableNotRecorded, InvalidArgument
+            As `exact_moments`.
+        """
+        ds = history.ds
+        history.require_rows(1, question)
+        rule = MomentRule.of(input_checks.optimizer_of(ds, optimizer))
+        input_checks.variables(ds, "grad", "clip_coef", *(["W"] if rule.coupled_decay else []))
+        _require_every_step(history.steps, question)
+        taken = np.ones(history.rows, bool)
+        if "skipped" in ds:
+            taken = ds["skipped"].values != 1
+        taken[0] = False
+        clip = np.asarray(ds["clip_coef"].values)
+        _require_known_factors(clip, taken, history.steps, question)
+        read = history.blocks("grad")
+        by_step, by_token, by_hidden = read.chunks
+        chunks = (by_step, _split(by_token, max(by_step) * sum(by_hidden)), by_hidden)
+        gradient = read.rechunk(chunks)
+        if rule.coupled_decay or rule.maximize or (clip[taken] != 1).any():
+            before: tuple[da.Array, ...] = ()
+            if rule.coupled_decay:
+                before = _with_rows_before(history, "W", chunks)
+            dtype = np.dtype(np.float64) if rule.coupled_decay else gradient.dtype
+            gradient = read = da.map_blocks(
+                _gradient_kernel,
+                gradient,
+                per_row(gradient, clip),
+                *before,
+                rule=rule,
+                native=native_dtype(ds["grad"]),
+                dtype=dtype,
+                meta=np.empty((0, 0, 0), dtype),
+            )
+        return cls(history=history, rule=rule, gradient=gradient, read=read, taken=taken)
+
+    def steps_taken(self, question: str) -> npt.NDArray[np.int64]:
+        """Optimizer steps taken until each row, as they count in the bias correction.
+
+        Raises
+        ------
+        InvalidArgument
+            If steps before the first row may have been skipped.
+        """
+        first = self.history.steps[0]
+        if "skipped" in self.history.ds and first != 0:
+            raise InvalidArgument(
+                f"{question} needs the number of steps that the optimizer has taken, and these "
+                f"rows do not say how many were skipped before step {first}; ask from step 0 on"
+            )
+        return np.asarray(first + np.cumsum(self.taken))
+
+    def recorded(self, name: str) -> da.Array:
+        """Blocks of a matrix, chunked as the gradient."""
+        return self.history.blocks(name).rechunk(self.gradient.chunks)
+
+    def with_rows_before(self, name: str) -> tuple[da.Array, da.Array]:
+        """Blocks of a matrix, and the row before each; chunked as the gradient."""
+        return _with_rows_before(self.history, name, self.gradient.chunks)
+
+    def exact(self) -> dict[str, da.Array]:
+        """Moments after each step without any rounding of them, float64 (step, token, hidden).
+
+        A block of them is made of its gradients and of the last row of the block before.
+        """
+        return {moment: self._followed(moment) for moment in MOMENTS}
+
+    def _followed(self, moment: str) -> da.Array:
+        first, chunks = self.first(moment), self.gradient.chunks
+        by_step, by_token, by_hidden = self.read.chunks
+        parts = _pieces(by_token, max(by_step) * sum(by_hidden))
+        # What a sum puts in the place of NaN, the same for both moments: xarray asks dask for it by
+        # this name. A sum that had to wait for it would come after all blocks of its tokens, and
+        # these be held until then. So each block waits for it as well.
+        zeros = da.zeros_like(da.empty(self.read.shape, chunks=chunks))
+        name = f"{moment}-{tokenize(self.read.name, first.name, self.taken, self.rule)}"
+        follow = partial(_follow, rule=self.rule, moment=moment)
+        made: dict[Any, Any] = {}
+        for at, (block, part) in enumerate(parts):
+            before = (first.name, 0, at, 0)
+            start = 0
+            for number, length in enumerate(by_step):
+                taken = self.taken[start : start + length]
+                start += length
+                made[name, number, at, 0] = (
+                    follow,
+                    (zeros.name, number, at, 0),
+                    (self.read.name, number, block, 0),
+                    part,
+                    before,
+                    taken,
+                )
+                if length:
+                    before = ("last-" + name, number, at, 0)
+                    made[before] = (last_row, (name, number, at, 0))
+        graph = HighLevelGraph.from_collections(name, made, [self.read, first, zeros])
+        return da.Array(graph, name, chunks, meta=np.empty((0, 0, 0)))
+
+    def exact_block(self, moment: str, number: int, before: da.Array) -> da.Array:
+        """One block of rows of it, from the row before, (1, token, hidden)."""
+        gradient = self.gradient.blocks[number]
+        start = sum(self.gradient.chunks[0][:number])
+        return da.map_blocks(
+            _exact_kernel,
+            gradient,
+            before,
+            per_row(gradient, self.taken[start : start + len(gradient)]),
+            rule=self.rule,
+            moment=moment,
+            dtype=np.float64,
+            meta=np.empty((0, 0, 0)),
+        )
+
+    def first(self, moment: str) -> da.Array:
+        """Moment of the first row, (1, token, hidden)."""
+        _, by_token, by_hidden = self.gradient.chunks
+        if self.history.steps[0] == 0:
+            shape = (1, *self.gradient.shape[1:])
+            return da.zeros(shape, chunks=((1,), by_token, by_hidden))
+        if moment not in self.history.ds:
+            raise VariableNotRecorded(
+                f"these rows begin at step {self.history.steps[0]}, and the run holds no {moment} "
+                "to begin with; ask about rows from step 0 on, or record it with --record all"
+            )
+        return self.recorded(moment)[:1]
+
+
+def _split(sizes: tuple[int, ...], elements: int) -> tuple[int, ...]:
+    """Each size in parts of no more than a task, with so many elements for one of it."""
+    most = max(1, _TASK_BYTES // (8 * max(1, elements)))
+    return tuple(
+        (size + at) // parts
+        for size in sizes
+        for parts in [max(1, -(-size // most))]
+        for at in range(parts)
+    )
+
+
+def _pieces(by_token: tuple[int, ...], elements: int) -> Iterator[tuple[int, slice]]:
+    """Which chunk, and what part of it, each part of `_split` is."""
+    for block, size in enumerate(by_token):
+        stops = np.cumsum(_split((size,), elements)).tolist()
+        yield from ((block, slice(*ends)) for ends in itertools.pairwise((0, *stops)))
+
+
+def _with_rows_before(history: Scan, name: str, chunks: Any) -> tuple[da.Array, da.Array]:
+    before = history.boundaries(name, like="grad")
+    return history.blocks(name).rechunk(chunks), before.rechunk({1: chunks[1]})
+
+
+def _require_every_step(steps: npt.NDArray[np.int64], question: str) -> None:
+    gaps = np.nonzero(np.diff(steps) != 1)[0]
+    if gaps.size:
+        before, after = steps[gaps[0]], steps[gaps[0] + 1]
+        raise InvalidArgument(
+            f"{question} follows the optimizer step by step, and after step {before} comes step "
+            f"{after}; record with every=1, or ask about rows without a gap, such as "
+            "ds.sel(step=slice(100, 200))"
+        )
+
+
+def _require_known_factors(
+    clip: Array, taken: npt.NDArray[np.bool_], steps: npt.NDArray[np.int64], question: str
+) -> None:
+    unknown = np.nonzero(taken & np.isnan(clip))[0]
+    if unknown.size:
+        raise InvalidArgument(
+            f"{question} needs what the gradients were multiplied by, and clip_coef is NaN at step "
+            f"{steps[unknown[0]]} ({unknown.size} such steps); tell the recorder how the loop "
+            "clips (max_grad_norm=), or assign what you know: ds.assign(clip_coef=…)"
+        )
+
+
+def _gradient_kernel(
+    grad: Array,
+    clip: Array,
+    W: Array | None = None,
+    boundary: Array | None = None,
+    *,
+    rule: MomentRule,
+    native: str,
+) -> Array:
+    if (clip == 1).all() and not rule.maximize and not rule.coupled_decay:
+        return grad
+    rows, tokens, hidden = grad.shape
+    result = np.empty(grad.shape, np.float64 if rule.coupled_decay else grad.dtype)
+    for part in tiles(rows, tokens, hidden, _ROUNDED_TOGETHER):
+        before = None
+        if W is not None and boundary is not None:
+            before = np.concatenate([boundary[:, part], W[:-1, part]])
+        result[:, part] = rule.gradient(grad[:, part], clip, before, native)
+    return result
+
+
+def _exact_kernel(
+    gradient: Array, before: Array, taken: Array, rule: MomentRule, moment: str
+) -> Array:
+    _, tokens, hidden = gradient.shape
+    result = np.empty(gradient.shape)
+    for part in tiles(1, tokens, hidden, _FOLLOWED_TOGETHER):
+        rule.follow(moment, before[0, part], gradient[:, part], taken.ravel(), result[:, part])
+    return result
+
+
+def _follow(
+    zeros: Array,
+    gradient: Array,
+    part: slice,
+    before: Array,
+    taken: Array,
+    *,
+    rule: MomentRule,
+    moment: str,
+) -> Array:
+    """Some tokens of a block; `zeros` are only waited for."""
+    return _exact_kernel(gradient[:, part], before, taken, rule, moment)
+
+
+def exact_moments(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
+    """Both moments of Adam or AdamW as they would be if their state were never rounded.
+
+    Recomputed in float64 from the recorded gradients: m ← β₁·m + (1 − β₁)·g and
+    v ← β₂·v + (1 − β₂)·g². They begin with 0 at row 0; where the first row is of a later step,
+    with the moments that it holds. Rounded as the optimizer got it is only the gradient: clipping
+    multiplies it in its own type, before the optimizer sees it. How far the recorded moments are
+    from these, `moment_error` tells in bounded memory; a difference may hold all of them.
+
+    Parameters
+    ----------
+    ds : Dataset
+        With ``grad`` and ``clip_coef`` of consecutive steps; with ``W`` for coupled weight decay,
+        and with the moments if the first row is not row 0.
+    optimizer : mapping, optional
+        ``class`` and ``hyperparameters``; by default the attribute ``optimizer`` of the run.
+
+    Returns
+    -------
+    Dataset, float64 (step, token, hidden)
+        ``exact_exp_avg`` and ``exact_exp_avg_sq``, in the units of the moments. Steps that a
+        gradient scaler skipped leave them as they are.
+
+    Raises
+    ------
+    VariableNotRecorded
+        If the gradient, what clipping did to it, or the optimizer is not known.
+    InvalidArgument
+        If steps are missing; for another optimizer, or amsgrad.
+
+    Examples
+    --------
+    >>> exact = exact_moments(ds).exact_exp_avg_sq
+    >>> exact.dtype, exact.dims
+    (dtype('float64'), ('step', 'token', 'hidden'))
+    """
+    return build_exact_moments(Scan(ds), optimizer)
+
+
+@checks_types
+def build_exact_moments(history: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
+    """`exact_moments` of a prepared Dataset."""
+    recurrence = Recurrence.of(history, optimizer, "exact_moments")
+    return xr.Dataset(
+        {
+            f"exact_{moment}": history.wrap(blocks, "grad", dims=_DIMS).assign_attrs(
+                long_name=f"{variable(moment).long_name}, without rounding",
+                units=variable(moment).units,
+            )
+            for moment, blocks in recurrence.exact().items()
+        }
+    )

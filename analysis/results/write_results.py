@@ -1,0 +1,278 @@
+"""Analysis results to files, block by block: Zarr, NetCDF or CSV, by the ending of the name."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import warnings
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import dask
+import numpy as np
+import xarray as xr
+
+from trajstore.analysis.scan.task_progress import Report, compute_all
+from trajstore.errors import InvalidArgument, MissingExtra, RunExists
+from trajstore.store.storage.remote_path import local_path
+from trajstore.store.writing.create import staged_folder
+from trajstore.version import __version__
+
+__all__ = ["ENDINGS", "describe", "write_result"]
+
+ENDINGS = (".zarr", ".nc", ".csv")
+
+_WRITTEN_BY = "written_by_trajstore"
+"""Attribute of a Zarr that tells a result from a run, and from what others have written."""
+
+# Values of one part of a table; some 100 bytes each while it is text.
+_CSV_VALUES = 1 << 19
+
+_CENSUS = 1000
+"""Most values of a table that is shown as a whole."""
+
+
+def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, dict[str, Any]]:
+    """Sizes and extremes of each variable of a result, computed block by block.
+
+    Parameters
+    ----------
+    result : Dataset
+        Lazy, of numbers.
+    report : callable, optional
+        Told of tasks done and in all.
+
+    Returns
+    -------
+    dict
+        Per variable: ``sizes``, ``units``, ``long_name``, ``nan`` (how many), and ``min``,
+        ``mean`` and ``max`` of the others; NaN if there is none. Of one along population also
+        ``populations``: the same four of each by itself. Of a small table of counts also
+        ``values``, and ``labels`` along each dimension.
+    """
+    parts: dict[tuple[Any, str | None], xr.DataArray] = {
+        (name, None): whole for name, whole in result.data_vars.items()
+    } | {
+        (name, population): array
+        for name, whole in result.data_vars.items()
+        for population, array in _populations(whole).items()
+    }
+    lazy = {
+        (*part, fact): value
+        for part, array in parts.items()
+        if array.size
+        for fact, value in _extremes(array).items()
+    } | {
+        (name, None, "values"): result[name]
+        for name in result.data_vars
+        if _is_census(result[name])
+    }
+    values = dict(zip(lazy, compute_all([*lazy.values()], report), strict=True))
+
+    def told(name: Any, population: str | None) -> dict[str, Any]:
+        return {
+            fact: values[name, population, fact].item()
+            if (name, population, fact) in lazy
+            else none
+            for fact, none in _OF_NOTHING.items()
+        }
+
+    return {
+        str(name): {
+            "sizes": {str(dim): size for dim, size in array.sizes.items()},
+            "units": str(array.attrs.get("units", "")),
+            "long_name": str(array.attrs.get("long_name", name)),
+            **told(name, None),
+            "populations": {one: told(name, one) for one in _populations(array)},
+            **_census(values.get((name, None, "values"))),
+        }
+        for name, array in result.data_vars.items()
+    }
+
+
+_OF_NOTHING: dict[str, float] = {"min": nan, "mean": nan, "max": nan, "nan": 0}
+
+
+def _extremes(array: xr.DataArray) -> dict[str, xr.DataArray]:
+    return {
+        "min": array.min(),
+        "mean": array.astype(np.float64).mean(),
+        "max": array.max(),
+        "nan": array.isnull().sum(),
+    }
+
+
+def _populations(array: xr.DataArray) -> dict[str, xr.DataArray]:
+    """Of a variable along population, what is of each."""
+    if "population" not in array.dims or "population" not in array.coords:
+        return {}
+    names = array["population"].values.tolist()
+    return {str(name): array.isel(population=at) for at, name in enumerate(names)}
+
+
+def _is_census(array: xr.DataArray) -> bool:
+    """Whether it is a small table of counts, each dimension of which is labelled by texts."""
+    labelled = all(dim in array.coords and array[dim].dtype.kind in "UTO" for dim in array.dims)
+    return array.dtype.kind in "iu" and array.ndim > 1 and labelled and array.size <= _CENSUS
+
+
+def _census(array: xr.DataArray | None) -> dict[str, Any]:
+    if array is None:
+        return {}
+    labels = {str(dim): [str(label) for label in array[dim].values] for dim in array.dims}
+    return {"values": array.values.tolist(), "labels": labels}
+
+
+def write_result(
+    result: xr.Dataset,
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    report: Report | None = None,
+) -> list[Path]:
+    """Compute a result and write it, holding a few blocks at a time.
+
+    Parameters
+    ----------
+    result : Dataset
+        Lazy, of any dimensions.
+    path : path-like
+        Ending in ``.zarr``, ``.nc`` or ``.csv``. A table has one shape: variables of different
+        dimensions go to one file each, such as ``NAME.token.csv`` and ``NAME.step.population.csv``.
+    overwrite : bool
+        Replace what is there.
+    report : callable, optional
+        Told of tasks done and in all.
+
+    Returns
+    -------
+    list of Path
+        What was written, each of them whole or not at all.
+
+    Raises
+    ------
+    InvalidArgument
+        For another ending.
+    RunExists
+        If something is at `path` and `overwrite` is not set, or it is a folder that is no result.
+    MissingExtra
+        For NetCDF without h5netcdf.
+    """
+    target = local_path(path)
+    if target.suffix not in ENDINGS:
+        raise InvalidArgument(
+            f"cannot tell the format of {target} by its ending; expected {', '.join(ENDINGS)}"
+        )
+    if target.suffix == ".nc":
+        try:
+            import h5netcdf  # noqa: F401
+        except ImportError as error:
+            raise MissingExtra(
+                "writing NetCDF needs h5netcdf; install trajstore[hdf5], or write .zarr or .csv"
+            ) from error
+    parts = _tables(result, target) if target.suffix == ".csv" else {target: result}
+    taken = [str(part) for part in parts if part.exists()]
+    if taken and not overwrite:
+        raise RunExists(
+            f"{', '.join(taken)} is already there; choose another name, or overwrite it"
+        )
+    for part in parts:
+        _check_replaceable(part)
+    write = {".zarr": _write_zarr, ".nc": _write_netcdf, ".csv": _write_csv}[target.suffix]
+    with staged_folder(target) as scratch:
+        for number, (part, ds) in enumerate(parts.items()):
+            new = scratch / f"{number}{target.suffix}"
+            compute_all([write(ds, new)], report)
+            if part.is_dir():
+                shutil.rmtree(part)
+            new.replace(part)
+    return list(parts)
+
+
+def _check_replaceable(path: Path) -> None:
+    """Refuse to replace a folder that no analysis has written.
+
+    Raises
+    ------
+    RunExists
+    """
+    if not path.is_dir():
+        return
+    try:
+        document = json.loads((path / "zarr.json").read_bytes())
+        ours = _WRITTEN_BY in document["attributes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = False
+    if not ours or path.is_symlink():
+        raise RunExists(
+            f"{path} is a folder that no analysis has written, so it is not replaced; choose "
+            "another name"
+        )
+
+
+def _plain(ds: xr.Dataset, text: Any) -> xr.Dataset:
+    """Without the storage settings of the run it came from, even chunks, and text of one type."""
+    ds = ds.drop_encoding()
+    largest: dict[Any, int] = {}
+    for array in ds.variables.values():
+        for dim, sizes in array.chunksizes.items():
+            largest[dim] = max(largest.get(dim, 0), *sizes)
+    texts = {name: array for name, array in ds.coords.items() if array.dtype.kind in "TUO"}
+    ds = ds.chunk(largest)
+    for name, array in texts.items():
+        values = np.asarray(array.values).astype(object).astype(text)
+        ds = ds.assign_coords({name: (array.dims, values, array.attrs)})
+    return ds
+
+
+def _write_zarr(ds: xr.Dataset, path: Path) -> Any:
+    # Text of fixed length is no type of Zarr's specification; this is.
+    plain = _plain(ds, np.dtypes.StringDType()).assign_attrs({_WRITTEN_BY: __version__})
+    with warnings.catch_warnings():
+        # Readers that know consolidated metadata expect it; the others need not.
+        warnings.filterwarnings("ignore", "Consolidated metadata", UserWarning)
+        return plain.to_zarr(path, mode="w-", zarr_format=3, consolidated=True, compute=False)
+
+
+def _write_netcdf(ds: xr.Dataset, path: Path) -> Any:
+    return _plain(ds, object).to_netcdf(path, engine="h5netcdf", compute=False)
+
+
+def _tables(result: xr.Dataset, path: Path) -> dict[Path, xr.Dataset]:
+    """Variables of one shape each, and the file of each table."""
+    shapes: dict[tuple[Any, ...], list[Any]] = {}
+    for name, array in result.data_vars.items():
+        shapes.setdefault(array.dims, []).append(name)
+    if len(shapes) == 1:
+        return {path: result}
+    return {
+        path.with_suffix("." + ".".join(map(str, dims or ("scalar",))) + ".csv"): result[names]
+        for dims, names in shapes.items()
+    }
+
+
+def _write_csv(ds: xr.Dataset, path: Path) -> Any:
+    ds = ds.drop_attrs()
+    dims = next(iter(ds.data_vars.values())).dims
+    if "step" not in dims:
+        return dask.delayed(_append_rows)(ds, path, None)
+    row = int(np.prod([ds.sizes[dim] for dim in dims if dim != "step"], dtype=np.int64))
+    size = max(1, _CSV_VALUES // max(1, row * len(ds.data_vars)))
+    written = None
+    for start in range(0, max(ds.sizes["step"], 1), size):
+        # Each part waits for the one before it, so that they come in order and few at a time.
+        written = dask.delayed(_append_rows)(
+            ds.isel(step=slice(start, start + size)), path, written
+        )
+    return written
+
+
+def _append_rows(ds: xr.Dataset, path: Path, after: None) -> None:
+    first = not path.exists()
+    if ds.dims:
+        dims = next(iter(ds.data_vars.values())).dims
+        ds.to_dataframe(dim_order=dims).to_csv(path, mode="a", header=first)
+    else:
+        ds.to_pandas().to_frame().T.to_csv(path, index=False)

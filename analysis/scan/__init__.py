@@ -1,0 +1,23 @@
+"""One pass over the rows of a run.
+
+``block_tasks``
+    Tasks about the blocks of an array: of whole vectors, of last rows, and in what order.
+``consecutive_rows``
+    One pass over a block of rows for everything that is asked about the way between rows.
+``input_checks``
+    What every question checks first.
+``lattice_points``
+    W on a lattice of choice: its values checked against their type, and rounded to another.
+``population_statistics``
+    Dead, live and all tokens, populations of the user, and the statistics of anything over them.
+``recorded_changes``
+    Questions of motion to a run that holds the changes of W and no W: what differences answer.
+``run_attributes``
+    Attributes of one run, and of one among several.
+``running_state``
+    A state that is carried from each block of rows to the next: sums over any number of rows.
+``scan``
+    A Dataset prepared for scans: blocks of rows, and the last row of the block before each.
+``task_progress``
+    Computing, and telling how far it is: on dask's local schedulers, and on clusters.
+"""

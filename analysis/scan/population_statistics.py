@@ -1,0 +1,196 @@
+"""Dead, live and all tokens, populations of the user, and the statistics of anything over them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument
+from trajstore.populations.masks import (
+    chosen_populations,
+    members,
+    populations,
+)
+
+__all__ = [
+    "by_population",
+    "count_by_population",
+    "statistics",
+    "with_mostly_dead",
+]
+
+_STATISTICS = ("mean", "std", "min", "max", "median")
+
+
+def with_mostly_dead(ds: xr.Dataset) -> xr.Dataset:
+    """Dataset with the coordinate ``is_mostly_dead``, where its configuration says what that is.
+
+    Parameters
+    ----------
+    ds : Dataset
+        A run. Of one that was recorded with ``data.mostly_dead`` = n, the tokens that occur in the
+        text, but at most n times (``token_count``), are mostly dead.
+    """
+    config = ds.attrs.get("config")
+    data = config.get("data") if isinstance(config, Mapping) else None
+    most = data.get("mostly_dead") if isinstance(data, Mapping) else None
+    if most is None or "token_count" not in ds.coords or "is_mostly_dead" in ds.coords:
+        return ds
+    count = ds["token_count"]
+    rare = ((count > 0) & (count <= most)).drop_attrs()
+    return ds.assign_coords(is_mostly_dead=rare.variable)
+
+
+def _count(
+    values: npt.NDArray[np.int8], groups: npt.NDArray[np.bool_], kinds: int
+) -> npt.NDArray[np.int64]:
+    """How many of each group have each value: (…, token) to (…, population, kind)."""
+    flags = values[..., None, :] == np.arange(kinds)[:, None]
+    return np.stack([flags[..., group].sum(-1) for group in groups], -2)
+
+
+def count_by_population(da: xr.DataArray, kinds: int, dim: str) -> xr.DataArray:
+    """Number of tokens of each population with each of the values 0, 1, … of `da`.
+
+    Parameters
+    ----------
+    da : DataArray of int8, (…, token)
+    kinds : int
+        Number of values.
+    dim : str
+        Name of the dimension of the values.
+
+    Returns
+    -------
+    DataArray, int64 (…, population, `dim`)
+    """
+    names, groups = populations(da)
+    counts: xr.DataArray = xr.apply_ufunc(
+        _count,
+        da.chunk({"token": -1}) if da.chunks is not None else da,
+        groups,  # no keyword: that would go with each task
+        kwargs={"kinds": kinds},
+        input_core_dims=[["token"], ["population", "token"]],
+        output_core_dims=[["population", dim]],
+        dask="parallelized",
+        output_dtypes=[np.int64],
+        dask_gufunc_kwargs={"output_sizes": {"population": len(names), dim: kinds}},
+        keep_attrs=False,
+    )
+    return counts.assign_coords(population=names)
+
+
+def _statistics(
+    values: npt.NDArray[Any], groups: npt.NDArray[np.bool_], quantiles: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Statistics over the last axis: (…, population, statistic and quantile), float64."""
+    result = np.full((*values.shape[:-1], len(groups), len(_STATISTICS) + quantiles.size), np.nan)
+    for number, group in enumerate(groups):
+        if not group.any():
+            continue
+        out = result[..., number, :]
+        with np.errstate(invalid="ignore"):  # inf − inf is NaN, which is the answer
+            # Widened when sorted: narrow numbers are sorted in half the time.
+            chosen = np.sort(values[..., group], axis=-1).astype(np.float64)
+            out[..., 0] = chosen.mean(-1)
+            out[..., 1] = chosen.std(-1)
+            # Sorted, NaN comes last: it must spoil every statistic, not only the maximum.
+            out[..., 2:] = np.moveaxis(
+                np.quantile(chosen, np.concatenate([[0, 1, 0.5], quantiles]), axis=-1), 0, -1
+            )
+        out[np.isnan(chosen[..., -1])] = np.nan
+    return result
+
+
+@checks_types
+def by_population(
+    da: xr.DataArray, quantiles: Sequence[float] | float = (0.05, 0.25, 0.75, 0.95)
+) -> xr.Dataset:
+    """Statistics over the tokens of each population: dead, live, all, and those of the user.
+
+    Parameters
+    ----------
+    da : DataArray, (…, token)
+        Anything per token, with the coordinate ``is_dead``, and those of other populations.
+    quantiles : float or sequence of float
+        Between 0 and 1, linearly interpolated.
+
+    Returns
+    -------
+    Dataset
+        ``mean``, ``std`` (population standard deviation), ``min``, ``max``, ``median`` over
+        (…, population) and ``quantiles`` over (…, population, quantile), float64. A NaN among the
+        tokens makes all of them NaN; so does a population without tokens.
+
+    Raises
+    ------
+    VariableNotRecorded
+        If there is no ``is_dead``.
+    InvalidArgument
+        If there is no dimension token, or a quantile is not within 0 and 1.
+
+    Examples
+    --------
+    >>> from trajstore.analysis import grad_norms
+    >>> norms = by_population(grad_norms(ds))
+    >>> norms["mean"].sel(step=1).to_series().round(3).to_dict()
+    {'dead': 0.009, 'live': 0.103, 'all': 0.016}
+    """
+    if "token" not in da.dims:
+        raise InvalidArgument(f"got dimensions {da.dims}, expected token among them")
+    levels = np.atleast_1d(np.asarray(quantiles, np.float64))
+    if not ((levels >= 0) & (levels <= 1)).all():
+        raise InvalidArgument(
+            f"got quantiles {tuple(levels.tolist())}, expected values from 0 to 1"
+        )
+    members(da)  # says what is missing
+    return statistics(da, levels)
+
+
+def statistics(
+    da: xr.DataArray,
+    levels: npt.NDArray[np.float64],
+    population: Sequence[str] | None = None,
+) -> xr.Dataset:
+    """`by_population`, also of some populations, and where nothing says which tokens are dead.
+
+    Raises
+    ------
+    InvalidArgument
+        If there is no population of that name.
+    """
+    names, groups = chosen_populations(da, population)
+    if da.chunks is not None:
+        da = da.chunk({"token": -1})
+    width = len(_STATISTICS) + levels.size
+    table = xr.apply_ufunc(
+        _statistics,
+        da,
+        groups,  # no keyword: that would go with each task
+        kwargs={"quantiles": levels},
+        input_core_dims=[["token"], ["population", "token"]],
+        output_core_dims=[["population", "statistic"]],
+        dask="parallelized",
+        output_dtypes=[np.float64],
+        dask_gufunc_kwargs={"output_sizes": {"population": len(groups), "statistic": width}},
+        keep_attrs=False,
+    )
+    units = {"units": da.attrs["units"]} if "units" in da.attrs else {}
+    name = da.attrs.get("long_name", da.name or "value")
+    table = table.assign_coords(population=names)
+
+    def pick(part: int | slice, label: str) -> xr.DataArray:
+        picked: xr.DataArray = table.isel(statistic=part).assign_attrs(
+            long_name=f"{label} of {name}", **units
+        )
+        return picked
+
+    ds = xr.Dataset({label: pick(at, label) for at, label in enumerate(_STATISTICS)})
+    rest = pick(slice(len(_STATISTICS), None), "quantiles").rename(statistic="quantile")
+    quantile_table: xr.Dataset = ds.assign(quantiles=rest.assign_coords(quantile=levels))
+    return quantile_table

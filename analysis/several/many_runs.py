@@ -1,0 +1,103 @@
+"""Several runs in one Dataset, along ``run``: each by itself, and functions of one run on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import xarray as xr
+
+from trajstore.analysis.scan.run_attributes import RUN, with_own_attributes
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument
+
+__all__ = ["each_run", "over_runs"]
+
+_ARRAY = "result"
+
+
+@checks_types
+def each_run(ds: xr.Dataset) -> list[xr.Dataset]:
+    """Runs of a Dataset, each as `trajstore.open_run` gives it.
+
+    Parameters
+    ----------
+    ds : Dataset
+        As `trajstore.open_runs` returns it.
+
+    Raises
+    ------
+    InvalidArgument
+        If it has no dimension run.
+
+    Examples
+    --------
+    >>> import trajstore
+    >>> [one.sizes["step"] for one in each_run(trajstore.open_runs(["gatsby.zarr"]))]
+    [21]
+    """
+    if RUN not in ds.dims:
+        raise InvalidArgument(
+            "this is about several runs, and there is no dimension run here; open them together: "
+            "open_runs('runs/*.zarr')"
+        )
+    along = [name for name, coordinate in ds.coords.items() if coordinate.dims == (RUN,)]
+    return [
+        with_own_attributes(ds.isel({RUN: number})).drop_vars(along)
+        for number in range(ds.sizes[RUN])
+    ]
+
+
+@checks_types
+def over_runs(
+    ds: xr.Dataset,
+    function: Callable[..., xr.DataArray | xr.Dataset],
+    *arguments: Any,
+    **options: Any,
+) -> Any:
+    """Function of a single run, of each of several; its results along ``run``.
+
+    As lazy as the function: no run is read before values are asked for, and then block by block.
+
+    Parameters
+    ----------
+    ds : Dataset
+        As `trajstore.open_runs` returns it.
+    function : callable
+        Of a run, and what else it is given, to a DataArray or Dataset.
+    *arguments, **options
+        Given to it after the run.
+
+    Returns
+    -------
+    DataArray or Dataset, (run, …)
+        With the coordinates of `ds` along run.
+
+    Raises
+    ------
+    InvalidArgument
+        If there is no dimension run, or the results of two runs do not fit together.
+
+    Examples
+    --------
+    >>> from trajstore import open_runs
+    >>> over_runs(open_runs("gatsby.zarr"), lambda run: run.traj.speed().mean("token")).dims
+    ('run', 'step')
+    """
+    results: list[Any] = [function(run, *arguments, **options) for run in each_run(ds)]
+    arrays = not isinstance(results[0], xr.Dataset)
+    try:
+        joined: Any = xr.concat(
+            [one.to_dataset(name=_ARRAY) for one in results] if arrays else results,
+            RUN,
+            data_vars="all",
+            coords="different",
+            compat="equals",
+            join="exact",
+            combine_attrs="drop_conflicts",
+        )
+    except ValueError as error:
+        raise InvalidArgument(f"the results of these runs do not fit together: {error}") from error
+    along = {name: c for name, c in ds.coords.items() if c.dims == (RUN,)}
+    joined = joined.assign_coords(along)
+    return joined[_ARRAY].rename(results[0].name) if arrays else joined

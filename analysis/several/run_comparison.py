@@ -1,0 +1,182 @@
+"""Where two runs part, and how far they go."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import dask.array as da
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.scan.block_tasks import over_hidden
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument
+from trajstore.schema import MODEL, VARIABLES
+from trajstore.values.ulp_lattice import unsigned_view
+
+__all__ = ["compare"]
+
+Array = npt.NDArray[Any]
+
+_FIELDS = np.dtype([("differs", bool), ("square", np.float64)])
+
+
+def _flat(attributes: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(attributes, dict):
+        return {prefix.removesuffix("."): attributes}
+    return {
+        name: value
+        for key, item in attributes.items()
+        for name, value in _flat(item, f"{prefix}{key}.").items()
+    }
+
+
+def _settings(ds: xr.Dataset) -> dict[str, Any]:
+    return _flat({key: ds.attrs.get(key) or {} for key in ("config", "optimizer")})
+
+
+def _differing_settings(a: xr.Dataset, b: xr.Dataset) -> list[str]:
+    first, second = _settings(a), _settings(b)
+    return sorted(
+        name for name in first.keys() | second.keys() if first.get(name) != second.get(name)
+    )
+
+
+def _check_comparable(a: xr.Dataset, b: xr.Dataset) -> None:
+    problems = []
+    for dim in ("token", "hidden"):
+        if a.sizes.get(dim) != b.sizes.get(dim):
+            problems.append(f"{dim} has length {a.sizes.get(dim)} and {b.sizes.get(dim)}")
+        elif dim in a.coords and dim in b.coords and not (a[dim].values == b[dim].values).all():
+            differing = int((a[dim].values != b[dim].values).sum())
+            problems.append(f"{differing} of {a.sizes[dim]} ids along {dim} differ")
+    if problems:
+        settings = ", ".join(_differing_settings(a, b))
+        raise InvalidArgument(
+            f"these runs cannot be compared value by value: {'; '.join(problems)}"
+            + (f"; their configurations differ in {settings}" if settings else "")
+            + "; select the same tokens in the same order from both"
+        )
+
+
+def _difference_kernel(first: Array, second: Array) -> npt.NDArray[np.void]:
+    """Per (row, …): whether any bit differs along the last axis, and the squared distance."""
+    x, y = np.ascontiguousarray(first), np.ascontiguousarray(second)
+    result = np.empty(x.shape[:-1], _FIELDS)
+    different = unsigned_view(x) != unsigned_view(y)
+    with np.errstate(invalid="ignore", over="ignore"):
+        square = np.square(np.subtract(x, y, dtype=np.float64))
+    square[~different] = 0  # an infinity or NaN that both have is no distance
+    result["differs"] = different.any(-1)
+    result["square"] = square.sum(-1)
+    return result
+
+
+def _shape_of_rows(array: xr.DataArray) -> dict[Hashable, int]:
+    return {dim: length for dim, length in array.sizes.items() if dim != "step"}
+
+
+def _over_rows(pieces: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    if pieces.ndim == 1:
+        return pieces
+    result = np.empty(pieces.shape[0], _FIELDS)
+    others = tuple(range(1, pieces.ndim))
+    result["differs"] = pieces["differs"].any(others)
+    result["square"] = np.ascontiguousarray(pieces["square"]).sum(others)
+    return result
+
+
+def _difference(a: xr.DataArray, b: xr.DataArray) -> da.Array:
+    """Structured array (step) of `_FIELDS`."""
+    dims = VARIABLES[str(a.name)].dims
+    x, y = (
+        array.transpose(*dims).chunk() if array.chunks is None else array.transpose(*dims)
+        for array in (a, b)
+    )
+    if len(dims) == 1:
+        x, y = x.expand_dims("value", -1), y.expand_dims("value", -1)
+    last = x.ndim - 1
+    first = x.data.rechunk({last: -1})
+    second = y.data.astype(first.dtype).rechunk(first.chunks)
+    pieces = over_hidden(_difference_kernel, first, second, dtype=_FIELDS)
+    if pieces.ndim == 1:
+        return pieces
+    others = list(range(1, pieces.ndim))
+    return pieces.rechunk(dict.fromkeys(others, -1)).map_blocks(
+        _over_rows, drop_axis=others, dtype=_FIELDS, meta=np.empty(0, _FIELDS)
+    )
+
+
+@checks_types
+def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
+    """First step at which two runs differ bitwise, in what, and how far apart they are after.
+
+    Parameters
+    ----------
+    a, b : Dataset
+        Two runs over the same tokens and hidden dimensions. What only one of them recorded is
+        left out, and so are steps that only one has, variables of single examples where the steps
+        are not of as many examples, and those of all parameters where these are not the same.
+
+    Returns
+    -------
+    Dataset
+        ``first_difference``, int64 (variable): the first common step at which any bit differs, −1
+        if none; ``differs``, bool (step, variable); ``distance``, float64 (step, variable): L2
+        norm of the difference of all values of a row. The attribute ``differing_settings`` names
+        the fields of configuration and optimizer that differ.
+
+    Raises
+    ------
+    InvalidArgument
+        If tokens or hidden dimensions differ, or no step or variable is in both; the message says
+        what differs.
+
+    Examples
+    --------
+    >>> other = ds[["W", "loss"]].assign(W=ds.W.where(ds.step < 7, 0))
+    >>> compare(ds, other).first_difference.to_series().to_dict()
+    {'W': 7, 'loss': -1}
+    """
+    _check_comparable(a, b)
+    steps, rows_a, rows_b = np.intersect1d(a["step"].values, b["step"].values, return_indices=True)
+    names = [
+        name
+        for name in VARIABLES
+        if name in a and name in b and _shape_of_rows(a[name]) == _shape_of_rows(b[name])
+        if name not in MODEL or a["parameter"].equals(b["parameter"])
+    ]
+    if not steps.size or not names:
+        what = "step" if names else "variable"
+        raise InvalidArgument(f"these runs have no {what} in common, so nothing can be compared")
+    a, b = a.isel(step=rows_a), b.isel(step=rows_b)
+    table = da.stack([_difference(a[name], b[name]).rechunk(-1) for name in names], axis=1)
+
+    def part(function: Any, dtype: Any) -> da.Array:
+        return table.map_blocks(function, dtype=dtype, meta=np.empty((0, 0), dtype))
+
+    differs = xr.DataArray(
+        part(lambda block: np.ascontiguousarray(block["differs"]), bool),
+        dims=("step", "variable"),
+        coords={"step": steps, "variable": names},
+    )
+    distance = differs.copy(data=part(lambda block: np.sqrt(block["square"]), np.float64))
+    first = xr.apply_ufunc(
+        lambda flags: np.where(flags.any(-1), steps[np.argmax(flags, axis=-1)], -1),
+        differs,
+        input_core_dims=[["step"]],
+        dask="parallelized",
+        output_dtypes=[np.int64],
+    )
+    return xr.Dataset(
+        {
+            "first_difference": first.assign_attrs(
+                long_name="first step at which any bit differs, -1 if none", units="1"
+            ),
+            "differs": differs.assign_attrs(long_name="any bit differs"),
+            "distance": distance.assign_attrs(long_name="L2 norm of the difference"),
+        },
+        attrs={"differing_settings": _differing_settings(a, b)},
+    )

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import builtins
+import os
+
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from near_histories import near_histories
+
+from trajstore import analysis
+from trajstore.analysis.cloud import near_cells
+from trajstore.errors import InvalidArgument, MissingExtra, StepNotFound
+from trajstore.values.ulp_lattice import ordinal
+
+pytest.importorskip("scipy")
+
+
+def graph_by_hand(W: np.ndarray, names: np.ndarray, k: int) -> tuple[dict, dict[int, tuple]]:
+    """Facts about the graph of some tokens, and (degree, component) of each by name."""
+    cells = ordinal(W, "bfloat16").astype(np.int64)
+    tokens: dict[tuple, list[int]] = {}
+    for cell, name in zip(cells, names, strict=True):
+        tokens.setdefault(tuple(cell.tolist()), []).append(int(name))
+    finite = {tuple(c.tolist()): np.isfinite(w).all() for c, w in zip(cells, W, strict=True)}
+    near = {
+        one: {
+            other
+            for other in tokens
+            if other != one
+            and finite[one]
+            and finite[other]
+            and max(abs(a - b) for a, b in zip(one, other, strict=True)) <= k
+        }
+        for one in tokens
+    }
+    components, left = [], set(tokens)
+    while left:
+        found, front = set(), {left.pop()}
+        while front:
+            found |= front
+            front = set().union(*(near[one] for one in front)) - found
+        left -= found
+        components.append(found)
+    sizes = [(len(c), sum(len(tokens[one]) for one in c)) for c in components]
+    facts = {
+        "vertices": len(tokens),
+        "edges": sum(map(len, near.values())) // 2,
+        "components": len(components),
+        "isolated": sum(not others for others in near.values()),
+        "largest_component": max(sizes, default=(0, 0))[0],
+        "largest_component_tokens": max(sizes, default=(0, 0))[1],
+    }
+    told = {}
+    for component in components:
+        members = [name for one in component for name in tokens[one]]
+        for one in component:
+            told |= {name: (len(near[one]), min(members)) for name in tokens[one]}
+    return facts, told
+
+
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "8")), deadline=None)
+@given(near_histories(), st.integers(1, 2))
+def test_adjacency(ds: xr.Dataset, k: int) -> None:
+    whole = analysis.adjacency(ds, k).compute(scheduler="sync")
+    dead = analysis.adjacency(ds, k, population="dead").compute(scheduler="sync")
+    names, mask = ds.token.values, ds.is_dead.values
+    for row, W in enumerate(ds.W.values):
+        _, told = graph_by_hand(W, names, k)
+        for field, at in (("degree", 0), ("connected_component", 1)):
+            assert whole[field][row].values.tolist() == [told[name][at] for name in names]
+        for population, members in {"dead": mask, "live": ~mask, "all": mask | True}.items():
+            facts, told = graph_by_hand(W[members], names[members], k)
+            one = whole.isel(step=row).sel(population=population)
+            for fact, expected in facts.items():
+                assert one[fact] == expected, fact
+            if members.any():
+                mean = 2 * facts["edges"] / facts["vertices"]
+                np.testing.assert_allclose(one.mean_degree, mean)
+            else:
+                assert one.mean_degree.isnull()
+            if population == "dead":
+                assert one.edges == dead.edges[row]
+                expected = [told.get(name, (-1, -1)) for name in names]
+                assert dead.degree[row].values.tolist() == [pair[0] for pair in expected]
+                assert dead.connected_component[row].values.tolist() == [
+                    pair[1] for pair in expected
+                ]
+
+
+# Whole turns of the lowest bits, and what is only just near or not.
+NUMBERS = st.integers(-4, 4).flatmap(
+    lambda small: st.sampled_from([0, 256, -512, 1 << 16, 1 << 32, -(1 << 32)]).map(
+        lambda turns: small + turns
+    )
+)
+
+
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "40")), deadline=None)
+@given(
+    arrays(np.int64, st.tuples(st.integers(1, 12), st.integers(1, 10)), elements=NUMBERS),
+    st.sampled_from([1, 2, 31, 40, 255, 9000, 70_000]),
+    st.sampled_from([1, 7, 1 << 19]),
+)
+def test_pairs_whatever_their_lowest_bits(cells: np.ndarray, k: int, compared: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(near_cells, "_COMPARED", compared)
+        patch.setattr(near_cells, "_FEW", 2)
+        found = [tuple(sorted(pair)) for part in near_cells._pairs(cells, k) for pair in part]
+    apart = np.abs(cells[:, None] - cells[None]).max(2)
+    expected = np.argwhere(np.triu(apart <= k, 1)).tolist()
+    assert sorted(found) == [tuple(pair) for pair in expected]
+
+
+def test_in_parts_it_is_the_same(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    bits = (0x3F80 + np.random.default_rng(1).integers(0, 4, (3, 60, 3))).astype(np.uint16)
+    ds = make_run(bits, is_dead=np.arange(60) % 3 == 0)
+    graph = analysis.adjacency(ds).compute()
+    assert int(graph.edges.max()) > 100
+    monkeypatch.setattr(near_cells, "_PAIRS", 10)
+    monkeypatch.setattr(near_cells, "_COMPARED", 70)
+    xr.testing.assert_identical(analysis.adjacency(ds).compute(), graph)
+
+
+def test_steps_of_choice(make_run, walk) -> None:
+    ds = make_run(walk(6, 9, 3), is_dead=np.arange(9) < 4, steps=np.arange(6) * 2, chunks=(4, 5, 3))
+    whole = analysis.adjacency(ds).compute()
+    for steps in ([2, 10], [4], [*range(10, -1, -2)]):
+        got = analysis.adjacency(ds, steps=steps).compute()
+        xr.testing.assert_identical(got, whole.sel(step=steps))
+    xr.testing.assert_identical(analysis.adjacency(ds, steps=4).compute(), whole.sel(step=[4]))
+    with pytest.raises(StepNotFound):
+        analysis.adjacency(ds, steps=[2, 3])
+    again = analysis.answer(ds, ["adjacency"], ["steps=2,10", "k=2"])
+    xr.testing.assert_identical(again.compute(), analysis.adjacency(ds, 2, [2, 10]).compute())
+
+
+def test_what_cannot_be_asked(make_run, walk, monkeypatch: pytest.MonkeyPatch) -> None:
+    ds = make_run(walk(3, 4, 2))
+    with pytest.raises(InvalidArgument, match="k=0"):
+        analysis.adjacency(ds, 0)
+    wide = make_run(np.zeros((1, 2, 2)), native="float64")
+    with pytest.raises(InvalidArgument, match="lattice='float32'"):
+        analysis.adjacency(wide)
+    real = builtins.__import__
+
+    def without_scipy(name: str, *arguments, **options):
+        if name.startswith("scipy"):
+            raise ImportError(name)
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without_scipy)
+    with pytest.raises(MissingExtra, match=r"trajstore\[graph\]"):
+        analysis.adjacency(ds).compute(scheduler="sync")

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import math
+import os
+
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import given, settings
+from near_histories import near_histories
+
+from trajstore import analysis
+from trajstore.analysis.cloud import nearest_vectors
+from trajstore.errors import InvalidArgument, StepNotFound
+
+
+def distances_by_hand(W: np.ndarray) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        apart = np.linalg.norm(W[:, None] - W[None], axis=-1)
+    finite = np.isfinite(W).all(1)
+    apart[(apart == 0) | ~finite | ~finite[:, None]] = np.inf
+    nearest = apart.min(1, initial=np.inf)
+    return np.where(np.isfinite(nearest), nearest, np.nan)
+
+
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "15")), deadline=None)
+@given(near_histories())
+def test_nearest_distance(ds: xr.Dataset) -> None:
+    for population, members in {"dead": ds.is_dead.values, "all": ds.is_dead.values | True}.items():
+        got = analysis.nearest_distance(ds, population).compute(scheduler="sync")
+        for row, W in enumerate(ds.W.values.astype(np.float64)):
+            expected = np.full(len(members), np.nan)
+            expected[members] = distances_by_hand(W[members])
+            np.testing.assert_allclose(got.nearest_distance[row], expected, rtol=1e-12)
+            finite = members & np.isfinite(W).all(1)
+            _, first = np.unique(W[finite] + 0.0, axis=0, return_index=True)
+            if len(first) < 2:
+                assert got.nearest_entropy[row].isnull()
+                continue
+            n, hidden = len(first), W.shape[1]
+            ball = math.log({1: 2.0, 2: math.pi}[hidden])
+            harmonic = sum(1 / number for number in range(1, n))
+            entropy = hidden * np.log(expected[finite][first]).mean() + ball + harmonic
+            np.testing.assert_allclose(got.nearest_entropy[row], entropy, rtol=1e-9, atol=1e-9)
+
+
+def test_in_parts_it_is_the_same(make_run, monkeypatch: pytest.MonkeyPatch) -> None:
+    bits = (0x3F80 + np.random.default_rng(1).integers(0, 4, (3, 60, 3))).astype(np.uint16)
+    ds = make_run(bits)
+    nearest = analysis.nearest_distance(ds).compute()
+    monkeypatch.setattr(nearest_vectors, "_DISTANCES", 70)
+    xr.testing.assert_identical(analysis.nearest_distance(ds).compute(), nearest)
+
+
+def test_the_nearest_of_many_that_products_cannot_tell_apart(make_run) -> None:
+    rng = np.random.default_rng(2)
+    W = (1000 + rng.normal(0, 1e-9, (1, 40, 4))).astype(np.float64)
+    W[0, 0] = -1000  # the squares are large, and their mean is nowhere near
+    got = analysis.nearest_distance(make_run(W, native="float64")).compute()
+    np.testing.assert_allclose(got.nearest_distance[0], distances_by_hand(W[0]), rtol=1e-12)
+
+
+def test_steps_of_choice(make_run, walk) -> None:
+    ds = make_run(walk(6, 9, 3), is_dead=np.arange(9) < 4, steps=np.arange(6) * 2, chunks=(4, 5, 3))
+    whole = analysis.nearest_distance(ds).compute()
+    for steps in ([2, 10], [4], [*range(10, -1, -2)]):
+        got = analysis.nearest_distance(ds, steps=steps).compute()
+        xr.testing.assert_identical(got, whole.sel(step=steps))
+    got = analysis.nearest_distance(ds, steps=4).compute()
+    xr.testing.assert_identical(got, whole.sel(step=[4]))
+    with pytest.raises(StepNotFound):
+        analysis.nearest_distance(ds, steps=[2, 3])
+
+
+def test_what_cannot_be_asked(make_run, walk) -> None:
+    with pytest.raises(InvalidArgument, match="'undead'"):
+        analysis.nearest_distance(make_run(walk(3, 4, 2)), "undead")

@@ -1,0 +1,179 @@
+"""What `info`, `summary` and `analyze` print, without a process for each call."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from watched_runs import HOSTILE, TOKENS, begin, extend
+
+from trajstore.analysis.registry import ACROSS_RUNS, ALONE, QUANTITIES
+from trajstore.cli import tables
+from trajstore.cli.main import main
+
+
+def call(*arguments: Any, rc: int = 0) -> Result:
+    done = CliRunner().invoke(main, [*map(str, arguments)])
+    assert done.exit_code == rc, done.output
+    return done
+
+
+def recorded(path: Path, **options: Any) -> Path:
+    with begin(path, **options) as run:
+        extend(run, range(10))
+    return path
+
+
+def test_info_of_several_runs_is_a_table(tmp_path: Path) -> None:
+    runs = [recorded(tmp_path / f"{name}.zarr") for name in ("one", "two")]
+    printed = call("info", *runs).stdout
+    for run in runs:
+        (line,) = [line for line in printed.splitlines() if run.name in line]
+        assert line.split()[1:5] == ["complete", "10", "9", str(TOKENS)]
+    told = json.loads(call("info", *runs, "--json").stdout)
+    assert [Path(one["run"]).name for one in told] == ["one.zarr", "two.zarr"]
+    done = call("info", runs[0], tmp_path / "nothing.zarr", rc=1)
+    assert "one.zarr" in done.stdout
+    assert done.stderr == f"trajstore: there is no run at {tmp_path / 'nothing.zarr'}\n"
+
+
+def test_info_of_a_run_waits_for_no_xarray(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from trajstore.cli.main import main\n"
+        "main(['info', sys.argv[1]], standalone_mode=False)\n"
+        "print({'xarray', 'pandas', 'dask', 'matplotlib'} & set(sys.modules))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, recorded(tmp_path / "run.zarr")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.endswith("set()\n")
+
+
+def test_info_names_the_parameter_and_a_recorder_that_is_gone(tmp_path: Path) -> None:
+    run = begin(tmp_path / "run.zarr", attributes={"recording": {"parameter": "lm_head.weight"}})
+    extend(run, range(4))
+    said = call("info", tmp_path / "run.zarr").stdout
+    assert "run.zarr: recording, 4 rows" in said
+    assert "Recorded is lm_head.weight." in said
+    run._lock.release()  # as the system does when a process dies
+    assert "recording, but its process is gone, 4 rows" in call("info", run.path).stdout
+    assert json.loads(call("info", run.path, "--json").stdout)["written_to"] is False
+    assert "recording, but its process is gone" in call("info", run.path, run.path).stdout
+
+
+def test_info_fits_80_columns_and_cuts_no_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["W", "grad", "grad_token_norm", "W_step_norm", "exp_avg_sq"]
+    path = recorded_names(tmp_path / "run.zarr", names)
+    monkeypatch.setattr(tables.out, "width", 80)
+    lines = call("info", path).stdout.splitlines()
+    table = lines[[line.split()[:1] == ["array"] for line in lines].index(True) :]
+    for name in (*names, "token_text", "text"):
+        assert any(name in line.split() for line in table), name
+    assert max(len(line.rstrip()) for line in table if "×" in line) <= 80
+    assert "…" not in "".join(lines)
+
+
+def recorded_names(path: Path, names: list[str]) -> Path:
+    run = begin(path, variables=dict.fromkeys(names, "float32"))
+    shapes = {name: (TOKENS,) if name.endswith("_norm") else (TOKENS, 3) for name in names}
+    run.append(step=0, **{name: np.zeros(shape, "f4") for name, shape in shapes.items()})
+    run.close()
+    return path
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_texts_of_others_do_no_harm(
+    tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hostile = {text: {text: text} for text in (*HOSTILE[:3], "[bold red]x[/bold red]")}
+    path = recorded(tmp_path / "\x1b[31m[red]run\u202e.zarr", config=hostile)
+    monkeypatch.setattr(tables.out, "width", width)
+    for name in ("info", "summary"):
+        printed = call(name, path).stdout
+        assert not [sign for sign in printed if not sign.isprintable() and sign != "\n"]
+    printed = call("info", path).stdout
+    assert r"\x1b[31mred\x1b]0;title" in printed
+    assert "<script>alert(1)</script>" in printed
+    assert "[bold red]x[/bold red] = " in printed.replace("[bold red]x[/bold red].", "")
+    missing = call("info", tmp_path / "\x1b[2Jnothing", rc=2)
+    assert "\x1b" not in missing.stderr
+
+
+def test_a_summary_leaves_out_a_population_without_tokens(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run.zarr", is_dead=np.ones(TOKENS, bool))
+    said = call("summary", path).stdout
+    assert "live (0)" not in said
+    assert "nan" not in said
+    assert f"dead ({TOKENS})" in said
+    path = recorded(tmp_path / "live.zarr", is_dead=np.zeros(TOKENS, bool))
+    said = call("summary", path).stdout
+    assert "dead (0)" not in said
+    assert "nan" not in said
+    assert "There are no dead tokens" in said
+
+
+def test_analyze_lists_what_it_can_be_asked_for() -> None:
+    lines = call("analyze", "--list").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [*QUANTITIES, *ALONE, *ACROSS_RUNS]
+    assert any("Options: since." in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [(["frezee"], "freeze"), (["grad-norms", "spede"], "speed"),
+     (["displacement", "--set", "sinse=1"], "since")],
+)  # fmt: skip
+def test_a_mistyped_quantity_or_option_is_told_the_nearest(
+    tmp_path: Path, arguments: list[str], meant: str
+) -> None:
+    done = call("analyze", recorded(tmp_path / "run.zarr"), *arguments, rc=2)
+    assert f"(did you mean {meant!r}?)" in done.stderr
+
+
+def test_populations_have_a_line_each_and_those_without_a_token_are_told(tmp_path: Path) -> None:
+    masks = {"is_none": np.zeros(TOKENS, bool), "is_first": np.arange(TOKENS) < 1}
+    run = recorded(tmp_path / "run.zarr", populations=masks)
+    note = "Note: the population none has no token.\n"
+    said = call("info", run).stdout
+    assert "Populations: first 1 token, none 0 tokens.\n" in said
+    assert note in said
+    assert note in call("summary", run).stdout
+    said = call("analyze", run, "distinct", "--population", "two=token < 2").stdout
+    rows = [line.split() for line in said.splitlines() if line.startswith("  distinct ")]
+    assert [row[1] for row in rows][-3:] == ["none", "first", "two"]
+    assert rows[-3][-5:-2] == ["0", "0", "0"]
+    assert note in said
+
+
+def test_a_population_that_is_only_named_is_told_where_to_be_asked_of(tmp_path: Path) -> None:
+    run = recorded(tmp_path / "run.zarr")
+    for command in (["summary", run], ["analyze", run, "clusters"]):
+        told = call(*command, "--population", "dead", rc=2).stderr
+        assert "got the population 'dead', expected NAME=EXPRESSION or NAME=FILE; to ask" in told
+        assert told.endswith("--set population=dead\n")
+    told = call("analyze", run, "clusters", "--set", "population", rc=2).stderr
+    assert "got 'population', expected name=value" in told
+    told = call("analyze", run, "crossings", "--set", "quantity=batch", rc=1).stderr
+    assert told.endswith("record it with --record all,batch\n")
+
+
+def test_what_minus_one_means_is_told_where_it_is_found(tmp_path: Path) -> None:
+    said = call("analyze", recorded(tmp_path / "run.zarr"), "clusters").stdout
+    assert "Note: events: groups to which this happened since the row before; -1 in the" in said
+    assert "Note: cluster" not in said
+    for name in ("cluster", "events", "herfindahl"):
+        assert all(
+            row.split()[-1] == "1" for row in said.splitlines() if row.startswith(f"  {name} ")
+        )

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from trajstore.cli.main import main
+
+
+def test_without_the_extra_a_sentence_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datashader", None)
+    done = CliRunner().invoke(main, ["explore", str(tmp_path / "run.zarr")])
+    assert done.exit_code == 2
+    assert "install trajstore[explore]" in done.stderr
+
+
+@pytest.mark.parametrize("options", [["--host", "::1"], ["--host", "no.such.host.invalid"]])
+def test_where_nothing_can_listen_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    monkeypatch.setattr("trajstore.analysis.exploring.server.check_panel", lambda: None)
+    done = CliRunner().invoke(main, ["explore", str(tmp_path / "run.zarr"), *options])
+    assert done.exit_code == 2
+    assert f"cannot listen on {options[1]!r}, port 5006" in done.stderr
+
+
+def test_a_port_that_is_taken_and_a_run_that_is_not_there_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trajstore.analysis.exploring.server.check_panel", lambda: None)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = CliRunner().invoke(main, ["explore", str(tmp_path / "run.zarr"), "--port", port])
+    assert done.exit_code == 2
+    assert "--port 0 for a free one" in done.stderr
+    done = CliRunner().invoke(main, ["explore", str(tmp_path / "run.zarr"), "--port", "0"])
+    assert done.exit_code == 2
+    assert "there is no run at" in done.stderr

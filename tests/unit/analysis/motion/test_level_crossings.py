@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import itertools
+import os
+
+import numpy as np
+import pytest
+import xarray as xr
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from trajstore import analysis
+from trajstore.analysis.motion.level_crossings import level_crossings
+from trajstore.errors import InvalidArgument
+
+VALUES = st.sampled_from([0.0, -0.0, 0.25, 0.5, 1.0, -1.0, np.nan, np.inf])
+
+
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "30")), deadline=None)
+@given(
+    arrays(np.float32, st.tuples(st.integers(1, 7), st.integers(1, 3)), elements=VALUES),
+    st.integers(1, 4),
+    st.sampled_from(["way", "value"]),
+)
+def test_against_a_walk_along_the_curve(values: np.ndarray, chunk: int, of: str) -> None:
+    steps = np.arange(len(values)) * 3 + 1
+    curve = xr.DataArray(values, dims=("step", "token"), coords={"step": steps}, name="curve")
+    got = level_crossings(curve.chunk(step=chunk, token=2), [0.5, 1], of).compute(scheduler="sync")
+    wide = values.astype(np.float64)
+    if of == "way":
+        start = np.where(np.isnan(wide[0]), wide[min(1, len(wide) - 1)], wide[0])
+        with np.errstate(all="ignore"):
+            wide = (wide - start) / (wide[-1] - start)
+    for number, level in enumerate((0.5, 1)):
+        for token, one in enumerate(wide.T):
+            seen = [(int(step), v >= level) for step, v in zip(steps, one, strict=True) if v == v]
+            passes = [
+                step
+                for (_, before), (step, now) in itertools.pairwise(seen)
+                if now != before and (now or of == "value")
+            ]
+            first, last = (passes[0], passes[-1]) if passes else (-1, -1)
+            assert got.first_crossing[number, token] == first
+            assert got.last_crossing[number, token] == last
+
+
+def test_curves_of_a_run(make_run, walk) -> None:
+    ds = make_run(walk(12, 5, 3), is_dead=np.arange(5) < 2, chunks=(4, 2, 3))
+    ds = ds.assign(loss=("step", np.linspace(4, 1, 12)))
+    frozen = analysis.crossings(ds, "freeze.frozen_fraction", 0.5, of="value").compute()
+    fraction = analysis.freeze(ds).frozen_fraction.compute()
+    for name in ("dead", "live", "all"):
+        half = fraction.sel(population=name).dropna("step") >= 0.5
+        passed = half.step[1:][half.values[1:] != half.values[:-1]].values
+        expected = passed[0] if passed.size else -1
+        assert frozen.first_crossing.sel(population=name).values.tolist() == [expected]
+    assert analysis.crossings(ds, "loss").first_crossing.values.tolist() == [6, 10, 11]
+    falling = analysis.crossings(ds, "loss", [5, 3.5, 2, 0], "value")
+    assert falling.first_crossing.values.tolist() == [-1, 2, 8, -1]
+    census = analysis.crossings(ds, analysis.regimes(ds).census, 1, "value")
+    assert census.first_crossing.dims == ("level", "population", "regime_name")
+    again = analysis.answer(ds, ["crossings"], ["quantity=loss", "levels=0.5,0.9"])
+    assert again.first_crossing.values.tolist() == [6, 10]
+
+
+def test_what_cannot_be_asked(make_run, walk) -> None:
+    ds = make_run(walk(4, 3, 2))
+    for quantity, message in (
+        ("sun", "got quantity='sun'"),
+        ("freeze", r"freeze\.frozen_fraction"),
+        ("freeze.sun", r"freeze\.still_fraction"),
+        ("displacement.sun", "expected displacement$"),
+        ("lifecycle.last_jump", "expected lifecycle$"),
+        (ds.W.isel(step=0), "along step"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            analysis.crossings(ds, quantity)
+    with pytest.raises(InvalidArgument, match="levels="):
+        analysis.crossings(ds, levels=[np.nan])
+    with pytest.raises(InvalidArgument, match="of='share'"):
+        analysis.crossings(ds, of="share")

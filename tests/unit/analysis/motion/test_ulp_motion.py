@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from trajstore import analysis
+from trajstore.errors import InvalidArgument
+
+
+def hops_of(bits: np.ndarray) -> np.ndarray:
+    """ΔW/ulp, one element at a time, from the definition; NaN where a NaN or infinity changed."""
+    W = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    hops = np.zeros(W[1:].shape)
+    for at in np.ndindex(hops.shape):
+        before, after = bits[:-1][at], bits[1:][at]
+        if before == after:
+            continue
+        exponent = (int(before) >> 7) & 0xFF
+        ulp = 2.0 ** (max(exponent, 1) - 134) if exponent < 255 else np.nan
+        with np.errstate(invalid="ignore"):
+            hops[at] = (W[1:][at] - W[:-1][at]) / ulp
+    return hops
+
+
+def places_of(bits: np.ndarray) -> np.ndarray:
+    """Signed place of each pattern, counting from zero."""
+    magnitude = (bits & 0x7FFF).astype(np.int64)
+    return np.where(bits >> 15, -magnitude, magnitude)
+
+
+def regime_of(hops: np.ndarray) -> str:
+    """Regime of one vector, in the words of the definition."""
+    size = np.abs(hops)
+    if size.sum() == 0:
+        return "frozen"
+    if size.sum() <= 1:
+        return "single"
+    if size.max() <= 1:
+        return "neighbour"
+    if size.max() > 1 and np.sqrt((size**2).sum()) <= np.sqrt(hops.size):
+        return "local"
+    return "jump"
+
+
+def test_hops_in_spacings(bits, chunks, make_run):
+    ds = make_run(bits, chunks=chunks)
+    hops = hops_of(bits)
+    np.testing.assert_array_equal(analysis.lattice_displacement(ds), hops)
+    with np.errstate(all="ignore"):
+        norms = {
+            1: np.abs(hops).sum(-1),
+            2: np.sqrt((hops**2).sum(-1)),
+            np.inf: np.abs(hops).max(-1),
+        }
+        for order, expected in norms.items():
+            got = analysis.lattice_displacement(ds, ord=order).values
+            assert got.dtype == np.float32
+            np.testing.assert_allclose(got, expected.astype(np.float32), rtol=2e-7)
+
+
+def test_hops_in_values(bits, chunks, make_run):
+    ds = make_run(bits, chunks=chunks)
+    hops = np.diff(places_of(bits), axis=0)
+    got = analysis.lattice_displacement(ds, metric="ordinal")
+    assert got.dtype == np.int64
+    np.testing.assert_array_equal(got, hops)
+    for order, expected in {1: np.abs(hops).sum(-1), np.inf: np.abs(hops).max(-1)}.items():
+        norm = analysis.lattice_displacement(ds, metric="ordinal", ord=order)
+        assert norm.dtype == np.int64
+        np.testing.assert_array_equal(norm, expected)
+    l2 = analysis.lattice_displacement(ds, metric="ordinal", ord=2)
+    np.testing.assert_array_equal(l2, np.sqrt((hops.astype(float) ** 2).sum(-1)).astype("f4"))
+
+
+def test_ordinal_hops_of_neighbours_are_one_across_every_boundary(make_run):
+    # All 65,536 patterns but the NaNs, in the order of their values, as one history.
+    negative = np.arange(0xFF80, 0x7FFF, -1).astype(np.uint16)
+    positive = np.arange(0x0001, 0x7F81).astype(np.uint16)
+    climb = np.concatenate([negative, positive])[:, None, None]
+    ds = make_run(climb, chunks=(5000, 1, 1))
+    assert (analysis.lattice_displacement(ds, metric="ordinal") == 1).all()
+    # Away from zero a step is a spacing; towards zero, half of one across a power of two.
+    hops = analysis.lattice_displacement(ds).values.ravel()
+    finite = hops[np.isfinite(hops)]
+    assert set(np.unique(finite)) == {0.5, 1.0}
+
+
+def test_regimes_and_census(bits, chunks, make_run):
+    dead = np.arange(bits.shape[1]) % 3 == 0
+    ds = make_run(bits, is_dead=dead, chunks=chunks)
+    hops = hops_of(bits)
+    with np.errstate(all="ignore"):
+        expected = np.array(
+            [[regime_of(token) for token in row] for row in hops], dtype="<U9"
+        ).reshape(hops.shape[:2])
+    got = analysis.regimes(ds).compute()
+    assert got.regime.dtype == np.int8
+    names = np.array(got.regime.attrs["flag_meanings"].split())
+    np.testing.assert_array_equal(names[got.regime.values], expected)
+    assert got.regime.attrs["flag_values"].tolist() == [0, 1, 2, 3, 4]
+    for population, members in {"dead": dead, "live": ~dead, "all": dead | True}.items():
+        for name in names:
+            np.testing.assert_array_equal(
+                got.census.sel(population=population, regime_name=name),
+                (expected[:, members] == name).sum(1),
+            )
+    assert (got.census.sel(population="all").sum("regime_name") == bits.shape[1]).all()
+
+
+def test_lifecycle_is_the_final_exit(bits, chunks, make_run):
+    steps = np.arange(len(bits)) * 3 + 5
+    ds = make_run(bits, steps=steps, chunks=chunks)
+    regime = analysis.regimes(ds).regime.values
+    got = analysis.lifecycle(ds).compute()
+    for name, inside in {"last_jump": [4], "last_local": [3], "last_hop": [1, 2]}.items():
+        for token in range(bits.shape[1]):
+            rows = [r for r in range(len(regime)) if regime[r, token] in inside]
+            expected = steps[rows[-1] + 1] if rows else -1
+            assert got[name].values[token] == expected
+
+
+def test_frozen_is_what_freeze_calls_still(bits, make_run):
+    ds = make_run(bits)
+    frozen = (analysis.regimes(ds).regime == 0).mean("token")
+    still = analysis.freeze(ds).still_fraction.sel(population="all")
+    np.testing.assert_allclose(frozen, still)
+
+
+def test_ulp_of_a_variable_and_of_a_run(make_run):
+    values = np.float32([1.0, -3.0, 0.0, 2.0**-133, np.inf]).reshape(1, 1, 5)
+    expected = [2.0**-7, 2.0**-6, 2.0**-133, 2.0**-133, np.nan]
+    for native, chunks in (("bfloat16", None), ("bfloat16", (1, 1, 2))):
+        ds = make_run(values, native=native, chunks=chunks)
+        np.testing.assert_array_equal(analysis.ulp(ds).values.ravel(), np.float32(expected))
+        np.testing.assert_array_equal(analysis.ulp(ds.W), analysis.ulp(ds))
+    plain = xr.DataArray(np.float32([1.0, 1e-40]))
+    np.testing.assert_array_equal(analysis.ulp(plain), np.spacing(plain.values))
+
+
+def test_a_stored_summary_of_hops_is_used_and_agrees(make_run, walk):
+    ds = make_run(walk(15, 6, 8))
+    hops = analysis.lattice_displacement(ds, ord=1).compute()
+    stored = ds.assign(W_ulp_l1=hops.reindex(step=ds.step).astype(np.float32)).drop_vars("W")
+    np.testing.assert_array_equal(analysis.lattice_displacement(stored, ord=1), hops)
+
+
+def test_what_is_wrong_with_a_question_is_said(make_run, walk):
+    ds = make_run(walk(3, 2, 2))
+    with pytest.raises(InvalidArgument, match="'miles'"):
+        analysis.lattice_displacement(ds, metric="miles")
+    with pytest.raises(InvalidArgument, match="order 0"):
+        analysis.lattice_displacement(ds, ord=0)
+    wide = make_run(walk(3, 2, 2).astype(np.float64), native="float64")
+    with pytest.raises(InvalidArgument, match="float64"):
+        analysis.lattice_displacement(wide, metric="ordinal")

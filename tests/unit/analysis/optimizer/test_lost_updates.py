@@ -1,0 +1,161 @@
+"""What rounding left as it was, against counting element by element."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import xarray as xr
+from adam_runs import by_hand, trained
+
+from trajstore import analysis
+from trajstore.errors import InvalidArgument, VariableNotRecorded
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+
+def counted(ds: xr.Dataset, population: np.ndarray) -> list[tuple[dict, dict, float]]:
+    """Of each row after the first: shares meant and left by variable, and of the norm of W."""
+    given = ds.attrs["optimizer"]["hyperparameters"]
+    decoupled = given["weight_decay"] * ds.attrs["optimizer"]["class"].endswith("AdamW")
+    after = by_hand(ds, restart=True)
+    taken, result = int(ds.step[0]), []
+    for row in range(1, ds.sizes["step"]):
+        skipped = "skipped" in ds and ds.skipped.values[row] == 1
+        taken += not skipped
+        meant, left = dict.fromkeys(("exp_avg", "exp_avg_sq", "W"), 0), {}
+        left |= dict.fromkeys(meant, 0)
+        intended, lost, elements = 0.0, 0.0, 0
+        for token in np.nonzero(population)[0]:
+            for at in range(ds.sizes["hidden"]):
+                elements += 1
+                m, v = (ds[name].values[row, token, at].astype(float) for name in after)
+                W = float(ds.W.values[row - 1, token, at])
+                change = {
+                    name: after[name][row, token, at] - float(ds[name].values[row - 1, token, at])
+                    for name in after
+                }
+                if not skipped:
+                    rate = float(ds.lr.values[row])
+                    below = math.sqrt(v) / math.sqrt(1 - given["betas"][1] ** taken) + given["eps"]
+                    step = -rate / (1 - given["betas"][0] ** taken) * m / below
+                    change["W"] = step - rate * decoupled * W
+                    intended += change["W"] ** 2
+                for name, value in change.items():
+                    is_meant = value != 0 and not skipped
+                    same = ds[name].values[row - 1, token, at] == ds[name].values[row, token, at]
+                    meant[name] += is_meant
+                    left[name] += is_meant and same
+                    if name == "W" and is_meant and same:
+                        lost += value**2
+        shares = {name: n / elements for name, n in meant.items()}
+        stuck = {name: n / meant[name] if meant[name] else math.nan for name, n in left.items()}
+        result.append((shares, stuck, math.sqrt(lost / intended) if intended else math.nan))
+    return result
+
+
+def assert_counted(ds: xr.Dataset, got: xr.Dataset) -> None:
+    dead = ds.is_dead.values
+    members = {"dead": dead, "live": ~dead, "all": np.ones_like(dead)}
+    for population, at in members.items():
+        found = got.sel(population=population)
+        for row, (meant, stuck, lost) in enumerate(counted(ds, at)):
+            for name in meant:
+                of = {"variable": name}
+                assert found.meant_fraction[row].sel(of) == meant[name]
+                np.testing.assert_equal(float(found.stuck_fraction[row].sel(of)), stuck[name])
+            np.testing.assert_allclose(found.update_lost[row], lost, rtol=1e-9)
+
+
+CASES = {
+    "AdamW, bfloat16": ("AdamW", {}, "bfloat16"),
+    "AdamW, strong decay": ("AdamW", {"weight_decay": 0.3}, "bfloat16"),
+    "Adam, coupled decay": ("Adam", {"weight_decay": 0.1}, "bfloat16"),
+    "maximize": ("Adam", {"maximize": True}, "bfloat16"),
+    "float16": ("AdamW", {"eps": 1e-4}, "float16"),
+    "float32": ("AdamW", {}, "float32"),
+    "float64": ("AdamW", {}, "float64"),
+}
+
+
+@pytest.mark.parametrize("chunks", [None, (5, 4, -1), (1, 1, 2)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_shares_are_those_of_counting(case, chunks):
+    ds = trained(*CASES[case])
+    lazy = ds.chunk(dict(zip(("step", "token", "hidden"), chunks, strict=True))) if chunks else ds
+    got = analysis.moment_stuck(lazy).compute()
+    assert got.sizes["step"] == ds.sizes["step"] - 1
+    assert_counted(ds, got)
+
+
+def test_rows_from_a_later_step():
+    ds = trained("AdamW", {}, "bfloat16")
+    later = ds.isel(step=slice(8, None))
+    got = analysis.moment_stuck(later).compute()
+    xr.testing.assert_identical(got, analysis.moment_stuck(ds).sel(step=slice(9, None)).compute())
+
+
+def test_every_bfloat16_second_moment_is_stuck_without_a_gradient():
+    every = torch.arange(0x0080, 0x7F80, dtype=torch.int16).view(torch.bfloat16)
+    values = every.float().numpy().reshape(1, -1, 64)
+    zero = np.zeros_like(values)
+    given = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0}
+
+    def of(after: torch.Tensor) -> xr.Dataset:
+        pair = np.concatenate([values, after.float().numpy().reshape(values.shape)])
+        dims = ("step", "token", "hidden")
+        return xr.Dataset(
+            {
+                name: (dims, array.repeat(2, 0) if len(array) == 1 else array)
+                for name, array in (
+                    ("W", zero), ("grad", zero), ("exp_avg", zero), ("exp_avg_sq", pair),
+                )
+            },
+            coords={"step": [7, 8]},
+        ).assign(clip_coef=("step", np.ones(2)), lr=("step", np.full(2, 1e-3)))  # fmt: skip
+
+    for beta2, stuck in ((0.999, 1.0), (0.998, 0.9532), (0.996, 0.0)):
+        rule = {"class": "AdamW", "hyperparameters": {**given, "betas": [0.9, beta2]}}
+        got = analysis.moment_stuck(of(every.clone().mul_(beta2)), rule).compute()
+        moment = got.sel(variable="exp_avg_sq", population="all").isel(step=0)
+        assert moment.meant_fraction == 1
+        assert moment.stuck_fraction.item() == pytest.approx(stuck, abs=1e-4)
+        assert got.meant_fraction.sel(variable="W").item() == 0
+        assert got.update_lost.isnull().all()
+
+
+def test_in_skipped_steps_nothing_was_meant():
+    ds = trained("AdamW", {}, "bfloat16")
+    skipped = np.isin(ds.step, [6, 7]).astype(np.float32)
+    history = {name: ds[name].copy(deep=True) for name in ("W", "exp_avg", "exp_avg_sq")}
+    for array in history.values():
+        array[6] = array[7] = array[5]
+    ds = ds.assign(skipped=("step", skipped), **history)
+    got = analysis.moment_stuck(ds).compute()
+    assert_counted(ds, got)
+    rest = got.sel(step=[6, 7])
+    assert (rest.meant_fraction == 0).all()
+    assert rest.stuck_fraction.isnull().all()
+    assert rest.update_lost.isnull().all()
+    with pytest.raises(InvalidArgument, match=r"skipped before step 3.*from step 0"):
+        analysis.moment_stuck(ds.isel(step=slice(3, None)))
+
+
+def test_a_sign_of_zero_is_no_change_and_what_is_not_finite_is_not_meant():
+    ds = trained("AdamW", {"weight_decay": 0.0}, "bfloat16", rows=3)
+    W, grad = ds.W.copy(deep=True), ds.grad.copy(deep=True)
+    W[1, 0, 0], W[2, 0, 0] = 0.0, -0.0
+    grad[2, 1, :3] = np.array([np.nan, np.inf, -np.inf])
+    ds = ds.assign(W=W, grad=grad).isel(token=[0, 1])
+    got = analysis.moment_stuck(ds).isel(step=1).sel(population="all").compute()
+    assert got.meant_fraction.values.tolist() == [13 / 16, 13 / 16, 1]
+    assert got.stuck_fraction.sel(variable="W") >= 1 / 16
+
+
+def test_what_it_needs():
+    ds = trained("AdamW", {}, "bfloat16", rows=4)
+    for name in ("W", "exp_avg", "exp_avg_sq", "lr"):
+        with pytest.raises(VariableNotRecorded, match=name):
+            analysis.moment_stuck(ds.drop_vars(name))

@@ -1,0 +1,291 @@
+"""Exact moments against NumPy by hand and torch in float64, and the recorded ones against them."""
+
+from __future__ import annotations
+
+import doctest
+from collections import Counter
+
+import dask
+import numpy as np
+import pytest
+import xarray as xr
+from adam_runs import by_hand, trained
+from dask.callbacks import Callback
+
+from trajstore import analysis
+from trajstore.errors import InvalidArgument, VariableNotRecorded
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+VARIANTS = {
+    "AdamW": ("AdamW", {"weight_decay": 0.3}),
+    "Adam": ("Adam", {}),
+    "Adam, coupled decay": ("Adam", {"weight_decay": 0.1}),
+    "Adam, decoupled decay": ("Adam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "other betas": ("AdamW", {"betas": (0.3, 0.7)}),
+    "no memory": ("Adam", {"betas": (0.0, 0.0)}),
+    "maximize": ("AdamW", {"maximize": True}),
+    "maximize, coupled decay": ("Adam", {"maximize": True, "weight_decay": 0.1}),
+    "foreach": ("AdamW", {"foreach": True}),
+    "fused": ("AdamW", {"fused": True}),
+}
+
+CHUNKS = [None, (4, 4, -1), (1, 2, 3), (7, 1, -1)]
+
+
+def chunked(ds: xr.Dataset, chunks: tuple[int, int, int] | None) -> xr.Dataset:
+    return ds.chunk(dict(zip(("step", "token", "hidden"), chunks, strict=True))) if chunks else ds
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_in_float64_they_are_those_of_torch(variant):
+    ds = trained(*VARIANTS[variant], "float64")
+    assert (ds.clip_coef[1:3] < 1).all()
+    assert (ds.clip_coef[-4:] == 1).all()
+    got = analysis.exact_moments(ds).compute()
+    for moment in MOMENTS:
+        exact, recorded = got[f"exact_{moment}"], ds[moment]
+        assert exact.dtype == np.float64
+        largest = float(abs(recorded).max())
+        np.testing.assert_allclose(exact, recorded, rtol=1e-12, atol=1e-15 * largest)
+
+
+def test_a_single_row_without_its_dimension_is_refused():
+    ds = trained("AdamW", {}, "bfloat16").isel(step=0)
+    with pytest.raises(InvalidArgument, match=r"select rows with a list .* ds\.isel\(step=\[0\]\)"):
+        analysis.exact_moments(ds)
+
+
+def test_blocks_without_rows_are_passed_over():
+    ds = trained("AdamW", {}, "bfloat16")
+    rows = ds.sizes["step"]
+    for chunks in ((0, 4, rows - 4), (4, 0, rows - 4), (4, rows - 4, 0)):
+        got = analysis.exact_moments(ds.chunk(step=chunks)).compute()
+        for moment, expected in by_hand(ds).items():
+            np.testing.assert_array_equal(got[f"exact_{moment}"], expected)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("variant", ["AdamW", "maximize, coupled decay"])
+def test_they_are_those_by_hand(variant, dtype, chunks):
+    ds = trained(*VARIANTS[variant], dtype)
+    got = analysis.exact_moments(chunked(ds, chunks)).compute()
+    for moment, expected in by_hand(ds).items():
+        np.testing.assert_array_equal(got[f"exact_{moment}"], expected)
+
+
+def most_held(*arrays: xr.DataArray) -> int:
+    """Blocks of moments that there are at once, of several rows, while dask computes these."""
+    most = 0
+
+    def count(key, result, graph, state, worker):
+        nonlocal most
+        values = [held for held in state["cache"].values() if isinstance(held, np.ndarray)]
+        blocks = [held for held in values if held.dtype == np.float64 and held.ndim == 3]
+        most = max(most, sum(len(block) > 1 and any(block.strides) for block in blocks))
+
+    with Callback(posttask=count):
+        dask.compute(*arrays, scheduler="sync")
+    return most
+
+
+@pytest.mark.parametrize("skipna", [True, False])
+def test_of_a_sum_few_blocks_of_them_are_held(skipna):
+    ds = trained("AdamW", {}, "bfloat16")
+    ds = xr.concat([ds.assign_coords(step=ds.step + len(ds.step) * at) for at in range(6)], "step")
+    ds = ds.assign(clip_coef=ds.clip_coef.fillna(1))
+    exact = analysis.exact_moments(chunked(ds, (4, 2, -1)))
+    blocks = exact.exact_exp_avg.data.npartitions
+    # The measure sees them: asked for whole, there are more of both than of one.
+    assert most_held(*exact.data_vars.values()) > blocks
+    assert most_held(*exact.sum(skipna=skipna).data_vars.values()) < blocks / 8
+
+
+def test_rows_from_a_later_step_begin_with_their_own_moments():
+    ds = trained("AdamW", {}, "bfloat16").isel(step=slice(5, None))
+    got = analysis.exact_moments(chunked(ds, (4, 5, -1))).compute()
+    for moment, expected in by_hand(ds).items():
+        np.testing.assert_array_equal(got[f"exact_{moment}"], expected)
+        np.testing.assert_array_equal(got[f"exact_{moment}"][0], ds[moment][0])
+    without = ds.drop_vars("exp_avg")
+    with pytest.raises(VariableNotRecorded, match=r"begin at step 5.*no exp_avg.*from step 0"):
+        analysis.exact_moments(without)
+
+
+def test_from_row_0_neither_weights_nor_moments_are_needed():
+    ds = trained("AdamW", {}, "bfloat16")
+    alone = ds.drop_vars(["W", "exp_avg", "exp_avg_sq", "lr"])
+    assert analysis.exact_moments(alone).equals(analysis.exact_moments(ds))
+    coupled = trained("Adam", {"weight_decay": 0.1}, "bfloat16").drop_vars("W")
+    with pytest.raises(VariableNotRecorded, match="needs W"):
+        analysis.exact_moments(coupled)
+
+
+def test_skipped_steps_leave_the_moments():
+    ds = trained("AdamW", {}, "float16")
+    skipped = np.isin(ds.step, [3, 4, 11]).astype(np.float32)
+    skipped[0] = np.nan
+    clip = np.where(skipped == 1, np.nan, ds.clip_coef)
+    ds = ds.assign(skipped=("step", skipped), clip_coef=("step", clip.astype(np.float32)))
+    got = analysis.exact_moments(chunked(ds, (4, 3, -1))).compute()
+    for moment, expected in by_hand(ds).items():
+        exact = got[f"exact_{moment}"]
+        np.testing.assert_array_equal(exact, expected)
+        np.testing.assert_array_equal(exact.sel(step=4), exact.sel(step=2))
+        assert (exact.sel(step=5) != exact.sel(step=4)).all()
+
+
+def test_some_tokens_are_a_part_of_all():
+    ds = trained("AdamW", {}, "bfloat16")
+    whole = analysis.exact_moments(ds).isel(token=[1, 4])
+    xr.testing.assert_identical(analysis.exact_moments(ds.isel(token=[1, 4])), whole)
+
+
+def test_what_is_not_known_is_said():
+    ds = trained("AdamW", {}, "bfloat16")
+    for question in (analysis.exact_moments, analysis.moment_error, analysis.moment_stuck):
+        with pytest.raises(InvalidArgument, match=r"after step 6 comes step 8.*every=1"):
+            question(ds.drop_isel(step=7))
+        with pytest.raises(VariableNotRecorded, match="clip_coef"):
+            question(ds.drop_vars("clip_coef"))
+        with pytest.raises(VariableNotRecorded, match="grad"):
+            question(ds.drop_vars("grad"))
+        unknown = ds.clip_coef.where(ds.step != 4)
+        with pytest.raises(InvalidArgument, match=r"NaN at step 4 \(1 such.*max_grad_norm"):
+            question(ds.assign(clip_coef=unknown))
+        with pytest.raises(InvalidArgument, match="needs at least 1 row"):
+            question(ds.isel(step=[]))
+        amsgrad = {**ds.attrs["optimizer"]["hyperparameters"], "amsgrad": True}
+        with pytest.raises(InvalidArgument, match="amsgrad"):
+            question(ds, {"class": "AdamW", "hyperparameters": amsgrad})
+        with pytest.raises(InvalidArgument, match="SGD"):
+            question(ds, {"class": "torch.optim.sgd.SGD", "hyperparameters": {}})
+    with pytest.raises(VariableNotRecorded, match=r"exp_avg_sq.*all"):
+        analysis.moment_error(ds.drop_vars("exp_avg_sq"))
+    with pytest.raises(InvalidArgument, match="from 0 to 1"):
+        analysis.moment_error(ds, quantiles=[0.5, np.nan])
+
+
+@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_error_is_that_by_hand(dtype, chunks):
+    ds = trained("AdamW", {}, dtype)
+    levels = [0.1, 0.5, 1.0]
+    got = analysis.moment_error(chunked(ds, chunks), quantiles=levels).compute()
+    assert got.norm_ratio.dims == ("step", "population", "moment")
+    members = {"dead": ds.is_dead.values, "live": ~ds.is_dead.values, "all": slice(None)}
+    for moment, exact in by_hand(ds).items():
+        for population, at in members.items():
+            found = got.sel(moment=moment, population=population)
+            a, b = ds[moment].values[:, at].astype(np.float64), exact[:, at]
+            ratio = np.sqrt((a**2).sum((1, 2))[1:] / (b**2).sum((1, 2))[1:])
+            np.testing.assert_allclose(found.norm_ratio[1:], ratio, rtol=1e-14)
+            off = (a[1:] / b[1:]).reshape(len(ratio), -1) - 1
+            expected = np.quantile(off, levels, axis=-1, method="lower").T
+            np.testing.assert_allclose(
+                found.ratio_quantiles[1:] - 1, expected, rtol=1 / 32, atol=2.0**-24
+            )
+    # Row 0 is zero on both sides.
+    assert (got.isel(step=0) == 1).to_array().all()
+
+
+def test_a_second_moment_that_cannot_decay_grows_away_from_the_exact_one():
+    ratio = {
+        dtype: analysis.moment_error(trained("AdamW", {}, dtype, rows=60)).norm_ratio.isel(step=-1)
+        for dtype in ("bfloat16", "float32")
+    }
+    of = {"moment": "exp_avg_sq", "population": "all"}
+    assert ratio["bfloat16"].sel(of) > 1.03
+    assert abs(ratio["float32"].sel(of) - 1) < 1e-4
+
+
+def test_zero_nan_and_no_tokens_have_their_answers():
+    ds = trained("AdamW", {}, "bfloat16").assign_coords(is_dead=("token", np.zeros(6, bool)))
+    grad = ds.grad.copy(deep=True)
+    grad[1:, 0] = 0
+    recorded = {name: ds[name].where(ds.token != 0, 0) for name in MOMENTS}
+    got = analysis.moment_error(ds.assign(grad=grad, **recorded)).compute()
+    assert got.sel(population="dead").to_array().isnull().all()
+    alone = analysis.moment_error(ds.assign(grad=grad, **recorded).isel(token=[0])).compute()
+    assert (alone.sel(population="live") == 1).to_array().all()
+    grad[7, 3, 2] = np.nan
+    got = analysis.moment_error(ds.assign(grad=grad, **recorded)).sel(population="live").compute()
+    assert got.isel(step=slice(7)).notnull().to_array().all()
+    assert got.isel(step=slice(7, None)).isnull().to_array().all()
+    one = analysis.moment_error(ds.drop_vars("is_dead"))
+    assert one.population.values.tolist() == ["all"]
+
+
+def test_together_each_chunk_is_read_once():
+    ds = trained("Adam", {"weight_decay": 0.1}, "bfloat16")
+    reads: Counter = Counter()
+
+    def read(block, name, block_info):
+        if block_info:
+            reads[name, tuple(block_info[0]["chunk-location"])] += 1
+        return block
+
+    lazy = ds.chunk({"step": 6, "token": 4})  # its parameter token is something else
+    names = ("W", "grad", *MOMENTS)
+    counted = {
+        name: lazy[name].copy(
+            data=lazy[name].data.map_blocks(
+                lambda block, name=name, block_info=None: read(block, name, block_info),
+                dtype=np.float32,
+                meta=np.empty((0, 0, 0), np.float32),
+                name=f"source-{name}",
+            )
+        )
+        for name in names
+    }
+    questions = ["exact_moments", "moment_error", "moment_stuck", "freeze_cause"]
+    with dask.config.set(scheduler="sync"):
+        analysis.compute(lazy.assign(counted), questions).compute()
+    assert len(reads) == 4 * 2 * 4
+    assert set(reads.values()) == {1}
+
+
+@pytest.mark.parametrize("name", ["exact_moments", "moment_error", "moment_stuck"])
+def test_the_examples_run(name):
+    function = getattr(analysis, name)
+    tests = doctest.DocTestFinder().find(
+        function, name, globs={"ds": trained("AdamW", {}, "bfloat16"), name: function}
+    )
+    assert sum(len(test.examples) for test in tests) >= 2
+    for test in tests:
+        assert doctest.DocTestRunner().run(test).failed == 0
+
+
+def test_a_recorded_float32_state_is_nearly_exact_and_is_not_stuck(tmp_path):
+    from functools import partial
+
+    from tiny_runs import tiny_run, torch
+
+    from trajstore import open_run
+    from trajstore.trainers.rounded_optimizer import RoundedAdam
+
+    found = {}
+    for state in ("bfloat16", "float32"):
+        made = partial(RoundedAdam, lr=0.01, weight_decay=0.1, state_dtype=state)
+        path = tiny_run(
+            tmp_path / f"{state}.zarr", made, dtype=torch.bfloat16, steps=30, block_rows=8
+        )
+        ds = open_run(path)
+        exact = analysis.exact_moments(ds).compute()
+        for moment, expected in by_hand(ds.compute()).items():
+            np.testing.assert_array_equal(exact[f"exact_{moment}"], expected)
+        errors = [
+            np.abs(ds[moment] - exact[f"exact_{moment}"]).max() / np.abs(ds[moment]).max()
+            for moment in MOMENTS
+        ]
+        ratio = analysis.moment_error(ds).norm_ratio.sel(population="all").isel(step=-1)
+        stuck = analysis.moment_stuck(ds).sel(population="all").mean("step")
+        found[state] = (float(max(errors)), abs(ratio.values - 1).max(), stuck.stuck_fraction)
+    assert found["float32"][0] < 1e-6 < 1e-3 < found["bfloat16"][0]
+    assert found["float32"][1] < 1e-6 < 1e-3 < found["bfloat16"][1]
+    assert found["float32"][2].sel(variable=list(MOMENTS)).max() < 0.01
+    assert found["bfloat16"][2].sel(variable=list(MOMENTS)).min() > 0.02

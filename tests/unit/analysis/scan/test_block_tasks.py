@@ -1,0 +1,100 @@
+"""`over_hidden` against map_blocks, which copies; blocks measured in turn, or read again."""
+
+from __future__ import annotations
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from trajstore.analysis.scan.block_tasks import in_turn, over_hidden, read_again, rows_before
+
+
+@pytest.mark.parametrize("chunks", [(7, 5, 3), (4, 2, 3), (1, 5, 3)])
+def test_a_kernel_gets_one_block_of_every_array(chunks: tuple[int, ...]) -> None:
+    rng = np.random.default_rng(0)
+    values, weights = rng.normal(size=(7, 5, 3)), rng.normal(size=(5, 3))
+    factors = rng.normal(size=(7, 1, 1))
+
+    def kernel(block, weight, factor, *, offset):  # type: ignore[no-untyped-def]
+        assert block.shape[1:] == weight.shape
+        return (block * weight * factor).sum(-1) + offset
+
+    result = over_hidden(
+        kernel,
+        da.from_array(values, chunks=chunks),
+        da.from_array(weights, chunks=chunks[1:]),
+        da.from_array(factors, chunks=(chunks[0], 1, 1)),
+        dtype=np.float64,
+        offset=1.0,
+    )
+    assert result.chunks == da.from_array(values, chunks=chunks).chunks[:2]
+    expected = (values * weights * factors).sum(-1) + 1
+    np.testing.assert_array_equal(result.compute(), expected)
+
+
+def test_blocks_are_not_copied() -> None:
+    made = [np.zeros((2, 3, 2)), np.zeros((2, 3, 2))]
+    seen = []
+
+    def kernel(block):  # type: ignore[no-untyped-def]
+        seen.append(any(np.shares_memory(block, one) for one in made))
+        return block.sum(-1)
+
+    def make(block_id):  # type: ignore[no-untyped-def]
+        return made[block_id[0]]
+
+    blocks = da.map_blocks(make, chunks=((2, 2), (3,), (2,)), dtype=float, meta=made[0][:0])
+    over_hidden(kernel, blocks, dtype=np.float64).compute(scheduler="sync")
+    assert seen == [True, True]
+
+
+def test_in_turn_a_block_is_read_when_the_one_before_is_measured() -> None:
+    read: list[int] = []
+    measured: list[int] = []
+
+    def make(block_info):  # type: ignore[no-untyped-def]
+        number = block_info[None]["chunk-location"][0]
+        read.append(number)
+        return np.full((2, 3, 2), float(number))
+
+    def kernel(block, boundary):  # type: ignore[no-untyped-def]
+        assert boundary[0, 0, 0] == max(block[0, 0, 0] - 1, 0)
+        # The last blocks are asked for alone, and would be the first to be read.
+        assert sorted(set(read)) == list(range(len(measured) + 1))
+        measured.append(int(block[0, 0, 0]))
+        return block.sum(-1)
+
+    blocks = da.map_blocks(
+        make, chunks=((2,) * 5, (3,), (2,)), dtype=float, meta=np.empty((0, 0, 0))
+    )
+    result = in_turn(
+        lambda number, row: over_hidden(kernel, blocks.blocks[number], row, dtype=np.float64),
+        rows_before(blocks),
+    )
+    sums = result[1:].compute(scheduler="sync")
+    np.testing.assert_array_equal(sums[:, 0], np.repeat(range(5), 2)[1:] * 2.0)
+    assert measured == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("part", [slice(None), slice(1, 6)])
+def test_what_is_read_again_waits(part: slice) -> None:
+    told: list[str] = []
+
+    def make(block_id):  # type: ignore[no-untyped-def]
+        told.append("read")
+        return np.full((2, 3), block_id[0], np.float64)
+
+    def mean(values):  # type: ignore[no-untyped-def]
+        told.append("known")
+        return values.mean(keepdims=True)
+
+    source = da.map_blocks(make, chunks=((2, 2, 2, 2), (3,)), meta=np.empty((0, 0)))
+    blocks = source[part]
+    known = blocks.rechunk(-1).map_blocks(mean, chunks=((1,), (1,)), meta=np.empty((0, 0)))
+    told.clear()  # what dask tried
+    again = read_again(blocks, known) - known
+    values = again.compute(scheduler="sync")
+    reads = blocks.numblocks[0]
+    assert told == ["read"] * reads + ["known"] + ["read"] * reads
+    expected = np.repeat(np.arange(4.0), 2)[part]
+    np.testing.assert_array_equal(values[:, 0], expected - expected.mean())

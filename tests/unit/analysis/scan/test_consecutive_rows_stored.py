@@ -1,0 +1,58 @@
+"""What a recorder stores and what the analysis computes are one thing, to the last bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from trajstore.analysis.scan.consecutive_rows import measure_pairs, measure_rows
+from trajstore.values.native_types import NATIVE_TYPES, native_type, widen
+from trajstore.values.token_norms import step_norm, token_norm, ulp_l1
+
+torch = pytest.importorskip("torch")
+motion = pytest.importorskip(
+    "trajstore.trainers.recording.device_norms", reason="no summaries are recorded here"
+)
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 1e-20])
+@pytest.mark.parametrize("hidden", [1, 7, 64])
+def test_summaries_of_a_recorder_agree(scale, hidden, walk):
+    bits = walk(12, 40, hidden)
+    # Bits are scaled by a power of two near `scale`, which keeps them bfloat16.
+    factor = np.float32(2.0 ** np.round(np.log2(scale)))
+    history = (bits.astype(np.uint32) << 16).view(np.float32) * factor
+    history = torch.from_numpy(history).bfloat16()
+    for before, after in itertools.pairwise(history):
+        x, y = before.float().numpy(), after.float().numpy()
+        np.testing.assert_array_equal(motion.token_norm(after).numpy(), token_norm(y))
+        np.testing.assert_array_equal(motion.token_norm(after, before).numpy(), step_norm(x, y))
+        np.testing.assert_array_equal(
+            motion.ulp_l1(after, before).numpy(), ulp_l1(x, y, "bfloat16")
+        )
+
+
+@pytest.mark.parametrize("name", NATIVE_TYPES)
+def test_what_is_measured_of_any_rows_is_what_is_recorded(name):
+    native, rng = native_type(name), np.random.default_rng(0)
+    bits = rng.integers(0, 2 * native.sign_mask, (8, 40, 33), native.bits, endpoint=False)
+    bits[:, :10] &= ~native.bits.type(1 << (native.mantissa_bits + 1))  # no infinity, no NaN
+    for row in range(1, len(bits)):
+        rest = rng.random((40, 1)) < 0.5
+        bits[row] = np.where(rest, bits[row - 1], bits[row])
+    rows = torch.from_numpy(bits.view(f"i{native.itemsize}")).view(getattr(torch, name))
+    stored = widen(bits, native)
+    with np.errstate(over="ignore"):
+        lengths = measure_rows(stored).astype(np.float32)
+        ways = measure_pairs(stored[1:], stored[:1], ("step_norm", "ulp_1"), name)
+        ways = {field: ways[field].astype(np.float32) for field in ways.dtype.names}
+    for row, (before, after) in enumerate(itertools.pairwise(rows)):
+        for got, expected in (
+            (motion.token_norm(before), lengths[row]),
+            (motion.token_norm(after, before), ways["step_norm"][row]),
+            (motion.ulp_l1(after, before), ways["ulp_1"][row]),
+        ):
+            np.testing.assert_array_equal(got.numpy().view("u4"), expected.view("u4"))

@@ -1,0 +1,316 @@
+"""Questions on a lattice of choice, against the definition, one element at a time."""
+
+from __future__ import annotations
+
+import functools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from trajstore import analysis
+from trajstore.analysis.scan.lattice_points import on_lattice
+from trajstore.errors import InvalidArgument, VariableNotRecorded
+
+TYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+
+
+@functools.cache
+def points_of(native: str) -> np.ndarray:
+    """All magnitudes of a 16-bit type in order, float64, and where infinity stands among them."""
+    patterns = np.arange(0x7F80 if native == "bfloat16" else 0x7C00, dtype=np.uint16)
+    finite = patterns.view(TYPES[native]).astype(np.float64)
+    return np.append(finite, 2 * finite[-1] - finite[-2])
+
+
+def nearest(values: np.ndarray, native: str) -> np.ndarray:
+    """The nearest point of each value, of two the one with the even pattern; NaN is NaN."""
+    if native == "float32":
+        return values
+    points = points_of(native)
+    result = np.empty(values.shape, np.float32)
+    for at in np.ndindex(values.shape):
+        value = float(values[at])
+        if np.isnan(value) or np.isinf(value):
+            result[at] = value
+            continue
+        above = int(np.searchsorted(points, abs(value)))
+        if above == len(points):
+            found = above - 1
+        elif points[above] == abs(value):
+            found = above
+        else:
+            down, up = abs(value) - points[above - 1], points[above] - abs(value)
+            found = above - 1 if down < up or (down == up and above % 2) else above
+        magnitude = np.inf if found == len(points) - 1 else points[found]
+        result[at] = np.copysign(magnitude, value)
+    return result
+
+
+def spacing_of(value: float, native: str) -> float:
+    """From a magnitude to the next point above it."""
+    if not np.isfinite(value):
+        return np.nan
+    if native == "float32":
+        exponent = np.frexp(abs(value))[1] if value else -125
+        return float(2.0 ** (max(exponent, -125) - 24))
+    points = points_of(native)
+    at = int(np.searchsorted(points, abs(value)))
+    return float(points[at + 1] - points[at])
+
+
+def same(a: np.float32, b: np.float32) -> bool:
+    """The same cell: equal bits, or both NaN; −0 and +0 are equal."""
+    return bool(a == b or (np.isnan(a) and np.isnan(b)))
+
+
+def hops_of(cells: np.ndarray, native: str) -> np.ndarray:
+    hops = np.zeros((len(cells) - 1, *cells.shape[1:]))
+    for at in np.ndindex(hops.shape):
+        before, after = cells[:-1][at], cells[1:][at]
+        if not same(before, after):
+            with np.errstate(invalid="ignore"):
+                hops[at] = (float(after) - float(before)) / spacing_of(before, native)
+    return hops
+
+
+def regime_of(hops: np.ndarray) -> str:
+    size = np.abs(hops)
+    with np.errstate(invalid="ignore"):
+        if size.sum() == 0:
+            return "frozen"
+        if size.sum() <= 1:
+            return "single"
+        if size.max() <= 1:
+            return "neighbour"
+        return "local" if np.sqrt((size**2).sum()) <= np.sqrt(hops.size) else "jump"
+
+
+def crawling(rows: int = 9, tokens: int = 6, hidden: int = 4) -> np.ndarray:
+    """float32 weights that move by less than a bfloat16 cell, mostly."""
+    rng = np.random.default_rng(1)
+    W = rng.normal(0, 0.02, (tokens, hidden))
+    scale = 10.0 ** rng.uniform(-7, -3, (tokens, 1))
+    return np.cumsum([W] + [rng.normal(0, scale, W.shape) for _ in range(rows - 1)], 0).astype("f4")
+
+
+def oddities() -> np.ndarray:
+    """Ties, −0, NaN, infinities, subnormals: (10, 8, 2)."""
+    W = np.ones((10, 8, 2), np.float32)
+    cell = np.float32(2.0**-7)
+    W[1:, 0, 0] += cell / 2  # a tie, to the even 1
+    W[1:, 1, 0] += 3 * cell / 2  # a tie, up to the even 1 + 2 cells
+    W[2:, 2, 0] += np.nextafter(cell / 2, np.float32(1))  # just above the tie
+    W[:, 3] = np.where(np.arange(10) % 2, -0.0, 0.0)[:, None]  # no motion
+    W[:, 4, 0] = np.float32(2.0**-149) * np.arange(10)  # below the least of all 16-bit types
+    W[:, 5, 0] = np.float32(2.0**-134) * np.arange(10)  # ties between subnormals
+    W[3:, 6, 0] = np.nan
+    W[4:6, 6, 1] = np.inf
+    W[1:, 7, 0] = np.float32(3.4e38) * np.linspace(0.1, 1, 9)  # beyond float16, then beyond all
+    W[-1, 7, 0] = np.finfo(np.float32).max
+    return W
+
+
+def any_bits() -> np.ndarray:
+    bits = np.random.default_rng(5).integers(0, 1 << 32, (6, 5, 3), dtype=np.uint32)
+    # Half of them a few units from the row before.
+    near = np.random.default_rng(6).integers(0, 1 << 15, (6, 5, 3), dtype=np.uint32)
+    return np.where(np.arange(5)[:, None] % 2, bits, bits[0] + near.cumsum(0)).view(np.float32)
+
+
+HISTORIES = {"crawling": crawling, "oddities": oddities, "any bits": any_bits}
+
+
+@pytest.fixture(params=HISTORIES)
+def W(request):
+    values = HISTORIES[request.param]()
+    # One NaN is as good as another here; what becomes of payloads has a test of its own.
+    return np.where(np.isnan(values), np.float32(np.nan), values)
+
+
+@pytest.mark.parametrize("lattice", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("chunked", [None, (4, 3, -1), (1, 2, 1)], ids=str)
+def test_against_the_definition(W, lattice, chunked, make_run):
+    dead = np.arange(W.shape[1]) % 2 == 0
+    ds = make_run(W, native="float32", is_dead=dead, chunks=chunked)
+    cells = nearest(W, lattice)
+    hops = hops_of(cells, lattice)
+    moved = np.array([[any(hop != 0 for hop in token) for token in row] for row in hops])
+
+    np.testing.assert_array_equal(analysis.lattice_displacement(ds, lattice=lattice), hops)
+    l1 = analysis.lattice_displacement(ds, ord=1, lattice=lattice)
+    with np.errstate(over="ignore"):
+        np.testing.assert_allclose(l1, np.abs(hops).sum(-1).astype("f4"), rtol=2e-7)
+    assert l1.attrs["units"] == f"{lattice} spacings"
+
+    spacings = [spacing_of(value, lattice) for value in cells.ravel()]
+    got = analysis.ulp(ds, lattice).values
+    np.testing.assert_array_equal(got, np.reshape(spacings, W.shape).astype("f4"))
+    np.testing.assert_array_equal(analysis.ulp(ds.W, lattice), got)
+
+    names = np.array(analysis.REGIMES)
+    found = analysis.regimes(ds, lattice)
+    expected = np.array([[regime_of(token) for token in row] for row in hops])
+    np.testing.assert_array_equal(names[found.regime.values], expected)
+    for population, members in {"dead": dead, "live": ~dead, "all": dead | True}.items():
+        for name in names:
+            census = found.census.sel(population=population, regime_name=name)
+            np.testing.assert_array_equal(census, (expected[:, members] == name).sum(-1))
+
+    rest = analysis.freeze(ds, lattice=lattice)
+    rows = np.arange(1, len(W))[:, None]
+    np.testing.assert_array_equal(rest.last_motion, np.where(moved, rows, -1).max(0))
+    np.testing.assert_array_equal(rest.moves, moved.sum(0))
+    np.testing.assert_allclose(rest.still_fraction.sel(population="all"), 1 - moved.mean(1))
+
+    last_jump = np.where(expected == "jump", rows, -1).max(0)
+    np.testing.assert_array_equal(analysis.lifecycle(ds, lattice).last_jump, last_jump)
+
+    distinct = analysis.distinct(ds, "all", lattice).distinct
+    as_bytes = [len({token.tobytes() for token in row}) for row in cells]
+    np.testing.assert_array_equal(distinct, as_bytes)
+
+
+@pytest.mark.parametrize("metric", ["ulp", "ordinal"])
+def test_cells_of_float32_master_weights_are_those_of_their_cast(metric, make_run):
+    W = crawling()
+    cast = W.astype(ml_dtypes.bfloat16).view(np.uint16)
+    masters, half = make_run(W, native="float32"), make_run(cast)
+    for order in (None, 1, 2, np.inf):
+        got = analysis.lattice_displacement(masters, metric, order, "bfloat16")
+        assert got.equals(analysis.lattice_displacement(half, metric, order))
+
+
+def test_what_lies_below_a_cell_is_motion_on_the_own_lattice_only(make_run):
+    W = np.ones((4, 1, 2), np.float32)
+    W += np.arange(4, dtype=np.float32)[:, None, None] * np.float32(1e-5)
+    ds = make_run(W, native="float32")
+    assert (analysis.freeze(ds).moves == 3).all()
+    assert (analysis.freeze(ds, lattice="bfloat16").moves == 0).all()
+    assert analysis.freeze(ds, lattice="float32").equals(analysis.freeze(ds))
+    assert (analysis.regimes(ds).regime == analysis.REGIMES.index("jump")).all()
+    assert (analysis.regimes(ds, "bfloat16").regime == analysis.REGIMES.index("frozen")).all()
+
+
+def test_a_finer_lattice_counts_in_its_own_spacings(make_run, walk):
+    ds = make_run(walk(6, 4, 3))
+    coarse = analysis.lattice_displacement(ds)
+    fine = analysis.lattice_displacement(ds, lattice="float32")
+    np.testing.assert_array_equal(fine, coarse * 65536)
+    assert analysis.freeze(ds, lattice="float32").equals(analysis.freeze(ds))
+
+
+def test_payloads_of_nan_count_as_far_as_the_lattice_holds_them(make_run):
+    bits = np.full((3, 2, 1), 0x7FC00000, np.uint32)
+    bits[1:, 0] |= 1 << 20  # a bit that bfloat16 has
+    bits[1:, 1] |= 1  # one that it has not
+    ds = make_run(bits.view(np.float32), native="float32")
+    np.testing.assert_array_equal(analysis.freeze(ds).moves, [1, 1])
+    np.testing.assert_array_equal(analysis.freeze(ds, lattice="bfloat16").moves, [1, 0])
+    signalling = np.array([0x7F800001], np.uint32).view(np.float32)
+    assert np.isnan(on_lattice(signalling, "W", "float32", "bfloat16")).all(), "no infinity"
+
+
+@pytest.mark.parametrize("native", ["bfloat16", "float16"])
+@pytest.mark.parametrize("lattice", ["native", "bfloat16", "float32"])
+def test_a_native_type_that_the_values_contradict_is_refused(native, lattice, make_run):
+    W = crawling()
+    for ds in (make_run(W, native=native), make_run(W, native=native, chunks=(3, 2, -1))):
+        for question in (
+            lambda ds: analysis.regimes(ds, lattice),
+            lambda ds: analysis.freeze(ds, lattice=lattice),
+            lambda ds: analysis.lifecycle(ds, lattice),
+            lambda ds: analysis.distinct(ds, lattice=lattice),
+            lambda ds: analysis.ulp(ds, lattice),
+            lambda ds: analysis.lattice_displacement(ds, lattice=lattice),
+            lambda ds: analysis.lattice_displacement(ds, "ordinal", 1, lattice),
+        ):
+            with pytest.raises(InvalidArgument, match=rf"native_dtype of W says {native}.*are not"):
+                question(ds).compute()
+        analysis.speed(ds).compute()  # does not ask for the type
+
+
+@pytest.mark.parametrize(("stored", "native"), [("float16", "bfloat16"), ("bfloat16", "float16")])
+def test_a_type_of_the_same_size_is_not_believed(stored, native, make_run):
+    W = crawling().astype(TYPES[stored])
+    W[0, 0, 0] = 1e-30 if stored == "bfloat16" else 1 + 2.0**-10
+    for values in (W, W.astype(np.float32)):
+        ds = make_run(W.astype(np.float32), native=native)
+        ds["W"] = ds.W.copy(data=values)
+        for held in (ds, ds.chunk(step=3)):
+            with pytest.raises(InvalidArgument, match=rf"native_dtype of W says {native}"):
+                analysis.freeze(held).compute()
+        with pytest.raises(InvalidArgument, match=f"stored as {values.dtype}"):
+            on_lattice(values, "W", native, native)
+    assert on_lattice(W, "W", stored, stored) is W
+
+
+def test_a_single_wrong_value_is_found_and_shown(make_run, walk):
+    ds = make_run(walk(6, 4, 3))
+    ds["W"][4, 2, 1] = 0.1
+    with pytest.raises(InvalidArgument, match=r"1 of 72 values.*first is 0\.1.*stored as float32"):
+        analysis.freeze(ds).compute()
+
+
+def test_values_of_a_narrower_type_contradict_no_wider_one(make_run, walk):
+    ds = make_run(walk(6, 4, 3))
+    ds.W.attrs["native_dtype"] = "float32"
+    assert analysis.freeze(ds).moves.sum() > 0
+
+
+def test_a_float64_history_is_rounded_too(make_run):
+    W = crawling().astype(np.float64) * (1 + 1e-12)
+    ds = make_run(W, native="float64")
+    single = make_run(W.astype(np.float32), native="float32")
+    for lattice in ("bfloat16", "float16", "float32"):
+        got = analysis.lattice_displacement(ds, "ordinal", 1, lattice)
+        assert got.equals(analysis.lattice_displacement(single, "ordinal", 1, lattice))
+    with pytest.raises(InvalidArgument, match="float64"):
+        analysis.lattice_displacement(ds, "ordinal")
+
+
+def test_the_stored_summary_is_of_the_own_lattice_only(make_run, walk):
+    ds = make_run(walk(6, 4, 3))
+    lied = ds.assign(W_ulp_l1=(("step", "token"), np.zeros((6, 4), np.float32)))
+    for own in ("native", "bfloat16"):
+        assert analysis.freeze(lied, lattice=own).moves.sum() == 0
+        assert (analysis.lattice_displacement(lied, ord=1, lattice=own) == 0).all()
+    for other in ("float32", "float16"):
+        assert analysis.freeze(lied, lattice=other).equals(analysis.freeze(ds, lattice=other))
+        got = analysis.lattice_displacement(lied, ord=1, lattice=other)
+        assert got.equals(analysis.lattice_displacement(ds, ord=1, lattice=other))
+
+
+def test_another_lattice_is_no_lattice(make_run, walk):
+    ds = make_run(walk(6, 4, 3))
+    for question in (analysis.ulp, analysis.regimes, analysis.lifecycle):
+        with pytest.raises(InvalidArgument, match=r"lattice='fp8', expected one of 'native'"):
+            question(ds, "fp8")
+    with pytest.raises(InvalidArgument, match="fp8"):
+        analysis.freeze(ds, lattice="fp8")
+
+
+def test_cells_take_the_place_of_weights_that_are_not_there(make_run):
+    W = crawling()
+    cells = W.astype(ml_dtypes.bfloat16).astype(np.float32)
+    ds = make_run(W, native="float32")
+    alone = ds.drop_vars("W").assign(
+        cells=(ds.W.dims, cells, {"native_dtype": "bfloat16", "units": "1"})
+    )
+    for question in (
+        lambda ds: analysis.regimes(ds, "bfloat16"),
+        lambda ds: analysis.freeze(ds, lattice="bfloat16"),
+        lambda ds: analysis.lifecycle(ds, "bfloat16"),
+        lambda ds: analysis.distinct(ds, "all", "bfloat16"),
+        lambda ds: analysis.ulp(ds, "bfloat16"),
+        lambda ds: analysis.lattice_displacement(ds, "ordinal", 1, "bfloat16"),
+        lambda ds: analysis.lattice_displacement(ds, lattice="bfloat16"),
+    ):
+        assert question(alone).equals(question(ds))
+        assert question(alone.chunk(step=4, token=2)).compute().equals(question(ds).compute())
+    with pytest.raises(VariableNotRecorded, match="ask with lattice='bfloat16'"):
+        analysis.freeze(alone)
+    with pytest.raises(VariableNotRecorded, match="'float16' needs W"):
+        analysis.regimes(alone, "float16")
+    with pytest.raises(VariableNotRecorded, match="needs W"):
+        analysis.freeze(alone.drop_vars("cells"), lattice="bfloat16")

@@ -1,0 +1,89 @@
+"""Two worker processes, of which one is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import dask
+import numpy as np
+import pytest
+
+from trajstore import RunWriter, analysis, open_run
+from trajstore.analysis.scan.task_progress import compute_all
+
+distributed = pytest.importorskip("distributed")
+
+NAMES = ["regimes"]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    with (
+        distributed.LocalCluster(
+            n_workers=2,
+            threads_per_worker=1,
+            processes=True,
+            host="127.0.0.1",
+            dashboard_address="127.0.0.1:0",
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "run.zarr"
+    rng = np.random.default_rng(0)
+    with RunWriter.create(
+        path,
+        token=np.arange(40),
+        hidden=8,
+        variables={"W": "float32"},
+        is_dead=np.arange(40) % 3 == 0,
+        block_rows=1,
+    ) as made:
+        for step in range(60):
+            made.append(step=step, W=rng.integers(-3, 4, (40, 8)).astype("float32"))
+    return path
+
+
+def _loaded() -> bool:
+    return "torch" in sys.modules
+
+
+def test_a_killed_worker_changes_nothing(client: Any, run: Path) -> None:
+    lazy = analysis.compute(open_run(run), NAMES)
+    with dask.config.set(scheduler="threads"):
+        expected = lazy.compute()
+    victim, *_ = client.run(os.getpid).values()
+    told: list[tuple[int, int]] = []
+
+    def report(done: int, total: int) -> None:
+        if done and not any(before for before, _ in told):
+            os.kill(victim, signal.SIGKILL)
+        told.append((done, total))
+
+    (got,) = compute_all([lazy], report)
+    assert got.identical(expected)
+    assert told[-1][0] == told[-1][1] > 0
+    assert min(done for done, _ in told if done) < told[-1][1], "it was killed in the middle"
+    assert not any(client.run(_loaded).values()), "workers need no torch"
+
+
+def test_a_failing_task_is_told_as_ever(client: Any, run: Path) -> None:
+    broken = open_run(run).W.map_blocks(lambda block: 1 / 0, template=open_run(run).W)
+    with pytest.raises(ZeroDivisionError):
+        compute_all([broken], lambda done, total: None)
+
+
+def test_here_it_is_told_too(run: Path) -> None:
+    told: list[tuple[int, int]] = []
+    with dask.config.set(scheduler="threads"):
+        compute_all([analysis.speed(open_run(run))], lambda *tasks: told.append(tasks))
+    assert told[-1][0] == told[-1][1] > 0

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from trajstore import RunWriter, analysis, open_run, open_runs
+from trajstore.errors import VariableNotRecorded
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    rng = np.random.default_rng(1)
+    folder = tmp_path_factory.mktemp("runs")
+    found = [folder / f"{number}.zarr" for number in range(3)]
+    for path, block_rows in zip(found, (4, 3, 7), strict=True):
+        with RunWriter.create(
+            path,
+            token=np.arange(6),
+            hidden=3,
+            variables={"W": "float32"},
+            is_dead=np.arange(6) < 2,
+            block_rows=block_rows,
+        ) as run:
+            for step in range(9):
+                run.append(step=step, W=rng.normal(size=(6, 3)).astype("float32"))
+    return found
+
+
+def test_against_its_definition_and_compare(paths: list[Path]) -> None:
+    ds = open_runs(paths)
+    lazy = analysis.divergence(ds)
+    assert all(array.chunks is not None for array in lazy.data_vars.values())
+    got = lazy.compute()
+    W = ds.W.values.astype("float64")
+    norms = np.sqrt(((W - W[0]) ** 2).sum(-1))
+    for name, group in {"dead": slice(0, 2), "live": slice(2, 6), "all": slice(0, 6)}.items():
+        part = got.sel(population=name)
+        expected = np.sqrt((norms[:, :, group] ** 2).sum(-1))
+        np.testing.assert_allclose(part.distance, expected, rtol=1e-13)
+        np.testing.assert_allclose(part.mean_distance, norms[:, :, group].mean(-1), rtol=1e-13)
+    assert not got.isel(run=0).distance.any()
+    for number in (1, 2):
+        compared = analysis.compare(open_run(paths[0]), open_run(paths[number]))
+        distance = compared.distance.sel(variable="W")
+        np.testing.assert_allclose(got.distance[number].sel(population="all"), distance, rtol=1e-13)
+
+
+def test_chunks_change_nothing(paths: list[Path]) -> None:
+    ds = open_runs(paths)
+    expected = ds.traj.divergence().compute()
+    for step, token in ((2, 4), (9, 1)):
+        got = ds.chunk(step=step, token=token).traj.divergence().compute()
+        xr.testing.assert_identical(got, expected)
+
+
+def test_without_populations_or_W(paths: list[Path]) -> None:
+    ds = open_runs(paths)
+    assert ds.drop_vars("is_dead").traj.divergence().population.values.tolist() == ["all"]
+    with pytest.raises(VariableNotRecorded, match="W"):
+        ds.drop_vars("W").traj.divergence()

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+from example_run import write_example_run
+
+from trajstore import analysis, open_run, open_runs
+from trajstore.analysis.registry import ACROSS_RUNS, QUANTITIES
+from trajstore.errors import InvalidArgument
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    found = [folder / "one.zarr", folder / "two.zarr"]
+    for path in found:
+        write_example_run(path)
+    return found
+
+
+@pytest.mark.parametrize("name", ["freeze", "freeze_cause", "clusters", "pca", "logit_stats"])
+def test_the_results_are_those_of_each_run(name: str, paths: list[Path]) -> None:
+    got = getattr(open_runs(paths).traj, name)()
+    expected = getattr(analysis, name)(open_run(paths[0]))
+    xr.testing.assert_identical(got.isel(run=1, drop=True).load(), expected.load())
+
+
+def test_several_together(paths: list[Path]) -> None:
+    ds = open_runs(paths)
+    got = analysis.answer(ds, ["speed", "freeze"])
+    xr.testing.assert_equal(
+        got.isel(run=0, drop=True).load(),
+        analysis.compute(open_run(paths[0]), ["speed", "freeze"]).load(),
+    )
+    bands = analysis.answer(ds, ["speed"], by_population=True)
+    assert bands["mean"].dims == ("run", "step", "population")
+
+
+def test_what_is_wrong_is_told(paths: list[Path]) -> None:
+    one, several = open_run(paths[0]), open_runs(paths)
+    with pytest.raises(InvalidArgument, match="about one run, and there are several"):
+        analysis.speed(several)
+    with pytest.raises(InvalidArgument, match=r"open_runs\('runs"):
+        analysis.divergence(one)
+    with pytest.raises(InvalidArgument, match="about several runs"):
+        analysis.answer(one, ["divergence"])
+    with pytest.raises(InvalidArgument, match="asked by itself"):
+        analysis.answer(several, ["divergence", "speed"])
+    sizes = iter((3, 4))
+    with pytest.raises(InvalidArgument, match="do not fit together"):
+        several.traj.over_runs(lambda run: xr.DataArray(np.zeros(next(sizes)), dims="step"))
+
+
+def test_names_are_told_apart() -> None:
+    assert not ACROSS_RUNS.keys() & QUANTITIES.keys()
+    assert set(ACROSS_RUNS) <= set(analysis.__all__)

@@ -1,0 +1,49 @@
+"""Figures as methods of `ds.traj.plot`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xarray as xr
+
+import trajstore.analysis.figures
+from trajstore import open_run
+from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
+
+
+def test_it_says_what_is_in_a_run(small_run: tuple[Path, Any]) -> None:
+    ds = open_run(small_run[0])
+    assert repr(ds.traj) == (
+        "<run: 11 rows, steps 0 to 20; 10 tokens, 4 of them dead; W, grad, logits, loss; complete>"
+    )
+    assert repr(xr.Dataset().traj) == "<run: 0 rows; 0 tokens; no variables; part of a run>"
+
+
+def test_a_run_is_written_to_netcdf(small_run: tuple[Path, Any], tmp_path: Path) -> None:
+    pytest.importorskip("h5netcdf")
+    ds = open_run(small_run[0])
+    with pytest.raises(InvalidArgument, match=r"NAME\.nc, got a\.h5"):
+        ds.traj.to_netcdf("a.h5")
+    ds.isel(step=slice(3)).traj.to_netcdf(tmp_path / "a.nc")
+    with pytest.raises(RunExists):
+        ds.traj.to_netcdf(tmp_path / "a.nc")
+    with xr.open_dataset(tmp_path / "a.nc") as again:
+        assert (again.W.values.view("u4") == ds.W[:3].values.view("u4")).all()
+        assert again.token_text.values.tolist() == ds.token_text.values.tolist()
+        assert json.loads(again.attrs["config"]) == ds.attrs["config"] == {"why": "a test"}
+
+
+def test_every_kind_is_a_method() -> None:
+    pytest.importorskip("matplotlib")
+    ds = xr.Dataset({"loss": ("step", [3.0, 2.0, 1.0])}, coords={"step": [0, 1, 2]})
+    assert len(dir(ds.traj.plot)) == len(trajstore.analysis.figures.FIGURES)
+    ax = ds.traj.plot.loss(log="y")
+    assert ax.lines[0].get_ydata().tolist() == [3, 2, 1]
+    assert ax.get_yscale() == "log"
+    with pytest.raises(AttributeError, match=r"no ds\.traj\.plot\.los; there are autocorrelation"):
+        ds.traj.plot.los  # noqa: B018
+    with pytest.raises(VariableNotRecorded, match="W"):
+        ds.traj.plot.last_motion()

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trajstore.trainers.commands.record import print_interrupted, print_recorded
+
+FACTS = {
+    "committed_rows": 4, "bytes_native": 4096, "bytes_on_disk": 2048, "ratio": 2.0,
+    "steps": {"first": 0, "last": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rate", "took"),
+    [
+        (61.7, 4.9512, " in 0:01:02 (4.95 steps a second)"),
+        (2, None, " in 0:00:02"),
+        (None, None, ""),
+    ],
+)
+def test_the_end_of_a_recording_says_how_long_it_took_and_what_to_type(
+    seconds: float | None, rate: float | None, took: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    print_recorded(Path("my run.zarr"), FACTS, seconds, rate)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"Recorded 4 rows to my run.zarr{took}: 4 KiB in 2 KiB on disk (ratio 2.00)."
+    assert [line.split()[:2] for line in said[2:]] == [
+        ["trajstore", verb] for verb in ("summary", "analyze", "verify")
+    ]
+    assert all("'my run.zarr'" in line for line in said[2:])
+
+
+def test_an_interrupted_one_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    print_interrupted(Path("my run.zarr"), FACTS, fsync=True)
+    assert capsys.readouterr().err == (
+        "Interrupted after step 3; 4 rows are whole. Go on with: "
+        "trajstore record --resume -o 'my run.zarr' --fsync\n"
+    )

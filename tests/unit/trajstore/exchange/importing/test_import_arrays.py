@@ -1,0 +1,415 @@
+"""What imports make of files that are recognised by their arrays, and what they refuse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from grammar_files import Truth, stored, truth, write
+
+import trajstore
+from trajstore.errors import FormatError, InvalidArgument
+
+KNOWN = truth()
+DEAD = np.flatnonzero(KNOWN.dead)
+LIVE = np.flatnonzero(~KNOWN.dead)
+
+
+def imported(tmp_path: Path, arrays: dict[str, Any], form: str = "npz", **said: Any) -> Any:
+    """Dataset of a file's one run."""
+    attributes = said.pop("attributes", {})
+    file = write(tmp_path / "file", form, arrays, **attributes)
+    done = trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True, **said)
+    assert done.others == ()
+    return trajstore.open_run(done.path).load(), done
+
+
+def series(name: str, kind: str = "float32", known: Truth = KNOWN) -> np.ndarray:
+    return stored(known.values[name], kind)
+
+
+def same(ds: Any, name: str, expected: np.ndarray) -> bool:
+    return np.array_equal(ds[name].values, expected, equal_nan=True)
+
+
+def test_an_array_of_three_dimensions_alone_is_enough(tmp_path: Path) -> None:
+    ds, done = imported(tmp_path, {"whatever": series("W"), "other": np.zeros(3)})
+    assert same(ds, "W", KNOWN.values["W"])
+    assert [(line.name, line.role) for line in done.table] == [("whatever", "W"), ("other", "")]
+    with pytest.raises(FormatError, match=r"holds no W .* --map W=NAME"):
+        imported(tmp_path, {"one": series("W"), "two": series("W")})
+    ds, _ = imported(tmp_path, {"one": series("grad"), "two": series("W")}, map={"W": "two"})
+    assert same(ds, "W", KNOWN.values["W"])
+
+
+def test_the_user_says_what_arrays_are(tmp_path: Path) -> None:
+    arrays = {"x": series("W"), "dW": series("grad"), "n": series("loss"), "cs": KNOWN.steps * 50}
+    with pytest.raises(FormatError, match="dW may be grad or delta; say which with --map grad=dW"):
+        imported(tmp_path, arrays)
+    said = {"map": {"W": "x", "grad": "dW", "loss": "n"}, "labels": {"steps": "cs"}}
+    ds, _ = imported(tmp_path, arrays, **said)
+    assert ds.step.values.tolist() == (KNOWN.steps * 50).tolist()
+    for name in ("W", "grad", "loss"):
+        assert same(ds, name, KNOWN.values[name])
+    ds, done = imported(tmp_path, arrays, map={"W": "x", "ignore": ("dW", "n")})
+    assert set(ds.data_vars) == {"W"}
+    assert any(note.startswith("left out: dW, n, cs") for note in done.notes)
+    for map, message in (
+        ({"weights": "x"}, "no role 'weights'"),
+        ({"W": "y"}, "holds no 'y'"),
+        ({"W": "x", "loss": "x"}, "cannot be both W and loss"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            imported(tmp_path, arrays, map=map)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("0:300:50", range(0, 300, 50)), ("0,1,2,3,5,9", [0, 1, 2, 3, 5, 9]), ("7:13", range(7, 13))],
+)
+def test_labels_that_the_user_names(tmp_path: Path, text: str, expected: Any) -> None:
+    ds, _ = imported(tmp_path, {"W": series("W")}, labels={"steps": text})
+    assert ds.step.values.tolist() == list(expected)
+
+
+def test_labels_of_an_array_that_the_user_names_are_kept(tmp_path: Path) -> None:
+    arrays = {"W": series("W"), "at": np.array([0, 1, 3, 5, 7, 9])}
+    ds, done = imported(tmp_path, arrays, labels={"steps": "at"})
+    assert ds.step.values.tolist() == [0, 1, 3, 5, 7, 9]
+    ds, done = imported(tmp_path, {"W": series("W"), "steps": arrays["at"]})
+    assert ds.step.values.tolist() == [0, 1, 2, 3, 4, 5]
+    assert any("--labels steps=steps keeps what it says" in note for note in done.notes)
+
+
+@pytest.mark.parametrize("text", ["0:3", "0,1,2,3,5,5", "a", "0:9999999999999:1", "5:1:0"])
+def test_labels_that_do_not_fit(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InvalidArgument, match="steps"):
+        imported(tmp_path, {"W": series("W")}, labels={"steps": text})
+    with pytest.raises(InvalidArgument, match="labels are of steps"):
+        imported(tmp_path, {"W": series("W")}, labels={"rows": "0:6"})
+
+
+def test_rows_that_begin_after_the_first_step(tmp_path: Path) -> None:
+    arrays = {"W": series("W")[1:], "g": series("grad")[1:], "loss": series("loss")[1:]}
+    with pytest.raises(FormatError, match="say --first-row 1"):
+        imported(tmp_path, arrays)
+    ds, _ = imported(tmp_path, arrays, first_row=1)
+    assert ds.step.values.tolist() == [1, 2, 3, 4, 5]
+    for name in ("W", "grad", "loss"):
+        assert same(ds, name, KNOWN.values[name][1:])
+
+
+def test_sixteen_bits_are_what_the_user_says(tmp_path: Path) -> None:
+    half = KNOWN.values["W"].astype("f2")
+    ds, _ = imported(tmp_path, {"W": half.view("u2")}, bits="float16")
+    assert ds.W.attrs["native_dtype"] == "float16"
+    assert same(ds, "W", half.astype("f4"))
+    # float16 that was bfloat16 before: warned about, and taken for that on demand.
+    ds, done = imported(tmp_path, {"W": half})
+    assert ds.W.attrs["native_dtype"] == "float16"
+    assert any("--bits bfloat16" in note for note in done.notes)
+    ds, _ = imported(tmp_path, {"W": half}, bits="bfloat16")
+    assert ds.W.attrs["native_dtype"] == "bfloat16"
+    assert same(ds, "W", half.astype("f4"))
+    # float16 that no bfloat16 holds are its bits, when the user says so.
+    bits = KNOWN.values["W"].astype(ml_dtypes.bfloat16).view("f2")
+    ds, done = imported(tmp_path, {"W": bits}, bits="bfloat16")
+    assert same(ds, "W", KNOWN.values["W"])
+    assert any("were read as those of bfloat16" in note for note in done.notes)
+    ds, done = imported(tmp_path, {"W": bits})
+    assert not any("--bits" in note for note in done.notes)
+
+
+def test_before_the_step_of_their_row(tmp_path: Path) -> None:
+    """Recognised by the values: no moment knows the gradient of row 1 yet."""
+    arrays = {"recorded": np.zeros(2), "g": series("grad"), "losses": series("loss")}
+    for name, key in (("W", "weights"), ("exp_avg", "m"), ("exp_avg_sq", "v")):
+        whole = series(name)
+        arrays[key] = np.concatenate([whole[:1], whole[:-1]])
+    ds, done = imported(tmp_path, arrays)
+    assert any("shifted by one" in note for note in done.notes)
+    for name in ("W", "exp_avg", "exp_avg_sq"):
+        assert same(ds.isel(step=slice(None, -1)), name, KNOWN.values[name][:-1])
+        assert np.isnan(ds[name].values[-1]).all()
+    assert same(ds, "grad", KNOWN.values["grad"])
+    ds, _ = imported(tmp_path, arrays, first_row=0)
+    assert (ds.W.values == arrays["weights"]).all()
+
+
+def test_a_first_step_that_does_not_move_is_no_shift(tmp_path: Path) -> None:
+    """The warm-up of a schedule begins with a learning rate of 0."""
+    W = series("W")
+    W[1] = W[0]
+    arrays = {"weights": W, "g": series("grad"), "m": series("exp_avg")}
+    ds, _ = imported(tmp_path, arrays)
+    assert (ds.W.values == W).all()
+
+
+def test_resumed_files_know_nothing_of_their_first_step(tmp_path: Path) -> None:
+    arrays = {"W": series("W"), "g": series("grad"), "m": series("exp_avg_sq"),
+              "starting_step": 100, "steps": KNOWN.steps + 100}  # fmt: skip
+    arrays["m"][0] = 0.5
+    ds, done = imported(tmp_path, arrays)
+    assert same(ds, "grad", KNOWN.values["grad"])
+    assert (ds.exp_avg.values[0] == 0.5).all()
+    assert any("resumed at step 100" in note for note in done.notes)
+    del arrays["steps"]
+    ds, _ = imported(tmp_path, arrays)
+    assert ds.step.values.tolist() == list(range(100, 106))
+    del arrays["starting_step"]
+    ds, done = imported(tmp_path, arrays | {"steps": KNOWN.steps + 100})
+    assert (ds.grad.values[0] == 0).all()
+    assert any("g of step 100, the first row, is 0 or NaN" in note for note in done.notes)
+
+
+def test_what_the_user_says_is_told_as_that(tmp_path: Path) -> None:
+    arrays = {"W": series("W"), "steps": np.arange(6)[::-1].copy(), "nll": series("loss")}
+    _, done = imported(tmp_path, arrays, labels={"steps": "0:60:10"})
+    (line,) = [line for line in done.table if line.name == "steps"]
+    assert (line.role, line.why) == ("", "the steps are as you said")
+    with pytest.raises(FormatError, match="and was said to be W, expected"):
+        imported(tmp_path, arrays, map={"W": "nll"})
+
+
+def test_a_file_of_changes_says_so(tmp_path: Path) -> None:
+    _, done = imported(tmp_path, {"delta": series("grad"), "d": series("loss")})
+    assert "the file holds delta and no initial W, hence no W" in done.notes
+
+
+def test_two_matrices_of_an_untied_model(tmp_path: Path) -> None:
+    other = truth(seed=1)
+    arrays = {
+        "E": series("W"), "W": series("W", known=other), "grad_E": series("grad"),
+        "grad_U": series("grad", known=other), "loss": series("loss"), "dead_mask": KNOWN.dead,
+    }  # fmt: skip
+    file = write(tmp_path / "file", "npz", arrays)
+    done = trajstore.import_file(file, tmp_path / "run.zarr")
+    assert done.path.name == "run.E.zarr"
+    for one, known in ((done, KNOWN), (*done.others, other)):
+        ds = trajstore.open_run(one.path).load()
+        assert same(ds, "W", known.values["W"])
+        assert same(ds, "grad", known.values["grad"])
+        assert same(ds, "loss", KNOWN.values["loss"])
+        assert ds.attrs["imported"]["run"] == one.path.name.split(".")[1]
+    assert done.others[0].path.name == "run.W.zarr"
+    # If one target is taken, neither is written.
+    other_place = tmp_path / "two.E.zarr"
+    trajstore.import_file(file, tmp_path / "two.zarr")
+    with pytest.raises(trajstore.RunExists):
+        trajstore.import_file(file, tmp_path / "two.zarr")
+    assert other_place.exists()
+
+
+def test_masks_of_another_file_and_counts(tmp_path: Path) -> None:
+    counts = np.where(KNOWN.dead, 0, 9)
+    write(tmp_path / "counts", "npz", {"token_counts": counts})
+    ds, done = imported(tmp_path, {"W": series("W")}, masks=tmp_path / "counts")
+    assert (ds.is_dead.values == KNOWN.dead).all()
+    assert (ds.token_count.values == counts).all()
+    assert ds.attrs["imported"]["masks"] == "counts"
+    assert any("token_counts of counts is 0" in note for note in done.notes)
+    write(tmp_path / "ids", "safetensors", {"token_ids": DEAD}, description="untrained tokens")
+    ds, done = imported(tmp_path, {"W": series("W"), "live_tokens": 5}, masks=tmp_path / "ids")
+    assert (ds.is_dead.values == KNOWN.dead).all()
+    assert "token_ids of ids: dead tokens, as a description in its file says" in done.notes
+    write(tmp_path / "other", "npz", {"dead_mask": ~KNOWN.dead})
+    with pytest.raises(FormatError, match="dead_ids and dead_mask of other disagree"):
+        imported(tmp_path, {"W": series("W"), "dead_ids": DEAD}, masks=tmp_path / "other")
+    write(tmp_path / "none", "npz", {"W": series("W")})
+    with pytest.raises(FormatError, match="tells no tokens"):
+        imported(tmp_path, {"W": series("W")}, masks=tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("live_token_ids", LIVE),
+        ("dead_mask", KNOWN.dead),
+        ("trained_mask", (~KNOWN.dead).astype("u1")),
+        ("token_counts", np.where(KNOWN.dead, 0, 9)),
+        ("untrained_ids", DEAD),
+        ("mine", DEAD),  # ids of which nothing is said
+    ],
+)
+def test_masks_of_numpy_go_by_their_names(tmp_path: Path, name: str, values: np.ndarray) -> None:
+    np.save(tmp_path / f"{name}.npy", values)
+    ds, _ = imported(tmp_path, {"W": series("W")}, masks=tmp_path / f"{name}.npy")
+    assert (ds.is_dead.values == KNOWN.dead).all()
+
+
+def test_a_mask_of_numpy_without_a_name_is_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "mine.npy", KNOWN.dead.astype("i4"))
+    with pytest.raises(FormatError, match="tells no tokens: it holds mine"):
+        imported(tmp_path, {"W": series("W")}, masks=tmp_path / "mine.npy")
+
+
+def test_only_how_many_are_dead(tmp_path: Path) -> None:
+    _, done = imported(tmp_path, {"W": series("W"), "n_dead": 2, "live_tokens": 5})
+    assert any("not tell which tokens are dead, only how many (n_dead 2" in n for n in done.notes)
+    _, done = imported(tmp_path, {"W": series("W"), "live_mask": ~KNOWN.dead})
+    assert not any("which tokens are dead" in note for note in done.notes)
+
+
+def test_numbers_go_to_the_configuration(tmp_path: Path) -> None:
+    numbers = {
+        "learning_rate": 1e-3, "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999,
+        "eps": 1e-8, "seed": 42, "init_scale": 0.02, "n_layers": 2, "motion_threshold": 0.1,
+        "init_method_code": 1,
+    }  # fmt: skip
+    for form in ("hdf5", "safetensors"):
+        ds, _ = imported(tmp_path, {"W": series("W")}, form, attributes=numbers)
+        assert ds.attrs["optimizer"] == {
+            "hyperparameters": {"initial_lr": 1e-3, "weight_decay": 0.01, "betas": [0.9, 0.999],
+                                "eps": 1e-8}
+        }  # fmt: skip
+        assert ds.attrs["config"] == {
+            "training": {"seed": 42}, "model": {"layers": 2}, "scalars": {"motion_threshold": 0.1},
+            "initialisation": {"sigma": 0.02, "dtype": "bfloat16"},
+        }  # fmt: skip
+
+
+def test_a_learning_rate_and_a_schedule_answer_for_adam(tmp_path: Path) -> None:
+    from trajstore import analysis
+
+    arrays = {"W": series("W"), "g": series("grad"), "m": series("exp_avg"),
+              "v": series("exp_avg_sq")}  # fmt: skip
+    numbers = {"learning_rate": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.999, "weight_decay": 0.0}
+    ds, done = imported(tmp_path, arrays, "hdf5", attributes=numbers, schedule="linear:10")
+    assert np.allclose(ds.lr.values, [np.nan, 1e-3, 9e-4, 8e-4, 7e-4, 6e-4], equal_nan=True)
+    assert ds.attrs["imported"]["given"]["lr"] == {"schedule": "linear:10", "learning_rate": 1e-3}
+    assert ds.attrs["optimizer"]["class"].endswith("AdamW")
+    assert any("taken for AdamW of torch, eps 1e-08" in note for note in done.notes)
+    for question in (analysis.adam_update, analysis.freeze_cause):
+        assert question(ds).compute().sizes["token"] == 7
+    with pytest.raises(InvalidArgument, match="tells no learning_rate"):
+        imported(tmp_path, arrays, schedule="constant")
+    with pytest.raises(InvalidArgument, match="cannot read 'cosine' as a schedule"):
+        imported(tmp_path, arrays, "hdf5", attributes=numbers, schedule="cosine")
+    rates = {"lr": KNOWN.steps * 0.1, "learning_rate": 0.1}
+    with pytest.raises(InvalidArgument, match="holds the learning rate of each step"):
+        imported(tmp_path, arrays | rates, schedule="constant")
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "two names of one role": ({"grads": series("grad")}, "g and grads both have names of grad"),
+    "shapes": ({"m": series("exp_avg")[:, 1:]}, r"m has shape .* and W \(6, 7, 3\)"),
+    "rows": ({"m": series("exp_avg")[2:]}, "m has shape"),
+    "rank": ({"momentum": np.zeros(3)}, "its name says exp_avg, expected floating-point"),
+    "type": ({"v": np.zeros((6, 7, 3), "i8")}, "v is of type int64"),
+    "float ids": ({"dead_ids": DEAD.astype("f4")}, "says dead_ids, expected whole numbers"),
+    "mask of other numbers": ({"dead_mask": np.arange(7)}, "other values than 0 and 1"),
+    "mask of another length": ({"dead_mask": KNOWN.dead[:5]}, "dead_mask speaks of 5 tokens"),
+    "masks of two lengths": (
+        {"dead_mask": KNOWN.dead, "live_mask": np.zeros(9, bool)},
+        "dead_mask speaks of 7 tokens, and live_mask of 9",
+    ),
+    "ids out of range": ({"dead_ids": np.array([1, 7])}, "token ids from 0 to 6"),
+    "ids below 0": ({"dead_ids": np.array([-1, 3])}, "token ids from 0 on"),
+    "ids twice": ({"dead_ids": np.array([1, 1])}, "one occurs twice"),
+    "lists that disagree": ({"dead_ids": DEAD, "live_ids": DEAD}, "dead_ids and live_ids disagree"),
+    "sizes": ({"dead_mask": KNOWN.dead, "n_dead": 3}, "n_dead is 3, and dead_mask marks 2"),
+    "counts": (
+        {"dead_mask": KNOWN.dead, "token_counts": np.ones(7, int)},
+        "dead_mask and token_counts disagree",
+    ),
+    "vocabulary": ({"vocab_size": 5}, r"vocab_size speaks of 5 tokens, and W has 7"),
+    "hidden": ({"hidden_dim": 4}, "hidden_dim is 4, and W has shape"),
+    "hidden, called otherwise": ({"d_model": 4}, "d_model is 4, and W has shape"),
+    "ids beyond a size": (
+        {"token_ids": np.arange(0, 21, 3), "vocab_size": 10},
+        "vocab_size speaks of 10 tokens, and W has a row of token 18",
+    ),
+    "ids beyond a mask": (
+        {"token_ids": np.arange(0, 21, 3), "dead_mask": np.zeros(10, bool)},
+        "dead_mask speaks of 10 tokens, and W has a row of token 18",
+    ),
+    "rows of tokens beyond a mask": (
+        {"live_ids": np.arange(3, 10), "live_mask": np.ones(4, bool)},
+        "live_mask speaks of 4 tokens, and W has a row of token 9",
+    ),
+    "runs": ({"W": np.stack([series("W")] * 2)}, "W is of one of 2 runs, and g does not say"),
+    "n_runs": ({"W": np.stack([series("W")] * 2), "n_runs": 3, "g": None}, "n_runs is 3"),
+    "steps": ({"steps": np.arange(6)[::-1].copy()}, "increase"),
+    "steps of another length": ({"steps": np.arange(9)}, r"steps has shape \(9,\), and W has 6"),
+    "two labels": ({"steps": np.arange(6), "step": np.arange(6) * 2}, "label the rows differently"),
+    "numbers": ({"lr": 0.1, "learning_rate": 0.2}, "lr is 0.1 and learning_rate is 0.2"),
+    "empty": ({"W": np.zeros((6, 0, 3), "f4"), "g": None}, "none of them 0"),
+    "untied gradient": ({"E": series("W")}, "does not say whether it is of E or of W"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG.keys())
+def test_contradictions_name_both(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    arrays = {"W": series("W"), "g": series("grad")} | changes
+    with pytest.raises(FormatError, match=message):
+        imported(tmp_path, {key: array for key, array in arrays.items() if array is not None})
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_rows_of_dead_tokens_that_nothing_names(tmp_path: Path) -> None:
+    W = series("W")[:, DEAD]
+    with pytest.raises(FormatError, match=r"nothing tells which they are; give .* --masks"):
+        imported(tmp_path, {"dead_W": W})
+    write(tmp_path / "masks", "npz", {"untrained_mask": KNOWN.dead})
+    ds, _ = imported(tmp_path, {"dead_W": W}, masks=tmp_path / "masks")
+    assert ds.token.values.tolist() == DEAD.tolist()
+    with pytest.raises(FormatError, match=r"as many as .* say which with --map token="):
+        imported(tmp_path, {"W": W, "dead_ids": DEAD, "live_ids": LIVE[: len(DEAD)]})
+
+
+def test_what_is_preview_is_what_is_made(tmp_path: Path) -> None:
+    from trajstore.exchange.importing.import_file import preview_import
+
+    arrays = {"W": series("W", "uint16"), "dead_mask": KNOWN.dead, "centroid": np.zeros((6, 3))}
+    file = write(tmp_path / "file", "npz", arrays)
+    seen = preview_import(file)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    done = trajstore.import_file(file, tmp_path / "run.zarr")
+    assert seen.table == done.table
+    assert seen.runs[""]["notes"] == list(done.notes)
+    assert seen.runs[""]["dead"] == len(DEAD)
+    roles = {line.name: (line.role, line.why) for line in seen.table}
+    assert roles["W"] == ("W", "bits of bfloat16")
+    assert roles["centroid"] == ("", "follows from the rest")
+
+
+def test_a_first_step_that_does_not_move_under_the_names_of_another_layout(tmp_path: Path) -> None:
+    """Nothing tells files of 1.12a without moments from a warm-up: the user decides."""
+    W = np.concatenate([series("W")[:1], series("W")[:-1]])
+    arrays = {"W": W, "grads": series("grad"), "loss": series("loss")}
+    with pytest.raises(FormatError, match=r"say --layout 1\.12a, or --first-row 0"):
+        imported(tmp_path, arrays, "safetensors")
+    ds, _ = imported(tmp_path, arrays, "safetensors", first_row=0)
+    assert (ds.W.values == W).all()
+    ds, _ = imported(tmp_path, arrays, "safetensors", layout="1.12a")
+    assert (ds.W.values[:-1] == KNOWN.values["W"][:-1]).all()
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hdf5"])
+def test_a_run_of_cells_comes_back(tmp_path: Path, form: str) -> None:
+    from exchange_runs import assert_same_run, write_run
+
+    write_run(tmp_path / "a.zarr", {"cells": "bfloat16", "loss": "float32"}, rows=5, tokens=4,
+              hidden=3)  # fmt: skip
+    trajstore.export(tmp_path / "a.zarr", tmp_path / "f", format=form)
+    trajstore.import_file(tmp_path / "f", tmp_path / "b.zarr")
+    assert_same_run(tmp_path / "a.zarr", tmp_path / "b.zarr")
+
+
+def test_cells_of_a_file_of_others(tmp_path: Path) -> None:
+    ds, done = imported(tmp_path, {"cells": series("W", "uint16"), "dead_mask": KNOWN.dead})
+    assert same(ds, "cells", KNOWN.values["W"])
+    assert "the file holds W rounded to bfloat16, as cells, and no W" in done.notes
+
+
+def test_objects_of_numpy_are_left_out_and_named(tmp_path: Path) -> None:
+    np.savez(tmp_path / "f.npz", W=series("W"), config=np.array({"lr": 1}, dtype=object))
+    done = trajstore.import_file(tmp_path / "f.npz", tmp_path / "run.zarr")
+    left = {line.name: line.why for line in done.table if not line.role}
+    assert left["config"] == "it holds Python objects, which could run code and are never loaded"
+    np.savez(tmp_path / "f.npz", W=np.array([series("W")[0], None], dtype=object))
+    with pytest.raises(FormatError, match=r"holds no W .* not read: W"):
+        trajstore.import_file(tmp_path / "f.npz", tmp_path / "other.zarr")

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trajstore import analysis
+from trajstore.errors import InvalidArgument
+from trajstore.populations.named import with_populations
+
+
+@pytest.fixture
+def run(make_run, walk):
+    return make_run(walk(6, 8, 3), is_dead=np.arange(8) < 3, chunks=(4, 3, -1))
+
+
+def test_every_function_takes_and_gives_them(run):
+    mask = np.arange(8) % 2 == 0
+    ds = run.traj.with_populations(even=mask, first=run.token.values[:2], late="token < 9")
+    names = ["dead", "live", "all", "even", "first", "late"]
+    W = run.W.values.astype(np.float64)
+    got = analysis.centroid(ds).compute()
+    assert got.population.values.tolist() == names
+    np.testing.assert_allclose(got.centroid.sel(population="even"), W[:, mask].mean(1))
+    np.testing.assert_allclose(got.centroid.sel(population="first"), W[:, :2].mean(1))
+    np.testing.assert_allclose(got.centroid.sel(population="late"), W[:, -3:].mean(1))
+    for result in (
+        analysis.freeze(ds).frozen_fraction,
+        analysis.regimes(ds).census,
+        analysis.by_population(analysis.speed(ds))["mean"],
+        ds.traj.by_population(analysis.speed(run))["mean"],
+        analysis.clusters(ds).groups,
+        analysis.autocorrelation(ds).autocorrelation,
+        analysis.alignment(ds).alignment,
+        analysis.inertia(ds).inertia,
+        analysis.summary(ds).displacement,
+    ):
+        assert result.population.values.tolist() == names
+    one = analysis.pca(ds, "even", components=1).compute()
+    alone = analysis.pca(run.isel(token=mask), components=1).compute()
+    np.testing.assert_allclose(one.spectrum, alone.spectrum)
+
+
+def test_labels_make_a_population_each(run):
+    cohorts = np.array(["old", "", "new", "old", "new", "", "old", "new"])
+    ds = with_populations(run, {"cohort": cohorts})
+    assert ds.is_cohort_old.values.tolist() == (cohorts == "old").tolist()
+    assert analysis.coherence(ds, "cohort_new").sizes == {"step": 5}
+    assert "is_cohort_" not in ds.coords
+
+
+def test_any_truth_values_along_token_are_one(run):
+    ds = run.assign_coords(reachable=("token", np.arange(8) > 5))
+    assert "reachable" in analysis.distinct(ds).population
+    with pytest.raises(InvalidArgument, match="second population 'reachable'"):
+        analysis.distinct(ds.assign_coords(is_reachable=ds.reachable))
+
+
+def test_what_cannot_be_one(run):
+    for name, given, message in (
+        ("dead", "token > 3", "named 'dead'"),
+        ("a b", "token > 3", "named 'a b'"),
+        ("token", "token > 3", "already"),
+        ("odd", np.ones(3, bool), "3 values of bool"),
+        ("odd", np.ones(8), "8 values of float64"),
+        ("odd", np.ones((8, 1), bool), "one dimension"),
+        ("odd", [3, 4], "1 tokens that are not here, the first is 4"),
+        ("odd", "no such file.npy", "got the file no such file.npy"),
+    ):
+        with pytest.raises(InvalidArgument, match=message):
+            with_populations(run, {name: given})

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trajstore.byte_sizes import EXCHANGE_MEMORY, parse_bytes
+from trajstore.errors import InvalidArgument
+from trajstore.store.metadata.block_plan import plan
+
+EVERYTHING = {
+    "W": "bfloat16",
+    "grad": "bfloat16",
+    "exp_avg": "bfloat16",
+    "exp_avg_sq": "bfloat16",
+    "logits": "bfloat16",
+    "loss": "float32",
+}
+
+
+def test_gatsby_and_wordybird_get_the_blocks_that_the_format_names() -> None:
+    assert plan(EVERYTHING, tokens=128, hidden=64).block_rows == 256
+    assert plan(EVERYTHING, tokens=50_257, hidden=64).block_rows in (16, 32)
+
+
+@given(
+    variables=st.sampled_from([EVERYTHING, EVERYTHING | {"exp_avg": "float64"}]),
+    tokens=st.integers(1, 60_000),
+    hidden=st.integers(1, 1024),
+    memory=st.integers(1 << 10, 1 << 31),
+    rows=st.none() | st.integers(1, 64),
+    buffers=st.integers(1, 2),
+)
+def test_a_plan_keeps_its_promises(
+    variables: dict[str, str],
+    tokens: int,
+    hidden: int,
+    memory: int,
+    rows: int | None,
+    buffers: int,
+) -> None:
+    sizes = {"tokens": tokens, "hidden": hidden, "buffers": buffers}
+    try:
+        layout = plan(variables, memory=memory, block_rows=rows, **sizes)
+    except InvalidArgument:
+        least = plan(variables, memory=1 << 60, block_rows=rows or 8, **sizes)
+        assert least.memory > memory
+        return
+    assert layout.memory <= memory
+    assert rows in (None, layout.block_rows)
+    for array in layout.arrays.values():
+        for chunk, shard in zip(array.chunk, array.shard, strict=True):
+            assert shard % chunk == 0
+        assert array.shard[0] == layout.block_rows
+        if len(array.shard) == 1:
+            continue
+        assert array.shard[2:] == array.row[1:]
+        assert (array.parts - 1) * array.shard[1] < array.row[0] <= array.parts * array.shard[1]
+        # Rounding up wastes less than one chunk.
+        assert array.shard[1] - -(-array.row[0] // array.parts) < array.chunk[1]
+    matrices = [array for array in layout.arrays.values() if len(array.row) == 2]
+    assert len({array.shard for array in matrices}) == 1
+    # Memory of more than 32 MiB goes back to the system at once; a chunk has 128 tokens at least.
+    decoded = math.prod(matrices[0].shard) * max(array.native.stored.itemsize for array in matrices)
+    assert decoded <= 32 << 20 or matrices[0].shard[1] <= 128
+
+
+def test_a_budget_too_small_says_the_least_that_works() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        plan(EVERYTHING, tokens=128, hidden=64, memory=100_000)
+    least = str(caught.value).split("at least ")[1].split(" is needed")[0]
+    assert plan(EVERYTHING, tokens=128, hidden=64, memory=parse_bytes(least))
+
+
+def test_many_processors_fit_into_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What imports and exports take by default holds a block of Wordybird, here and there."""
+    monkeypatch.setattr("trajstore.store.metadata.block_plan.default_threads", lambda: 8)
+    sizes = {"tokens": 50_257, "hidden": 64, "buffers": 1, "encoding": "portable"}
+    memory = parse_bytes(EXCHANGE_MEMORY)
+    matrices = dict.fromkeys(("W", "grad", "exp_avg", "exp_avg_sq"), "bfloat16")
+    layout = plan(matrices, memory=memory, **sizes)
+    assert 1 <= layout.threads < 8
+    assert layout.memory <= memory
+    with pytest.raises(InvalidArgument, match="1 block of 8 rows"):
+        plan(matrices, memory=memory, threads=8, **sizes)
+
+
+@given(
+    examples=st.integers(1, 70),
+    positions=st.integers(1, 2000),
+    rows=st.integers(1, 64),
+    dtype=st.sampled_from(["bfloat16", "float32"]),
+)
+def test_states_are_divided_along_their_examples(
+    examples: int, positions: int, rows: int, dtype: str
+) -> None:
+    variables = {"W": dtype, "batch": "float64", "hidden_states": dtype}
+    sizes = {"tokens": 50, "hidden": 64, "examples": examples, "positions": positions}
+    layout = plan(variables, block_rows=rows, memory=1 << 60, **sizes)
+    states = layout.arrays["hidden_states"]
+    example = positions * 64 * 4
+    assert states.row == (examples, positions, 64)
+    assert states.chunk[0] == 1
+    assert states.shard[0] == rows
+    assert states.shard[1] % states.chunk[1] == 0
+    assert states.chunk[2:] == states.shard[2:] == (positions, 64)
+    assert states.chunk[1] * example <= max(2 << 20, example)
+    # A shard is a whole number of chunks, so it may be longer by fewer examples than it has chunks.
+    most = max(30 << 20, rows * example)
+    assert rows * (states.shard[1] - states.shard[1] // states.chunk[1]) * example <= most
+    assert (states.parts - 1) * states.shard[1] < examples <= states.parts * states.shard[1]

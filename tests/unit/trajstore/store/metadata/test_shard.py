@@ -1,0 +1,164 @@
+"""Shards against what zarr-python itself makes of the same metadata."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from bits_and_calls import random_bits
+from zarr.buffer.cpu import Buffer
+from zarr.storage import MemoryStore
+
+from trajstore.codec.block_form import BlockForm
+from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel
+from trajstore.schema import ENCODINGS
+from trajstore.store.metadata.block_plan import ArrayLayout, plan
+from trajstore.store.metadata.object_keys import chunk_key
+from trajstore.store.metadata.shard import Shard, chunk_windows, encode_chunk, shard_digest
+from trajstore.store.metadata.zarr_json import RunMetadata
+from trajstore.store.writing.new_run import new_arrays
+from trajstore.values.native_types import widen
+
+RUNS = ((0, "5a" * 16),)
+BLOCK_ROWS = 7
+CASES = [
+    ("W", "bfloat16", 300, 5),
+    ("W", "float16", 40, 3),
+    ("W", "float32", 1, 1),
+    ("grad", "float64", 9, 2),
+    ("logits", "bfloat16", 300, 5),
+    ("loss", "float32", 3, 5),
+    ("lr", "float64", 3, 5),
+]
+
+every_case = pytest.mark.parametrize(("name", "dtype", "tokens", "hidden"), CASES)
+both_encodings = pytest.mark.parametrize("encoding", ENCODINGS)
+
+
+@pytest.fixture(autouse=True)
+def _in_several_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of the largest case is stored in three parts of two chunks each."""
+    monkeypatch.setattr("trajstore.store.metadata.block_plan._LARGEST_OBJECT", 16 << 10)
+    monkeypatch.setattr("trajstore.store.metadata.block_plan._CHUNK", 8 << 10)
+    monkeypatch.setattr("trajstore.store.metadata.block_plan._FEWEST_TOKENS", 16)
+
+
+def make(
+    name: str, dtype: str, tokens: int, hidden: int, encoding: str
+) -> tuple[ArrayLayout, np.ndarray, dict[str, Any]]:
+    """Layout of an array, the bits of a block of it, and its document."""
+    variables = {"W": dtype} | {name: dtype}
+    layout = plan(variables, tokens=tokens, hidden=hidden, block_rows=BLOCK_ROWS, encoding=encoding)
+    array = layout.arrays[name]
+    bits = random_bits((BLOCK_ROWS, *array.row), 5, 8 * array.native.itemsize)
+    labelled = replace(layout, runs=RUNS)
+    arrays, _ = new_arrays(labelled, {"token": np.arange(tokens)}, encoding=encoding)
+    return array, bits, json.loads(RunMetadata(arrays, {}).array(name, BLOCK_ROWS))
+
+
+def encoded(form: BlockForm, bits: np.ndarray, part: int) -> tuple[bytes, bytes]:
+    """A shard, and the digest in its label."""
+    windows = chunk_windows(form)
+    chunks = (encode_chunk(form.chain, bits[window], form.chunk) for window in windows)
+    shard = Shard(form, chunks, block=0, part=part, rows=len(bits))
+    return b"".join(shard), shard.digest
+
+
+def objects(array: ArrayLayout, bits: np.ndarray) -> dict[str, Any]:
+    form, ndim = array.form(RUNS), len(array.shard)
+    return {
+        chunk_key(array.variable.name, 0, ndim, part): Buffer.from_bytes(
+            encoded(form, bits[array.window(part)], part)[0]
+        )
+        for part in range(array.parts)
+    }
+
+
+def opened(name: str, document: dict[str, Any], stored: dict[str, Any]) -> zarr.Array:
+    stored[f"{name}/zarr.json"] = Buffer.from_bytes(json.dumps(document).encode())
+    return zarr.open_array(MemoryStore(stored), path=name, mode="r+")
+
+
+@both_encodings
+@every_case
+def test_zarr_reads_the_bits_back(
+    name: str, dtype: str, tokens: int, hidden: int, encoding: str
+) -> None:
+    array, bits, document = make(name, dtype, tokens, hidden, encoding)
+    codecs = [codec["name"] for codec in document["codecs"]]
+    assert codecs == ["trajstore.block" if encoding == "delta" else "sharding_indexed"]
+    for rows in (BLOCK_ROWS, 4):
+        document["shape"][0] = rows
+        read = opened(name, document, objects(array, bits[:rows]))[...]
+        unsigned = f"u{array.native.stored.itemsize}"
+        assert (read.view(unsigned) == widen(bits[:rows], array.native).view(unsigned)).all()
+
+
+@both_encodings
+@every_case
+def test_what_zarr_writes_differs_by_the_label_only(
+    name: str, dtype: str, tokens: int, hidden: int, encoding: str
+) -> None:
+    """With the codec of blocks zarr labels them too, but does not know their places."""
+    array, bits, document = make(name, dtype, tokens, hidden, encoding)
+    form = array.form(RUNS)
+    written: dict[str, Any] = {}
+    whole = [array.parts * array.shard[1], *array.row[1:]] if len(array.shard) > 1 else []
+    # As far as the shards reach: what zarr pads with is its own affair.
+    padded = np.zeros([BLOCK_ROWS, *whole], array.native.bits)
+    padded[tuple(map(slice, bits.shape))] = bits
+    document["shape"] = list(padded.shape)
+    opened(name, document, written)[...] = widen(padded, array.native)
+    for part in range(array.parts):
+        ours, digest = encoded(form, padded[array.window(part)], part)
+        theirs = written[chunk_key(name, 0, len(array.shard), part)].to_bytes()
+        index = ours[-form.index_length :]
+        chunks = ours[: -form.tail_length]
+        assert theirs[: len(chunks)] == chunks
+        assert theirs[-form.index_length :] == index
+        if encoding == "portable":
+            assert len(theirs) == len(ours) - LABEL
+            continue
+        assert len(theirs) == len(ours)
+        label = BlockLabel.unpack(theirs[-form.tail_length : -form.index_length], index[:-4])
+        assert (label.block, label.part, label.rows) == (ANYWHERE, 0, BLOCK_ROWS)
+        assert (label.run, label.array) == (RUNS[0][1], name)
+        assert (label.settings, label.digest) == (form.settings, digest)
+
+
+@both_encodings
+@every_case
+def test_a_digest_is_that_of_the_shard_that_would_be_written(
+    name: str, dtype: str, tokens: int, hidden: int, encoding: str
+) -> None:
+    array, bits, _ = make(name, dtype, tokens, hidden, encoding)
+    form = array.form(RUNS)
+    for rows in (BLOCK_ROWS, 3):
+        for part in range(array.parts):
+            taken = bits[:rows][array.window(part)]
+            data, digest = encoded(form, taken, part)
+            assert digest == shard_digest(form, taken)
+            assert form.read_tail(data[-form.tail_length :], (0, part)).label == BlockLabel(
+                run=RUNS[0][1],
+                array=name,
+                block=0,
+                part=part,
+                rows=rows,
+                settings=form.settings,
+                digest=digest,
+            )
+    assert shard_digest(form, bits[array.window(0)]) != shard_digest(form, ~bits[array.window(0)])
+
+
+def test_a_block_without_identity_has_no_label() -> None:
+    """As format 1 stores it."""
+    array, bits, _ = make("W", "bfloat16", 300, 5, "delta")
+    labelled, _ = encoded(array.form(RUNS), bits[array.window(0)], 0)
+    form = array.form(None)
+    bare, _ = encoded(form, bits[array.window(0)], 0)
+    assert bare == labelled[: -form.index_length - LABEL] + labelled[-form.index_length :]
+    assert form.read_tail(bare[-form.tail_length :], None).label is None

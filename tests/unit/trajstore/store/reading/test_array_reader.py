@@ -1,0 +1,283 @@
+"""What is read past zarr: native bits and values by slices, tails, and whose form is known."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zarr
+from bits_and_calls import random_bits
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trajstore import FormatError, RunWriter, open_run
+from trajstore.codec.codec_chain import chain
+from trajstore.schema import ENCODINGS
+from trajstore.store.metadata.block_plan import plan
+from trajstore.store.reading.array_reader import StoredArray, block_form, stored_array
+from trajstore.store.reading.open_group import open_group, run_identity
+from trajstore.values.native_types import native_type, widen
+from trajstore.values.token_norms import token_norm
+
+ROWS, TOKENS, HIDDEN = SHAPE = (11, 300, 3)
+DATA = Path(__file__).parents[3] / "data"
+
+
+def reader(path: Path, name: str = "W") -> StoredArray:
+    group = open_group(path)
+    array = group[name]
+    assert isinstance(array, zarr.Array)
+    found = stored_array(path, name, array, run_identity(group.attrs))
+    assert found is not None
+    return found
+
+
+def native(bits: np.ndarray, array: StoredArray, name: str) -> np.ndarray:
+    """Bits as the chain of an array holds them: portable stores float32."""
+    if array.chain.native.itemsize == bits.itemsize:
+        return bits
+    return widen(bits, native_type(name)).view(array.chain.native.bits)
+
+
+@pytest.fixture(scope="module", params=[*ENCODINGS, "large"])
+def stored(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[StoredArray, np.ndarray]:
+    """An array of several chunks a shard and several shards a block, and its native bits."""
+    bits = random_bits((ROWS, TOKENS, HIDDEN), 21)
+    path = tmp_path_factory.mktemp("stored") / "run.zarr"
+    large = request.param == "large"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trajstore.store.metadata.block_plan._LARGEST_OBJECT", 5 << 10)
+        patch.setattr("trajstore.store.metadata.block_plan._CHUNK", 2 << 10)
+        patch.setattr("trajstore.store.metadata.block_plan._CHUNK_OF_HISTORIES", 1 << 10)
+        patch.setattr("trajstore.store.metadata.block_plan._FEWEST_TOKENS", 8)
+        patch.setattr("trajstore.store.metadata.block_plan._ROWS_OF_A_SNAPSHOT", (2,))
+        if large:  # stored as large rows are, in two chunks along step
+            patch.setattr("trajstore.store.metadata.block_plan._SMALL_ROW", 0)
+        with RunWriter.create(
+            path,
+            token=np.arange(TOKENS),
+            hidden=HIDDEN,
+            variables={"W": "bfloat16"},
+            block_rows=4,
+            encoding="delta" if large else request.param,
+        ) as run:
+            for row in range(ROWS):
+                run.append(step=row, W=bits[row])
+    array = reader(path)
+    assert array.parts == 3
+    assert array.chain.token_first == large
+    assert array.form.grid == ((2, 3, 1) if large else (1, 3, 1))
+    return array, native(bits, array, "bfloat16")
+
+
+def stretch(length: int) -> st.SearchStrategy[slice]:
+    """Slices forwards and without gaps, as whoever reads asks for them; also of nothing."""
+    end = st.none() | st.integers(-length, length)
+    return st.builds(slice, end, end)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@settings(
+    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.integers(0, 3).flatmap(lambda count: st.tuples(*map(stretch, SHAPE[:count]))))
+def test_slices_are_what_numpy_would_pick(
+    stored: tuple[StoredArray, np.ndarray], threads: int, key: tuple[slice, ...]
+) -> None:
+    whole, bits = stored
+    array = replace(whole, threads=threads)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trajstore.store.reading.array_reader._MANY", 1)
+        found, values = array.bits(key), array.values(key)
+    assert found.dtype == bits.dtype
+    assert found.shape == bits[key].shape
+    assert found.tobytes() == bits[key].tobytes()
+    assert values.dtype == np.float32
+    expected = bits if bits.itemsize == 4 else widen(bits, native_type("bfloat16"))
+    assert values.tobytes() == expected[key].tobytes()
+
+
+def test_many_shards_are_read_side_by_side(
+    stored: tuple[StoredArray, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread waits for a shard of its own: of a slow disk, too, all come at once."""
+    array, bits = stored
+    monkeypatch.setattr("trajstore.store.reading.array_reader._MANY", 9)
+    together = threading.Barrier(3, timeout=30)
+    whole = StoredArray._read_shard
+
+    def waiting(self: StoredArray, *arguments: Any) -> None:
+        together.wait()
+        whole(self, *arguments)
+
+    monkeypatch.setattr(StoredArray, "_read_shard", waiting)
+    assert replace(array, threads=3).bits(()).tobytes() == bits.tobytes()  # of nine shards
+
+
+@pytest.mark.parametrize("order", [1, 2, np.inf])
+@settings(
+    deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.tuples(stretch(ROWS), stretch(TOKENS)))
+def test_norms_are_those_of_the_values(
+    stored: tuple[StoredArray, np.ndarray], order: float, key: tuple[slice, slice]
+) -> None:
+    array, _ = stored
+    norms, expected = array.norms(*key, order), token_norm(array.values(key), order)
+    assert norms.dtype == expected.dtype == np.float32
+    assert norms.shape == expected.shape
+    assert norms.tobytes() == expected.tobytes()
+
+
+def test_native_bits_come_as_they_were_written(
+    small_run: tuple[Path, dict[str, np.ndarray]],
+) -> None:
+    path, bits = small_run
+    for name in bits:
+        array = reader(path, name)
+        where = (slice(3, 9), slice(1, 10))[: array.ndim]
+        declared = open_run(path)[name].attrs["native_dtype"]
+        expected = native(bits[name][where], array, declared)
+        assert array.bits(where).dtype == expected.dtype
+        assert (array.bits(where) == expected).all()
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in DATA.glob("format1-*.zarr")))
+def test_runs_of_format_1_are_read_without_labels(name: str) -> None:
+    ds = open_run(DATA / name)
+    for variable in ds.data_vars:
+        array = reader(DATA / name, str(variable))
+        assert array.form.runs is None
+        assert array.values(()).tobytes() == ds[variable].values.tobytes()
+        with array.opened(0, 0) as file:
+            assert array.tail(file, 0, 0).label is None
+
+
+def test_a_tail_says_where_the_shard_belongs(stored: tuple[StoredArray, np.ndarray]) -> None:
+    array, _ = stored
+    assert array.form.runs is not None
+    for block in range(3):
+        for part in range(3):
+            with array.opened(block, part) as file:
+                tail = array.tail(file, block, part)
+            assert tail.label is not None
+            assert (tail.label.block, tail.label.part) == (block, part)
+            assert tail.label.rows == min(4, ROWS - 4 * block)
+            assert tail.label.run == array.form.runs[0][1]
+            size = (array.path / array.key(block, part)).stat().st_size  # type: ignore[union-attr]
+            assert tail.index[:, 1].sum() == size - array.form.tail_length
+    with array.opened(1, 2) as file:
+        for place in ((0, 2), (1, 0)):
+            with pytest.raises(
+                FormatError, match=rf"^W, block {place[0]}: it is W, block 1, part 2"
+            ):
+                array.tail(file, *place)
+
+
+def test_an_array_stored_otherwise_is_left_to_zarr(tmp_path: Path) -> None:
+    ours = plan({"W": "float32"}, tokens=4, hidden=2, block_rows=4, encoding="portable")
+    codecs = ours.arrays["W"].chain.codecs(2)
+    portable: dict[str, Any] = {"chunks": (2, 2), "shards": (4, 4)} | codecs
+    keys = {"name": "default", "configuration": {"separator": "."}}
+    for number, options in enumerate(
+        (
+            {"chunks": (2, 2)},
+            {"chunks": (2, 2), "shards": (4, 4)},
+            {"shape": (4,), "chunks": (2,)},
+            portable,  # but for its keys, which have slashes
+            portable | {"compressors": None, "chunk_key_encoding": keys},
+        )
+    ):
+        arguments: dict[str, Any] = {"shape": (4, 4), "dtype": "float32"} | options
+        array = zarr.create_array(tmp_path / str(number), **arguments)
+        assert block_form("W", array, None) is None
+        assert stored_array(tmp_path, "W", array, None) is None
+    known = zarr.create_array(
+        tmp_path / "known",
+        shape=(4, 4),
+        dtype="float32",
+        **portable | {"chunk_key_encoding": keys},
+    )
+    form = block_form("W", known, None)
+    assert form is not None
+    assert form.chain == chain("portable", native_type("float32"), 2, small=True)
+
+
+def test_dask_reads_only_what_a_selection_needs(
+    small_run: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    real = os.open
+
+    def spy(path: Any, *arguments: Any) -> int:
+        read.append(Path(path).name)
+        return real(path, *arguments)
+
+    ds = open_run(small_run[0])
+    monkeypatch.setattr("trajstore.codec.block_codec.os.open", spy)
+    assert ds.W[:7, 3].values.shape == (7, 6)
+    assert sorted(name for name in read if name.startswith("c.")) == ["c.0.0.0", "c.1.0.0"]
+
+
+def shard_of(path: Path, block: int) -> Path:
+    return path / "W" / f"c.{block}.0.0"
+
+
+def test_every_flipped_bit_is_found_and_named(small_run: tuple[Path, Any]) -> None:
+    path, _ = small_run
+    array = reader(path)
+    shard = shard_of(path, 1)
+    data = shard.read_bytes()
+    for position in range(0, len(data), 7):
+        broken = bytearray(data)
+        broken[position] ^= 1 << position % 8
+        shard.write_bytes(broken)
+        for read in (array.bits, array.values):
+            with pytest.raises(FormatError, match=r"^W, block 1.*; the run is damaged$"):
+                read((slice(5, 6),))
+        array.bits((slice(1, 2),))  # the other blocks are as good as before
+
+
+@pytest.mark.parametrize("keep", [0, 3, 20, 100, -1])
+def test_a_truncated_shard_is_named(small_run: tuple[Path, Any], keep: int) -> None:
+    shard = shard_of(small_run[0], 2)
+    shard.write_bytes(shard.read_bytes()[:keep])
+    with pytest.raises(FormatError, match=r"^W, block 2"):
+        reader(small_run[0]).bits(())
+
+
+def test_rows_that_a_block_does_not_hold_are_an_error(small_run: tuple[Path, Any]) -> None:
+    """Where the documents say more than was written."""
+    array = reader(small_run[0])
+    longer = replace(array, shape=(12, *array.shape[1:]))
+    assert longer.bits((slice(8, 11),)).shape[0] == 3
+    with pytest.raises(FormatError, match=r"^W, block 2, it holds 3 rows, of which 4 are wanted"):
+        longer.bits((slice(8, 12),))
+
+
+def test_no_file_stays_open(small_run: tuple[Path, Any]) -> None:
+    path, _ = small_run
+    array, shard = reader(path), shard_of(path, 1)
+    before = len(os.listdir("/proc/self/fd"))
+    array.bits(())
+    shard.write_bytes(shard.read_bytes()[:-50])
+    for _ in range(5):
+        with pytest.raises(FormatError):
+            array.bits(())
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_missing_shard_is_an_error_that_says_what_to_do(small_run: tuple[Path, Any]) -> None:
+    path, _ = small_run
+    array = reader(path)
+    shard_of(path, 0).unlink()
+    with pytest.raises(FormatError, match=f"^W, block 0: .* is missing; .*trajstore repair {path}"):
+        array.values((slice(0, 1),))
+    array.values((slice(4, 5),))

@@ -1,0 +1,211 @@
+"""Runs at addresses, and what is said where nothing can read them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+from object_stores import copied, web_server
+
+from trajstore import (
+    FormatError,
+    InvalidArgument,
+    MissingExtra,
+    ObjectStoreError,
+    RunNotFound,
+    RunWriter,
+    open_run,
+    verify,
+)
+from trajstore.store.reading.open_group import open_group
+from trajstore.store.reading.run_info import information
+
+
+def test_a_run_is_read_at_an_address(small_run: tuple[Path, Any]) -> None:
+    path, _ = small_run
+    copied(path, "memory://open/some/far.zarr")
+    far = open_run("memory://open/some/far.zarr/")
+    xr.testing.assert_identical(open_run(path).load(), far.load())
+
+
+def test_what_is_not_there_is_said() -> None:
+    with pytest.raises(RunNotFound, match="there is no run at memory://open/none"):
+        open_group("memory://open/none")
+
+
+def test_what_is_no_run_is_said(small_run: tuple[Path, Any]) -> None:
+    path, _ = small_run
+    copied(path / "W", "memory://open/array")
+    with pytest.raises(FormatError, match="memory://open/array is not a Zarr v3 group"):
+        open_group("memory://open/array")
+
+
+@pytest.mark.parametrize(
+    ("address", "told"),
+    [
+        ("file:///tmp/run.zarr", "an address of an unknown kind; known are s3://, gs://"),
+        ("s3://bucket", "names no run; expected SCHEME://BUCKET/KEY"),
+        ("s3:///run.zarr", "names no run"),
+        ("s3://user:secret@bucket/run.zarr", "credentials come from the environment"),
+        ("hf://datasets/user/name", "names no run; expected hf://datasets/USER/NAME/RUN.zarr"),
+        ("hf://user//run.zarr", "names no run; expected hf://"),
+        ("s3://[bucket/run.zarr", "is no address: Invalid IPv6 URL"),
+        ("https://host/run.zarr?signature=1", "an address is SCHEME://BUCKET/KEY"),
+    ],
+)
+def test_addresses_that_cannot_be(address: str, told: str) -> None:
+    with pytest.raises(InvalidArgument, match=told):
+        open_group(address)
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(MissingExtra, match=r"run: pip install 'trajstore\[s3\]'$"):
+        open_group("s3://bucket/run.zarr")
+
+
+def _run(path: Path) -> Path:
+    with RunWriter.create(
+        path, token=[1, 2], hidden=2, variables={"W": "float32"}, block_rows=2
+    ) as run:
+        for step in range(6):
+            run.append(step, W=np.zeros((2, 2), "f4"))
+    return path
+
+
+def _rows(root: Any) -> None:
+    for name in ("W", "step"):
+        root["consolidated_metadata"]["metadata"][name]["shape"][0] = 10**15
+
+
+def _blocks(root: Any) -> None:
+    grid = root["consolidated_metadata"]["metadata"]["W"]["chunk_grid"]
+    grid["configuration"]["chunk_shape"][0] = 10**15
+
+
+def _deep(root: Any) -> None:
+    value: Any = {}
+    for _ in range(200):
+        value = {"a": value}
+    root["attributes"]["config"] = value
+
+
+def _named(name: str) -> Any:
+    def rename(root: Any) -> None:
+        arrays = root["consolidated_metadata"]["metadata"]
+        arrays[name] = arrays["W"]
+
+    return rename
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_rows, "the last of them are not stored"),
+        (_blocks, "W has blocks of"),
+        (_deep, "nested more than 100 deep"),
+        (_named("../../x"), "'../../x' is no name of an array"),
+        (_named("/etc/passwd"), "is no name of an array"),
+        (_named(".."), "is no name of an array"),
+        (None, "at most 16,777,216"),
+        ("pipe", "no regular file"),
+    ],
+)
+def test_what_is_out_of_all_proportion_is_refused(
+    tmp_path: Path, change: Any, message: str
+) -> None:
+    document = _run(tmp_path / "run.zarr") / "zarr.json"
+    if callable(change):
+        root = json.loads(document.read_bytes())
+        change(root)
+        document.write_text(json.dumps(root))
+    elif change is None:
+        document.write_text(document.read_text() + " " * (17 << 20))
+    else:
+        document.unlink()
+        os.mkfifo(document)
+    with pytest.raises(FormatError, match=message):
+        open_group(tmp_path / "run.zarr")
+    assert not verify(tmp_path / "run.zarr").clean
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_blocks, "W has blocks of"),
+        (_deep, "nested more than 100 deep"),
+        (_named("../../x"), "'../../x' is no name of an array"),
+        (None, "at most 16,777,216"),
+    ],
+)
+def test_so_it_is_at_an_address(tmp_path: Path, change: Any, message: str) -> None:
+    run = _run(tmp_path / "run.zarr")
+    far = copied(run, "memory://out/of/proportion.zarr")
+    root = json.loads((run / "zarr.json").read_bytes())
+    if change is not None:
+        change(root)
+    padding = b"" if change else b" " * (17 << 20)
+    (far / "zarr.json").write_bytes(json.dumps(root).encode() + padding)
+    with pytest.raises(FormatError, match=message):
+        open_group(far)
+
+
+def test_rows_that_nobody_stored_are_missing_at_an_address(tmp_path: Path) -> None:
+    run = _run(tmp_path / "run.zarr")
+    far = copied(run, "memory://rows/run.zarr")
+    root = json.loads((run / "zarr.json").read_bytes())
+    _rows(root)
+    (far / "zarr.json").write_bytes(json.dumps(root).encode())
+    for read in (open_run, information):
+        with pytest.raises(FormatError, match=r"step, block .* is missing"):
+            read(far)
+
+
+def test_a_server_without_ends_is_asked_in_another_way(small_run: tuple[Path, Any]) -> None:
+    """As Azure is; most objects of this run are shorter than the end that is asked for."""
+    path = small_run[0]
+    with web_server(path.parent, ranges=r"bytes=\d") as (server, _):
+        xr.testing.assert_identical(
+            open_run(path).load(), open_run(f"{server}/{path.name}", chunks=None).load()
+        )
+
+
+def test_a_server_without_ranges_is_told(small_run: tuple[Path, Any]) -> None:
+    path = small_run[0]
+    told = pytest.raises(ObjectStoreError, match=r"^http://.*/c.*; runs are read in parts, so")
+    with web_server(path.parent, ranges="none") as (server, _), told:
+        open_run(f"{server}/{path.name}").load()
+
+
+def test_the_root_is_asked_for_once(tmp_path: Path) -> None:
+    _run(tmp_path / "run.zarr")
+    with web_server(tmp_path) as (server, seen):
+        assert open_group(f"{server}/run.zarr")["W"].shape == (6, 2, 2)
+    assert seen == ["GET /run.zarr/zarr.json"]
+
+
+def test_the_runs_of_several_parameters_are_named(tmp_path: Path) -> None:
+    _run(tmp_path / "c.wte.weight.zarr")
+    with pytest.raises(RunNotFound, match=r"of that name there are .*c\.wte\.weight\.zarr$"):
+        open_group(tmp_path / "c.zarr")
+    with pytest.raises(RunNotFound, match=r"no run at .*other\.zarr$"):
+        open_group(tmp_path / "other.zarr")
+
+
+def test_a_folder_of_runs_is_told(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        _run(tmp_path / f"{name}.zarr")
+    with pytest.raises(FormatError, match=r"runs in it; name .*a\.zarr, or all .*/\*\.zarr$"):
+        open_group(tmp_path)
+
+
+def test_a_run_whose_name_is_mistyped_is_told(small_run: tuple[Path, Any]) -> None:
+    path = small_run[0]
+    with pytest.raises(RunNotFound, match=rf"did you mean '{path.name}'\?"):
+        open_group(path.with_name(path.name[:-1]))

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorstore
+import xarray as xr
+import zarr
+
+import trajstore
+from trajstore import (
+    FormatError,
+    InvalidArgument,
+    RunNotFound,
+    RunWriter,
+    VariableNotRecorded,
+    analysis,
+    open_run,
+)
+from trajstore.schema import FORMAT
+
+
+def test_open_run_is_what_plain_xarray_opens(small_run: tuple[Path, Any]) -> None:
+    path, _ = small_run
+    plain = xr.open_zarr(path)
+    ours = open_run(path)
+    xr.testing.assert_identical(plain, ours)
+    for name in ("W", "grad", "logits", "loss"):
+        assert plain[name].chunks is not None  # lazy
+        assert ours[name].chunksizes["step"] == (4, 4, 3)
+
+
+def test_without_dask_a_selection_is_read_when_it_is_asked_for(small_run: tuple[Path, Any]) -> None:
+    path, _ = small_run
+    plain, ours = xr.open_zarr(path).load(), open_run(path, chunks=None)
+    assert ours.W.chunks is None
+    xr.testing.assert_identical(plain, ours.copy().load())
+    for where in (
+        {"token": 3},
+        {"step": [9, 2, 2], "token": slice(None, None, -2)},
+        {"step": xr.DataArray([1, 5], dims="at"), "token": xr.DataArray([2, 7], dims="at")},
+        {"step": slice(4, 4)},
+        {"token": np.array([3, 0, 3])},
+    ):
+        xr.testing.assert_identical(plain.isel(where), ours.isel(where))
+    steps = {"step": [0, 20], "token": [63, 7]}
+    xr.testing.assert_identical(plain.sel(steps), ours.sel(steps))
+    asyncio.run(ours.copy().load_async())
+    changed = open_run(path, chunks=None)
+    changed.W[0] = 1.0  # in memory
+    assert (changed.W[0] == 1.0).all()
+    xr.testing.assert_identical(plain.W, open_run(path, chunks=None).W)
+    # What is missing is noticed by who needs it, and only then.
+    (path / "W" / "c.1.0.0").unlink()
+    ours.W[3].load()
+    with pytest.raises(FormatError, match=r"^W, block 1: .*is missing"):
+        ours.W[:, 3].load()
+
+
+def test_other_chunks_are_an_error(small_run: tuple[Path, Any]) -> None:
+    with pytest.raises(InvalidArgument, match="chunks is 'auto', expected 'blocks' or None"):
+        open_run(small_run[0], chunks="auto")  # type: ignore[arg-type]
+
+
+def test_dask_chunks_are_whole_inner_chunks(tmp_path: Path) -> None:
+    with RunWriter.create(
+        tmp_path / "run.zarr",
+        token=np.arange(50_257),
+        hidden=64,
+        variables={"W": "bfloat16", "logits": "bfloat16"},
+    ) as run:
+        inner = run.layout.arrays["W"].chunk
+    ds = open_run(run.path)
+    tokens = ds.W.chunksizes["token"]
+    assert all(length % inner[1] == 0 for length in tokens[:-1])
+    assert tokens[0] * ds.W.chunksizes["step"][0] * 64 * 4 <= 16 << 20
+
+
+@pytest.mark.parametrize("small_run", ["portable"], indirect=True)
+def test_tensorstore_reads_the_same_bits(small_run: tuple[Path, Any]) -> None:
+    path, values = small_run
+    ds = xr.open_zarr(path)
+    for name in ("W", "grad", "logits", "loss", "step", "token", "is_dead", "token_count"):
+        spec = {"driver": "zarr3", "kvstore": f"file://{path}/{name}/"}
+        theirs = tensorstore.open(spec, read=True).result().read().result()
+        assert theirs.tobytes() == ds[name].values.tobytes(), name
+    assert values
+
+
+def test_what_is_not_a_run_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunNotFound, match="no run at"):
+        open_run(tmp_path / "nothing.zarr")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FormatError, match="not a Zarr v3 group"):
+        open_run(tmp_path / "folder")
+    zarr.create_group(tmp_path / "other.zarr")
+    with pytest.raises(FormatError, match="no trajstore_format"):
+        open_run(tmp_path / "other.zarr")
+
+
+def test_a_newer_format_says_what_to_install(small_run: tuple[Path, Any]) -> None:
+    path, _ = small_run
+    root = json.loads((path / "zarr.json").read_bytes())
+    root["attributes"] |= {"trajstore_format": FORMAT + 1, "trajstore_version": "9.1"}
+    (path / "zarr.json").write_text(json.dumps(root))
+    with pytest.raises(FormatError, match=r"install trajstore 9\.1"):
+        open_run(path)
+
+
+def test_a_truncated_root_is_no_run(small_run: tuple[Path, Any]) -> None:
+    path, _ = small_run
+    root = path / "zarr.json"
+    root.write_bytes(root.read_bytes()[:100])
+    with pytest.raises(FormatError, match="not a Zarr v3 group"):
+        open_run(path)
+
+
+def test_the_accessor_splits_the_populations(small_run: tuple[Path, Any]) -> None:
+    ds = open_run(small_run[0])
+    assert ds.traj.dead.token.values.tolist() == [0, 21, 42, 63]
+    assert ds.traj.live.sizes["token"] == 6
+    assert "grad_norms" in dir(ds.traj)
+    xr.testing.assert_identical(
+        ds.traj.grad_norms(ord=1).compute(), analysis.grad_norms(ds, ord=1).compute()
+    )
+    with pytest.raises(AttributeError, match=r"no ds\.traj\.nonsense"):
+        ds.traj.nonsense  # noqa: B018
+    with pytest.raises(VariableNotRecorded, match="is_dead"):
+        ds.drop_vars("is_dead").traj.dead  # noqa: B018
+    assert type(ds.traj) is trajstore.TrajAccessor

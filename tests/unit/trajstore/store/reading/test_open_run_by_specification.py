@@ -1,0 +1,273 @@
+"""A second reader of format 2, from docs/format.md alone, and what it says of runs of ours."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import pytest
+from numcodecs import blosc
+
+COORDINATES = ("token", "is_dead", "token_count", "token_text")
+BITS = {"bfloat16": "<u2", "float16": "<u2", "float32": "<u4", "float64": "<u8", "int64": "<u8"}
+
+# The reader: nothing of trajstore, and nothing of zarr.
+
+
+def sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+def canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def checked(data: bytes, covered: bytes = b"") -> bytes:
+    """What stands before a checksum that fits."""
+    body, found = data[:-4], int.from_bytes(data[-4:], "little")
+    if google_crc32c.value(body + covered) != found:
+        raise ValueError("a checksum does not fit")
+    return body
+
+
+class Reader:
+    """A run of format 2."""
+
+    def __init__(self, path: Path) -> None:
+        root = json.loads((path / "zarr.json").read_text())
+        self.path, self.attributes = path, root["attributes"]
+        self.documents = root["consolidated_metadata"]["metadata"]
+        self.rows, self.block_rows = (self.attributes[k] for k in ("committed_rows", "block_rows"))
+        self.series = sorted(self.documents.keys() - set(COORDINATES))
+        if self.attributes["trajstore_format"] != 2:
+            raise ValueError("this reads format 2")
+
+    def settings(self, name: str) -> dict[str, Any]:
+        """All that decides how bytes become values."""
+        document = self.documents[name]
+        (codec,) = document["codecs"]
+        configuration = dict(codec["configuration"])
+        if codec["name"] == "sharding_indexed":
+            (blosc_,) = (c for c in configuration["codecs"] if c["name"] == "blosc")
+            packing = blosc_["configuration"]
+            configuration = {
+                "native_dtype": document["data_type"],
+                "kind": "plain" if len(document["shape"]) == 1 else "step-last",
+                "token_first": False,
+                "compressor": packing["cname"],
+                "level": packing["clevel"],
+                "shuffle": packing["shuffle"],
+                "blocksize": packing["blocksize"],
+                "chunk_shape": configuration["chunk_shape"],
+            }
+        configuration.pop("runs", None)
+        shape = document["chunk_grid"]["configuration"]["chunk_shape"]
+        return configuration | {"array": name, "shape": shape}
+
+    def parts(self, name: str) -> int:
+        """Objects of a block."""
+        shape, chunk = self.documents[name]["shape"], self.settings(name)["shape"]
+        return -(-shape[1] // chunk[1]) if len(shape) > 1 else 1
+
+    def load(self, name: str, block: int, part: int) -> tuple[list[bytes], int, bytes]:
+        """Inner chunks of an object, its valid rows and its content."""
+        settings = self.settings(name)
+        numbers = [block, part, 0][: len(settings["shape"])]
+        data = (self.path / name / ".".join(["c", *map(str, numbers)])).read_bytes()
+        grid = [w // p for w, p in zip(settings["shape"], settings["chunk_shape"], strict=True)]
+        start = len(data) - 16 * int(np.prod(grid)) - 4
+        index = checked(data[start:])
+        label = checked(data[start - 140 : start], index)
+        magic, run, array, *place, rows, encoded, content = struct.unpack(
+            "<8s16s32sQII32s32s", label
+        )
+        runs = self.attributes["runs"]
+        allowed = {who for _, who in runs[sum(first <= block for first, _ in runs) - 1 :]}
+        assert (magic, array.rstrip(b"\0").decode(), place) == (b"trajblk2", name, [block, part])
+        assert run.hex() in allowed
+        assert encoded == sha256(canonical(settings))
+        assert rows >= min(self.rows - block * self.block_rows, self.block_rows)
+        entries = np.frombuffer(index, "<u8").reshape(-1, 2).tolist()
+        pieces = [data[offset : offset + length] for offset, length in entries]
+        assert content == sha256(b"".join(map(sha256, pieces)))
+        return pieces, rows, content
+
+    def decode(self, name: str, piece: bytes) -> np.ndarray:
+        """Native bits of an inner chunk; in `portable` bits of the stored type."""
+        settings = self.settings(name)
+        frame, shape = checked(piece), settings["chunk_shape"]
+        bits = np.dtype(BITS[settings["native_dtype"]])
+        size = int(np.prod(shape)) * bits.itemsize
+        assert struct.unpack("<II", frame[4:8] + frame[12:16]) == (size, len(frame))
+        axes = list(range(len(shape)))
+        if settings["kind"] == "step-last":
+            axes = [*axes[1:], 0]
+        elif settings["token_first"]:
+            axes = [1, 0, *axes[2:]]
+        z = np.frombuffer(blosc.decompress(frame), bits).reshape([shape[axis] for axis in axes])
+        z = z.transpose(np.argsort(axes))
+        if settings["kind"] != "delta":
+            return z
+        return np.add.accumulate((z >> 1) ^ -(z & 1), axis=0, dtype=bits)
+
+    def bits(self, name: str) -> np.ndarray:
+        """Bits of a whole array, as `decode` gives them."""
+        settings, shape = self.settings(name), self.documents[name]["shape"]
+        blocks, parts, whole = -(-self.rows // self.block_rows), self.parts(name), settings["shape"]
+        lengths = [blocks * whole[0], *([parts * whole[1], *whole[2:]] if whole[1:] else [])]
+        out = np.empty(lengths, BITS[settings["native_dtype"]])
+        for block, part in itertools.product(range(blocks), range(parts)):
+            corner = [block, part, 0][: len(shape)]
+            pieces = iter(self.load(name, block, part)[0])
+            grid = [w // p for w, p in zip(whole, settings["chunk_shape"], strict=True)]
+            for at in itertools.product(*map(range, grid)):
+                first = [c * w + a * p for c, w, a, p in
+                         zip(corner, whole, at, settings["chunk_shape"], strict=True)]  # fmt: skip
+                window = [slice(f, f + p) for f, p in
+                          zip(first, settings["chunk_shape"], strict=True)]  # fmt: skip
+                out[tuple(window)] = self.decode(name, next(pieces))
+        return out[tuple(map(slice, shape))]
+
+    def digests(self) -> tuple[str, str]:
+        """Content digest and fingerprint."""
+        documents, stored = json.loads(json.dumps(self.documents)), {}
+        for name, document in documents.items():
+            document["attributes"].pop("root_attributes", None)
+            for codec in document["codecs"]:
+                codec.get("configuration", {}).pop("runs", None)
+            if name in self.series:
+                document["shape"][0] = 0
+            else:
+                stored[f"{name}/c.0"] = sha256((self.path / name / "c.0").read_bytes()).hex()
+        tip = sha256(canonical({"arrays": documents, "coordinates": stored}))
+        for block in range(-(-self.rows // self.block_rows)):
+            held = min(self.rows - block * self.block_rows, self.block_rows)
+            entries = b""
+            for name in self.series:
+                for part in range(self.parts(name)):
+                    _, rows, content = self.load(name, block, part)
+                    assert rows == held
+                    entries += name.encode() + b"\0" + struct.pack("<II32s", part, rows, content)
+            tip = sha256(tip + sha256(entries))
+        changing = {"status", "committed_rows", "updated", "content_digest", "fingerprint"}
+        fixed = {name: value for name, value in self.attributes.items() if name not in changing}
+        if "provenance" in fixed:
+            kept = fixed["provenance"].items()
+            fixed["provenance"] = {name: value for name, value in kept if name != "resumed"}
+        return tip.hex(), sha256(sha256(canonical(fixed)) + tip).hex()
+
+
+# The test.
+
+
+ROWS, TOKENS, HIDDEN = 31, 23, 3
+TYPES = {"W": "bfloat16", "grad": "float16", "exp_avg": "float32", "logits": "bfloat16",
+         "loss": "float32", "lr": "float64"}  # fmt: skip
+SHAPES = {"W": (TOKENS, HIDDEN), "grad": (TOKENS, HIDDEN), "exp_avg": (TOKENS, HIDDEN),
+          "logits": (TOKENS,), "loss": (), "lr": ()}  # fmt: skip
+
+
+def random_rows() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(13)
+    return {
+        name: np.frombuffer(
+            rng.bytes(ROWS * int(np.prod(shape)) * np.dtype(BITS[TYPES[name]]).itemsize),
+            BITS[TYPES[name]],
+        ).reshape(ROWS, *shape)
+        for name, shape in SHAPES.items()
+    }
+
+
+@pytest.fixture(params=["delta", "portable"])
+def run(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Blocks of 12 rows, the last one of 7, in several parts, each in several inner chunks."""
+    from trajstore import RunWriter
+
+    plan = "trajstore.store.metadata.block_plan."
+    for name, value in {"_SMALL_ROW": 0, "_LARGEST_OBJECT": 12 * HIDDEN * 4 * 10, "_CHUNK": 600,
+                        "_CHUNK_OF_HISTORIES": 300, "_FEWEST_TOKENS": 3}.items():  # fmt: skip
+        monkeypatch.setattr(plan + name, value)
+    path = tmp_path / "run.zarr"
+    values = random_rows()
+    with RunWriter.create(
+        path,
+        token=np.arange(TOKENS) * 3,
+        hidden=HIDDEN,
+        variables=TYPES,
+        is_dead=np.arange(TOKENS) % 2 == 0,
+        token_count=np.arange(TOKENS) % 2,
+        token_text=['é𝄞\n"\\\x7f' + str(number) for number in range(TOKENS)],
+        config={
+            "text": 'é𝄞\n"\\\x7f',
+            "lr": 1e-05,
+            "rows": 2,
+            "eps": 1e16,
+            "beta": 0.5,
+            "one": 1.0,
+        },
+        attributes={"provenance": {"host": "é", "resumed": [1]}},
+        block_rows=12,
+        encoding=request.param,
+    ) as writer:
+        for row in range(ROWS):
+            for name, place in writer.next_row().items():
+                place[...] = values[name][row]
+            writer.commit_row(2 * row)
+    return path
+
+
+def stored(bits: np.ndarray, native: str) -> np.ndarray:
+    """Bits of float32 of a 16-bit type."""
+    if native == "bfloat16":
+        return bits.astype("u4") << 16
+    sign, nan = (bits.astype("u4") & 0x8000) << 16, (bits & 0x7FFF) > 0x7C00
+    wide = bits.view("f2").astype("f4").view("u4")
+    return np.where(nan, sign | 0x7F800000 | (bits.astype("u4") & 0x3FF) << 13, wide)
+
+
+def test_a_reader_by_the_specification_reads_the_same_bits_and_digests(run: Path) -> None:
+    reader = Reader(run)
+    portable = reader.attributes["encoding"] == "portable"
+    assert [reader.parts(name) for name in ("W", "grad", "logits", "loss")] == [3, 3, 1, 1]
+    assert reader.settings("W")["token_first"] is not portable
+    assert all(len(reader.load(name, 0, 0)[0]) > 1 for name in ("W", "grad", "exp_avg"))
+    for name, bits in random_rows().items():
+        expected = stored(bits, TYPES[name]) if portable and bits.itemsize == 2 else bits
+        assert (reader.bits(name) == expected).all(), name
+    assert reader.bits("step").tolist() == list(range(0, 2 * ROWS, 2))
+    attributes = reader.attributes
+    assert reader.digests() == (attributes["content_digest"], attributes["fingerprint"])
+
+
+def test_the_reader_agrees_with_ours(run: Path) -> None:
+    from trajstore import open_run
+
+    reader, ds = Reader(run), open_run(run)
+    for name, native in TYPES.items():
+        bits = reader.bits(name)
+        if bits.itemsize == 2:
+            bits = stored(bits, native)
+        assert ds[name].values.tobytes() == bits.tobytes(), name
+
+
+def test_the_reader_refuses_what_the_specification_has_refused(run: Path) -> None:
+    (run / "W" / "c.1.0.0").write_bytes((run / "W" / "c.0.0.0").read_bytes())
+    with pytest.raises(AssertionError):
+        Reader(run).load("W", 1, 0)
+    (run / "W" / "c.1.0.0").write_bytes((run / "W" / "c.1.1.0").read_bytes())
+    with pytest.raises(AssertionError):
+        Reader(run).load("W", 1, 0)
+
+
+def test_the_reader_is_short() -> None:
+    lines = Path(__file__).read_text().split("# The reader:")[1].split("# The test.")[0]
+    assert len(lines.splitlines()) < 150
+    assert "trajstore" not in lines.replace("nothing of trajstore", "").replace(
+        "trajstore_format", ""
+    )

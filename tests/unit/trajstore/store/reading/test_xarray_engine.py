@@ -1,0 +1,158 @@
+"""Runs as xarray opens them by itself, and as it copies them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+import zarr
+
+from trajstore import FormatError, RunNotFound, RunWriter, open_run
+from trajstore.codec.block_codec import BlockCodec
+from trajstore.codec.block_label import ANYWHERE
+from trajstore.store.reading.xarray_engine import TrajstoreBackend
+
+DATA = Path(__file__).parents[3] / "data"
+
+
+def test_xarray_knows_the_engine() -> None:
+    engine = xr.backends.list_engines()["trajstore"]
+    assert type(engine) is TrajstoreBackend
+    assert "trajstore" in engine.description
+
+
+@pytest.mark.parametrize("engine", ["trajstore", TrajstoreBackend, None])
+def test_it_opens_a_run_also_where_nobody_names_it(
+    small_run: tuple[Path, Any], engine: Any
+) -> None:
+    path, _ = small_run
+    expected = xr.open_zarr(path).load()
+    for given in (path, str(path)):
+        ds = xr.open_dataset(given, engine=engine)
+        assert ds.W.chunks is None
+        assert not ds.W.variable._in_memory
+        xr.testing.assert_identical(ds.load(), expected)
+
+
+def test_with_chunks_it_has_one_of_dask_for_each_object(small_run: tuple[Path, Any]) -> None:
+    path, _ = small_run
+    ds = xr.open_dataset(path, engine="trajstore", chunks={})
+    assert ds.W.chunksizes == {"step": (4, 4, 3), "token": (10,), "hidden": (6,)}
+    assert ds.loss.chunksizes == {"step": (4, 4, 3)}
+    xr.testing.assert_identical(ds.load(), xr.open_zarr(path).load())
+
+
+def test_dask_chunks_are_the_objects_of_a_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trajstore.store.metadata.block_plan._LARGEST_OBJECT", 5 << 10)
+    monkeypatch.setattr("trajstore.store.metadata.block_plan._FEWEST_TOKENS", 8)
+    with RunWriter.create(
+        tmp_path / "run.zarr",
+        token=np.arange(300),
+        hidden=3,
+        variables={"W": "bfloat16", "grad": "float16", "logits": "bfloat16"},
+        block_rows=4,
+    ) as run:
+        for step in range(6):
+            zeros = np.zeros((300, 3), "u2")
+            run.append(step, W=zeros + step, grad=zeros, logits=zeros[:, 0])
+    ds = open_run(run.path)
+    assert ds.W.chunks == ds.grad.chunks == ((4, 2), (100, 100, 100), (3,))
+    assert ds.logits.chunks == ((4, 2), (300,))
+    values = (np.arange(6, dtype="u2").astype("u4") << 16).view("f4")
+    assert (ds.W.values == values[:, None, None]).all()
+    assert sorted(file.name for file in (run.path / "W").glob("c.1.*")) == [
+        "c.1.0.0",
+        "c.1.1.0",
+        "c.1.2.0",
+    ]
+
+
+def test_variables_can_be_left_out(small_run: tuple[Path, Any]) -> None:
+    path, _ = small_run
+    for names in (["grad", "logits", "token_text"], "grad"):
+        ds = xr.open_dataset(path, engine="trajstore", drop_variables=names)
+        xr.testing.assert_identical(ds.load(), xr.open_zarr(path).drop_vars(names).load())
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in DATA.glob("format1-*.zarr")))
+def test_runs_of_format_1_are_opened_too(name: str) -> None:
+    xr.testing.assert_identical(
+        xr.open_dataset(DATA / name).load(), xr.open_zarr(DATA / name).load()
+    )
+
+
+def test_it_takes_runs_for_its_own_and_nothing_else(
+    small_run: tuple[Path, Any], tmp_path: Path
+) -> None:
+    engine = TrajstoreBackend()
+    assert engine.guess_can_open(small_run[0])
+    assert engine.guess_can_open(str(small_run[0]))
+    zarr.create_group(tmp_path / "theirs.zarr")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "broken.zarr").mkdir()
+    (tmp_path / "broken.zarr" / "zarr.json").write_text("{")
+    (tmp_path / "list.zarr").mkdir()
+    (tmp_path / "list.zarr" / "zarr.json").write_text('["attributes"]')
+    (tmp_path / "file.nc").write_bytes(b"CDF")
+    for other in ("theirs.zarr", "folder", "broken.zarr", "list.zarr", "file.nc", "nothing"):
+        assert not engine.guess_can_open(tmp_path / other)
+    assert not engine.guess_can_open("s3://bucket/run.zarr")
+    for other in (b"bytes", 3, None, {}, open_run(small_run[0])):
+        assert not engine.guess_can_open(other)
+
+
+def test_what_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RunNotFound, match="there is no run at"):
+        xr.open_dataset(tmp_path / "nothing.zarr", engine="trajstore")
+    zarr.create_group(tmp_path / "theirs.zarr")
+    with pytest.raises(FormatError, match="no trajstore_format"):
+        xr.open_dataset(tmp_path / "theirs.zarr", engine="trajstore")
+
+
+@pytest.mark.parametrize("small_run", ["delta"], indirect=True)
+@pytest.mark.parametrize("change", [{}, None, [], [[1, "5a" * 16]], [[0, "no digits"]], [["0"]]])
+def test_a_root_that_does_not_say_whose_it_is(small_run: tuple[Path, Any], change: Any) -> None:
+    path, _ = small_run
+    root = json.loads((path / "zarr.json").read_bytes())
+    root["attributes"]["runs"] = change
+    (path / "zarr.json").write_text(json.dumps(root))
+    with pytest.raises(FormatError, match=r"the root does not say (which run|whose the first)"):
+        open_run(path)
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+@pytest.mark.parametrize("opener", [open_run, xr.open_zarr])
+def test_a_copy_that_xarray_makes_reads_the_same(
+    small_run: tuple[Path, Any], tmp_path: Path, opener: Any
+) -> None:
+    path, _ = small_run
+    source = opener(path)
+    source.to_zarr(tmp_path / "copy.zarr")
+    expected = xr.open_zarr(path).load()
+    for again in (xr.open_zarr, open_run):
+        if again is open_run and source.attrs["encoding"] == "portable" and opener is xr.open_zarr:
+            # Without zarr's sharding nothing says whose blocks they are.
+            with pytest.raises(FormatError, match=r"xr\.open_zarr may still read it"):
+                again(tmp_path / "copy.zarr")
+            continue
+        ds = again(tmp_path / "copy.zarr")
+        for name in expected.variables:
+            assert ds[name].dtype == expected[name].dtype
+            assert ds[name].values.tobytes() == expected[name].values.tobytes() or (
+                expected[name].dtype.kind not in "fiu"
+                and (ds[name].values == expected[name].values).all()
+            ), name
+    array = zarr.open_array(tmp_path / "copy.zarr" / "W")
+    (codec,) = array.metadata.codecs
+    if isinstance(codec, BlockCodec):
+        data = (tmp_path / "copy.zarr" / "W" / "c" / "1" / "0" / "0").read_bytes()
+        form = codec.form(array.chunks)
+        label = form.read_tail(data[-form.tail_length :], (1, 0)).label
+        assert label is not None
+        assert label.block == ANYWHERE

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trajstore import RunLocked
+from trajstore.store.storage import lock as lock_module
+from trajstore.store.storage.lock import RunLock, is_written_to, lock_left
+
+HOLDER = """
+import sys, pathlib
+from trajstore.store.storage.lock import RunLock
+lock = RunLock.acquire(pathlib.Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run.zarr"
+
+
+def test_a_second_writer_is_told_who_the_first_is(run: Path) -> None:
+    own = rf"this process itself \({os.getpid()}\)"
+    with RunLock.acquire(run), pytest.raises(RunLocked, match=own):
+        RunLock.acquire(run)
+    assert not list(run.parent.iterdir()), "a released lock leaves nothing"
+    RunLock.acquire(run).release()
+
+
+def test_another_process_holds_it_until_it_is_killed(run: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, run],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RunLocked, match=f"process {holder.pid} on .* wait for it"):
+            RunLock.acquire(run)
+    finally:
+        holder.kill()
+        holder.communicate()
+    left = run.with_name(f".{run.name}.lock")
+    assert json.loads(left.read_text())["process"] == holder.pid, "killed, it could not tidy up"
+    RunLock.acquire(run).release()
+    assert not left.exists()
+
+
+def test_a_lock_of_another_machine_is_respected(run: Path) -> None:
+    left = run.with_name(f".{run.name}.lock")
+    left.write_text(json.dumps({"host": "elsewhere", "process": 7, "started": "2026-01-01"}))
+    with pytest.raises(RunLocked, match=f"process 7 on elsewhere.*remove {left}"):
+        RunLock.acquire(run)
+    left.unlink()
+    RunLock.acquire(run).release()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00\x01"])
+def test_a_lock_whose_owner_died_before_it_wrote_is_taken_over(run: Path, text: str) -> None:
+    run.with_name(f".{run.name}.lock").write_text(text)
+    RunLock.acquire(run).release()
+
+
+def test_released_twice_it_does_not_let_go_of_somebody_elses(run: Path) -> None:
+    first = RunLock.acquire(run)
+    first.release()
+    with RunLock.acquire(run):
+        first.release()
+        with pytest.raises(RunLocked):
+            RunLock.acquire(run)
+
+
+def test_a_lock_that_cannot_be_written_is_not_kept(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("trajstore.store.storage.lock.os.pwrite", full)
+    with pytest.raises(OSError, match="No space"):
+        RunLock.acquire(run)
+    monkeypatch.undo()
+    assert not list(run.parent.iterdir())
+    RunLock.acquire(run).release()
+
+
+def test_a_lock_removed_by_hand_and_taken_by_another_stays_the_others(run: Path) -> None:
+    first = RunLock.acquire(run)
+    first.path.unlink()
+    with RunLock.acquire(run):
+        first.release()
+        with pytest.raises(RunLocked):
+            RunLock.acquire(run)
+
+
+def test_a_forked_child_does_not_keep_its_parents_lock(run: Path) -> None:
+    lock = RunLock.acquire(run)
+    there, here = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(here, b"!")
+        signal.pause()
+        os._exit(0)
+    os.read(there, 1)
+    os.close(lock._descriptor or -1)  # what the system does when the parent is killed
+    try:
+        RunLock.acquire(run).release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        lock._descriptor = None
+
+
+def test_whether_somebody_writes_is_told_and_changes_nothing(run: Path) -> None:
+    assert is_written_to(run) is False
+    assert not list(run.parent.iterdir())
+    with RunLock.acquire(run):
+        assert is_written_to(run) is True
+    assert is_written_to(run) is False
+    left = run.with_name(f".{run.name}.lock")
+    left.write_text(json.dumps({"process": 7}))
+    assert is_written_to(run) is False, "its process died, and the system let go of it"
+    left.write_text(json.dumps({"host": "elsewhere", "process": 7}))
+    assert is_written_to(run) is None
+    assert json.loads(left.read_text())["host"] == "elsewhere"
+
+
+def test_a_look_at_the_lock_does_not_keep_a_writer_from_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = run.with_name(f".{run.name}.lock")
+    path.write_text("{}")
+    looking = os.open(path, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    waits = itertools.count(1)
+
+    def wait(_: float) -> None:
+        if next(waits) == 30:  # it was put to sleep while it looked
+            os.close(looking)
+
+    monkeypatch.setattr("trajstore.store.storage.lock.time.sleep", wait)
+    with RunLock.acquire(run):
+        assert is_written_to(run) is True
+    assert next(waits) == 31
+
+
+def test_a_look_that_does_not_end_is_told(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = run.with_name(f".{run.name}.lock")
+    path.write_text("{}")
+    looking = os.open(path, os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr("trajstore.store.storage.lock.time.sleep", lambda _: None)
+    with pytest.raises(RunLocked, match=r"nobody writes to .* only looks"):
+        RunLock.acquire(run)
+    os.close(looking)
+
+
+def test_a_lock_that_was_dropped_is_let_go(run: Path) -> None:
+    RunLock.acquire(run)
+    with RunLock.acquire(run):
+        pass
+
+
+def test_the_lock_of_the_dead_is_named(run: Path) -> None:
+    left = run.with_name(f".{run.name}.lock")
+    assert lock_left(run) is None
+    left.write_text("{}")
+    assert lock_left(run) == left
+    with RunLock.acquire(run):
+        assert lock_left(run) is None
+
+
+def test_without_file_locks_the_lock_file_protects_and_that_is_said_once(
+    run: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def none(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("trajstore.store.storage.lock.fcntl.flock", none)
+    monkeypatch.setattr(lock_module, "_warned", set())
+    with RunLock.acquire(run):
+        with pytest.raises(RunLocked):
+            RunLock.acquire(run)
+        assert is_written_to(run) is True
+    run.with_name(f".{run.name}.lock").write_text(
+        json.dumps({"host": lock_module.socket.gethostname(), "process": 2**30})
+    )
+    assert is_written_to(run) is False
+    RunLock.acquire(run).release()
+    assert [str(one.message).split(";")[0] for one in recwarn] == [
+        f"the file system of {run.parent} has no file locks (No locks available)"
+    ]
+
+
+def test_a_new_lock_that_cannot_be_read_is_not_left(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("trajstore.store.storage.lock.os.pread", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        RunLock.acquire(run)
+    assert not list(run.parent.iterdir())

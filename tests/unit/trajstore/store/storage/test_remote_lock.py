@@ -1,0 +1,103 @@
+"""Locks in an object store: who holds one, who takes one over, and who finds that out."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trajstore import RunLocked, RunWriter, open_run
+from trajstore.store.storage import remote_lock
+from trajstore.store.storage.lock import RunLock, is_written_to
+from trajstore.store.storage.remote_path import RemotePath, location
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> RemotePath:
+    found = location(f"memory://locks/{request.node.name}.zarr")
+    assert isinstance(found, RemotePath)
+    return found
+
+
+def owned_by(place: RemotePath, **facts: Any) -> None:
+    owner = {"host": "elsewhere", "process": 1, "started": "then", "writer": "1"} | facts
+    place.with_name(f".{place.name}.lock").write_bytes(json.dumps(owner).encode())
+
+
+def test_one_writer_at_a_time(place: RemotePath) -> None:
+    assert is_written_to(place) is False
+    with RunLock.acquire(place) as lock:
+        assert is_written_to(place) is True
+        with pytest.raises(RunLocked, match="being written to by process"):
+            RunLock.acquire(place)
+    lock.release()
+    assert is_written_to(place) is False
+    RunLock.acquire(place).release()
+
+
+def test_a_lock_of_another_machine_is_void_when_it_is_not_renewed(
+    place: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owned_by(place)
+    told = (
+        r"process 1 on elsewhere, since then; .* void in 1[12]\d seconds, .* remove memory://locks/"
+    )
+    with pytest.raises(RunLocked, match=told):
+        RunLock.acquire(place)
+    assert is_written_to(place) is True
+    monkeypatch.setattr(remote_lock, "_DEAD", timedelta(seconds=-1))
+    RunLock.acquire(place).release()
+
+
+def test_a_lock_of_a_dead_process_of_this_machine_is_void(
+    place: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_lock.socket, "gethostname", lambda: "here")
+    owned_by(place, host="here", process=2**40)
+    assert is_written_to(place) is False
+    RunLock.acquire(place).release()
+
+
+def test_a_lock_is_renewed(place: RemotePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_lock, "_RENEW", 0.001)
+    with RunLock.acquire(place):
+        lock = place.with_name(f".{place.name}.lock")
+        first = lock.read_bytes()
+        while lock.read_bytes() == first:
+            pass
+        assert "renewed" in json.loads(lock.read_bytes())
+    assert not lock.exists()
+
+
+def test_who_was_stopped_for_too_long_writes_no_more(
+    place: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a night of a closed laptop: another has gone on meanwhile."""
+    run = RunWriter.create(
+        place, token=[0, 1], hidden=2, variables={"W": "float32"}, block_rows=1, commit_every=None
+    )
+    value = np.ones((2, 2), "f4")
+    run.append(0, W=value)
+    while run.committed_rows < 1:
+        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(remote_lock, "_DEAD", timedelta(seconds=-1))
+        with RunWriter.resume(place) as other:
+            other.append(1, W=2 * value)
+    with pytest.raises(RunLocked, match="took its lock over"):
+        late(run, 3 * value)
+    found = open_run(place).load()
+    assert found.sizes["step"] == 2
+    assert found.W[1].values.tolist() == (2 * value).tolist()
+    assert found.attrs["status"] == "complete"
+
+
+def late(run: RunWriter, value: Any) -> None:
+    for step in range(1, 100):
+        run.append(step, W=value)
+    run.close()

@@ -1,0 +1,193 @@
+"""Addresses: what is like a path, and the requests that are conditional."""
+
+from __future__ import annotations
+
+import os
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import zarr
+from object_stores import faulty, s3_server, serving, to_s3
+
+from trajstore.errors import ObjectStoreError
+from trajstore.store.storage import remote_path
+from trajstore.store.storage.object_file import document_in, opened
+from trajstore.store.storage.remote_path import ObjectReplaced, RemotePath, local_file, location
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> RemotePath:
+    found = location(f"memory://paths/{request.node.name}/run.zarr/")
+    assert isinstance(found, RemotePath)
+    return found
+
+
+def test_parts_of_an_address() -> None:
+    path = location("s3://bucket/a/b.zarr")
+    assert str(path) == "s3://bucket/a/b.zarr"
+    assert (path.name, str(path.parent), str(path.with_name(".b"))) == (
+        "b.zarr",
+        "s3://bucket/a",
+        "s3://bucket/a/.b",
+    )
+    assert str(path / "W/c.0" / "x") == "s3://bucket/a/b.zarr/W/c.0/x"
+    assert location(path) is path
+    assert location("a/b") == Path("a/b")
+
+
+def test_an_address_is_no_path() -> None:
+    """A `Path` of one would be a folder ``s3:``."""
+    with pytest.raises(TypeError):
+        Path(location("s3://bucket/run.zarr"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        os.fspath(location("s3://bucket/run.zarr"))  # type: ignore[arg-type]
+
+
+def test_objects(place: RemotePath) -> None:
+    assert not place.exists()
+    assert place.stat() is None
+    (place / "zarr.json").write_bytes(b"root")
+    (place / "W/c.0").write_bytes(b"0123456789")
+    place.with_name("run.zarr2").write_bytes(b"another")
+    assert place.exists()
+    assert place.is_dir()
+    assert [path.name for path in place.iterdir()] == ["W", "zarr.json"]
+    assert place.below() == {place / "W/c.0": 10, place / "zarr.json": 4}
+    chunk = place / "W/c.0"
+    assert chunk.read_end(3) == b"789"
+    assert chunk.read_end(99) == b"0123456789"
+    with opened(chunk) as file:
+        assert (file.end(2), file.read(3, 4), file.read(8, 9)) == (b"89", b"3456", b"89")
+    with local_file(chunk) as local:
+        assert local.read_bytes() == b"0123456789"
+    assert not local.exists()
+    chunk.unlink()
+    chunk.unlink()
+    with pytest.raises(FileNotFoundError):
+        chunk.read_bytes()
+    place.remove_below()
+    assert not place.exists()
+    assert place.with_name("run.zarr2").exists()
+
+
+def test_conditions(place: RemotePath) -> None:
+    first = place.write_bytes(b"one", new=True)
+    with pytest.raises(FileExistsError):
+        place.write_bytes(b"two", new=True)
+    second = place.write_bytes(b"two", instead_of=first)
+    with pytest.raises(FileExistsError):
+        place.write_bytes(b"three", instead_of=first)
+    place.write_bytes(b"three", instead_of=second)
+    assert place.read_bytes() == b"three"
+
+
+def test_a_condition_whose_answer_was_lost_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request is carried out, and refused when it is tried again."""
+    lost = iter(["lose"])
+
+    def fault(method: str, path: str, number: int) -> str | None:
+        return next(lost, None) if method == "PUT" else None
+
+    with s3_server() as s3, faulty(s3, fault) as (address, seen), to_s3(address, monkeypatch):
+        place = location("s3://bucket/object")
+        assert isinstance(place, RemotePath)
+        tag = place.write_bytes(b"one", new=True)
+        assert place.write_bytes(b"two", instead_of=tag) != tag
+    assert sum(request.startswith("PUT") for request in seen) == 3
+
+
+def test_the_end_of_nothing_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with s3_server() as s3, to_s3(s3, monkeypatch):
+        place = location("s3://bucket/object")
+        assert isinstance(place, RemotePath)
+        place.write_bytes(b"")
+        assert place.read_end(5) == b""
+
+
+class _NoSuffix(BaseHTTPRequestHandler):
+    """Knows no end of a file, and has another file after each of the first requests."""
+
+    replaced = 1
+    requests: ClassVar[list[str]] = []
+    data = b"0123456789"
+
+    def do_GET(self) -> None:
+        self.requests.append(self.command)
+        tag = f'"{min(len(self.requests), 2 * self.replaced + 1)}"'
+        asked = self.headers.get("Range", "")
+        part = self.data[7:] if asked.startswith("bytes=7-") else self.data
+        status = 206 if part != self.data else 200
+        if self.headers.get("If-Match", tag) != tag:
+            part, status = b"", 412
+        self.send_response_only(status)
+        self.send_header("Content-Length", str(len(part)))
+        self.send_header("Content-Range", "bytes 7-9/10")
+        self.send_header("ETag", tag)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(part)
+
+    do_HEAD = do_GET  # noqa: N815
+
+
+@pytest.mark.parametrize("replaced", [0, 1, 9])
+def test_what_is_replaced_meanwhile_is_read_again_once(replaced: int) -> None:
+    class Handler(_NoSuffix):
+        requests: ClassVar[list[str]] = []
+
+    Handler.replaced = replaced
+    with serving(Handler) as address:
+        place = location(f"{address}/object")
+        assert isinstance(place, RemotePath)
+        if replaced == 9:
+            with pytest.raises(ObjectReplaced, match=f"{address}/object has been replaced"):
+                place.end_and_facts(3)
+        else:
+            assert place.end_and_facts(3)[0] == b"789"
+    again = ["HEAD", "GET"] if replaced else []
+    assert Handler.requests == ["GET", "HEAD", "GET", *again]
+
+
+@pytest.mark.parametrize(("cut", "whole"), [(1, True), (2, False)])
+def test_a_document_that_changes_under_way_is_read_again_once(cut: int, whole: bool) -> None:
+    """An answer that is cut is gone on with; if that is another object's, it is begun again."""
+    requests: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked = self.headers.get("Range")
+            requests.append(asked or "whole")
+            is_cut = not asked and requests.count("whole") <= cut
+            self.send_response_only(206 if asked else 200)
+            self.send_header("ETag", f'"{len(requests)}"')
+            self.send_header("Content-Length", "6" if asked else "10")
+            if asked:
+                self.send_header("Content-Range", "bytes 4-9/10")
+            self.end_headers()
+            self.wfile.write(b"0123" if is_cut else b"0123456789"[4 if asked else 0 :])
+
+    with serving(Handler) as address:
+        place = location(f"{address}/zarr.json")
+        if whole:
+            assert document_in(place) == b"0123456789"
+        else:
+            with pytest.raises(ObjectStoreError, match=f"{address}/zarr.json: "):
+                document_in(place)
+    assert requests.count("whole") == 2
+
+
+@pytest.mark.parametrize("status", [403, 500])
+def test_a_refusal_is_told_as_it_is(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_path, "RETRIES", {"max_retries": 0})
+    with faulty("", lambda *_: str(status)) as (address, seen), to_s3(address, monkeypatch):
+        place = location("s3://bucket/object")
+        assert isinstance(place, RemotePath)
+        with pytest.raises(ObjectStoreError, match="s3://bucket/object: "):
+            place.end_and_facts(5)
+        assert len(seen) == 1
+        with pytest.raises(ObjectStoreError, match=r"s3://bucket/W/zarr\.json: "):
+            zarr.open_array(place.zarr_store(), path="W", mode="r", zarr_format=3)

@@ -1,0 +1,150 @@
+"""The order of encoding, writing and committing; what the files hold is tested with the writer."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from trajstore.codec.codec_chain import Chain
+from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, Layout, plan
+from trajstore.store.writing.block_writer import BlockWriter
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    found = plan({"W": "bfloat16"}, tokens=3, hidden=2, block_rows=4, threads=1)
+    for name in found.arrays:
+        (tmp_path / name).mkdir()
+    return found
+
+
+def block(layout: Layout) -> dict[str, np.ndarray]:
+    return {
+        name: np.zeros((layout.block_rows, *array.row), array.native.bits)
+        for name, array in layout.arrays.items()
+    }
+
+
+def test_the_next_block_is_encoded_while_one_is_committed(
+    tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded = threading.Semaphore(0)
+    both_there, seen = threading.Event(), []
+    real = Chain.encode
+
+    def encode(self: Chain, *arguments: Any) -> bytes:
+        data = real(self, *arguments)
+        encoded.release()
+        return data
+
+    def commit(number: int, block: tuple[int, bytes] | None) -> None:
+        assert block is not None
+        assert block[0] == layout.block_rows
+        if number == 0:
+            seen.append([encoded.acquire(timeout=30) for _ in range(2 * len(layout.arrays))])
+
+    def put(path: Path, parts: Any, **_: Any) -> int:
+        assert both_there.wait(timeout=30)
+        return len(b"".join(parts))
+
+    monkeypatch.setattr(Chain, "encode", encode)
+    monkeypatch.setattr("trajstore.store.writing.block_writer.put", put)
+    pipeline = BlockWriter(tmp_path, layout, commit)
+    done = [pipeline.submit(number, block(layout), number) for number in range(2)]
+    both_there.set()
+    for future in done:
+        future.result()
+    pipeline.close()
+    assert seen == [[True] * 2 * len(layout.arrays)]
+
+
+def test_a_failure_ends_it(tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    committed = []
+
+    def full(path: Path, parts: Any, **_: Any) -> int:
+        next(iter(parts))
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("trajstore.store.writing.block_writer.put", full)
+    pipeline = BlockWriter(tmp_path, layout, lambda *change: committed.append(change))
+    done = [pipeline.submit(number, block(layout), number) for number in range(3)]
+    for future in done:
+        with pytest.raises(OSError, match="No space"):
+            future.result()
+    pipeline.close()
+    assert isinstance(pipeline.failure, OSError)
+    assert not pipeline._blocks
+    assert not pipeline._ahead
+    assert not committed
+
+
+def test_few_chunks_are_encoded_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = plan({"W": "bfloat16"}, tokens=128 * 40, hidden=256, block_rows=32, threads=1)
+    w = layout.arrays["W"]
+    assert w.parts * math.prod(w.form(None).grid) > 2 * CHUNKS_AHEAD
+    started = threading.Semaphore(0)
+    taken, most = [], CHUNKS_AHEAD * layout.threads + 1
+
+    def encode(*_: Any) -> bytes:
+        started.release()
+        return b""
+
+    def put(path: Path, parts: Any, **_: Any) -> int:
+        for _part in parts:
+            taken.append(path)
+            # Those that may be ahead, and the one that was taken, have begun; no other has.
+            assert len(taken) > 1 or all(started.acquire(timeout=30) for _ in range(most))
+            assert len(taken) > 1 or not started.acquire(blocking=False)
+        return 1
+
+    monkeypatch.setattr(Chain, "encode", encode)
+    monkeypatch.setattr("trajstore.store.writing.block_writer.put", put)
+    pipeline = BlockWriter(tmp_path, layout, lambda *_: None)
+    pipeline.submit(0, block(layout), 0).result()
+    pipeline.close()
+    assert len(taken) == sum(
+        array.parts * (math.prod(array.form(None).grid) + 1) for array in layout.arrays.values()
+    )
+
+
+OUTLIVING = """
+import sys, threading
+import numpy as np
+from trajstore import RunWriter
+
+def train():
+    with RunWriter.create(
+        sys.argv[1], token=np.arange(4096), hidden=64,
+        variables={"W": "float32", "grad": "float32"}, block_rows=16,
+        commit_every=float(sys.argv[2]),
+    ) as run:
+        for step in range(16 * 10):
+            values = np.full((4096, 64), step, "float32")
+            run.append(step=step, W=values, grad=-values)
+            if step == 3 * 16:
+                started.set()
+
+started = threading.Event()
+threading.Thread(target=train).start()
+started.wait()
+"""
+
+
+@pytest.mark.parametrize("commit_every", ["1e6", "1e-3"])
+def test_a_recording_outlives_the_main_thread(tmp_path: Path, commit_every: str) -> None:
+    """Pools take no more work then, and the caller's thread writes behind the writing thread."""
+    command = [sys.executable, "-c", OUTLIVING, tmp_path / "run.zarr", commit_every]
+    subprocess.run(command, check=True)
+    ds = xr.open_zarr(tmp_path / "run.zarr")
+    assert ds.attrs["status"] == "complete"
+    assert ds.step.values.tolist() == list(range(160))
+    for name, sign in (("W", 1), ("grad", -1)):
+        assert (ds[name] == sign * ds.step).all(["token", "hidden"]).values.all()

@@ -1,0 +1,129 @@
+"""A run of another's first rows: the same bits, shared files, and nothing of the other changed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from trajstore import RunWriter, repair, verify
+from trajstore.errors import InvalidArgument, RunExists
+from trajstore.store.writing.branched_run import branch_run, holds_exactly
+
+Small = tuple[Path, dict[str, np.ndarray]]
+TYPES = {"W": "bfloat16", "grad": "float16", "logits": "bfloat16", "loss": "float32"}
+
+
+def branch(source: Path, rows: int, **types: str) -> Path:
+    path = source.with_name("branch.zarr")
+    attributes = {"config": {"why": "a branch"}}
+    branch_run(source, path, rows, types=TYPES | types, attributes=attributes, memory="64MiB")
+    return path
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(run)): file.read_bytes() for file in run.rglob("*") if file.is_file()
+    }
+
+
+def same_rows(run: Path, source: Path, rows: int) -> xr.Dataset:
+    ds, whole = xr.open_zarr(run).load(), xr.open_zarr(source).load()
+    assert ds.sizes["step"] == rows
+    for name in ds.variables:
+        expected = whole[name].values[:rows] if "step" in whole[name].dims else whole[name].values
+        if expected.dtype.kind == "f":
+            assert ds[name].values.tobytes() == expected.tobytes(), name
+        else:
+            assert (ds[name].values == expected).all(), name
+    assert verify(run).clean
+    return ds
+
+
+@pytest.mark.parametrize("rows", [1, 4, 6, 8, 11])
+def test_whole_blocks_are_shared_and_the_last_is_rewritten(small_run: Small, rows: int) -> None:
+    source, _ = small_run
+    before = contents(source)
+    path = branch(source, rows)
+    ds = same_rows(path, source, rows)
+    assert ds.attrs["status"] == "interrupted"
+    assert ds.attrs["config"] == {"why": "a branch"}
+    assert ds.attrs["created"] >= xr.open_zarr(source).attrs["created"]
+    for name in (*TYPES, "step"):
+        for shard in (path / name).glob("c.*"):
+            whole = (int(shard.name.split(".")[1]) + 1) * 4 <= rows
+            assert shard.samefile(source / name / shard.name) == whole
+    assert (path / "token_text" / "c.0").samefile(source / "token_text" / "c.0")
+    assert contents(source) == before
+
+
+def test_wider_types_hold_the_same_values(small_run: Small) -> None:
+    source, values = small_run
+    path = branch(source, 10, W="float32", grad="float32")
+    ds = same_rows(path, source, 10)
+    assert ds.W.attrs["native_dtype"] == ds.grad.attrs["native_dtype"] == "float32"
+    assert ds.logits.attrs["native_dtype"] == "bfloat16"
+    assert (ds.W.values.view("u4") == values["W"][:10].astype("u4") << 16).all()
+    assert (path / "logits" / "c.0.0").stat().st_nlink == 2
+    assert (path / "W" / "c.0.0.0").stat().st_nlink == 1
+
+
+def test_a_branch_is_gone_on_with_cut_and_repaired_and_its_source_stays(small_run: Small) -> None:
+    source, values = small_run
+    before = contents(source)
+    path = branch(source, 8)
+    rest: dict[str, Any] = {name: values[name][0] for name in ("W", "grad", "logits")}
+    with RunWriter.resume(path) as run:
+        for step in (100, 101, 102, 103, 104):
+            run.append(step, **rest, loss=np.float32(step))
+    RunWriter.resume(path, rows=6).close("interrupted")
+    assert not (path / "W" / "c.1.0.0").samefile(source / "W" / "c.1.0.0")
+    same_rows(path, source, 6)
+    (path / "W" / "c.0.0.0").unlink()
+    assert repair(path, yes=True).rows == 0
+    assert contents(source) == before
+    assert verify(source).clean
+
+
+def test_variables_can_be_left_out(small_run: Small) -> None:
+    source, _ = small_run
+    path = source.with_name("branch.zarr")
+    branch_run(source, path, 5, types={"W": "bfloat16"}, attributes={}, memory="64MiB")
+    assert list(same_rows(path, source, 5).data_vars) == ["W"]
+
+
+def test_without_hard_links_files_are_copied(
+    small_run: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = branch(small_run[0], 9)
+    same_rows(path, small_run[0], 9)
+    assert (path / "W" / "c.0.0.0").stat().st_nlink == 1
+
+
+def test_what_cannot_be_branched_is_refused_and_nothing_is_left(small_run: Small) -> None:
+    source, _ = small_run
+    with pytest.raises(InvalidArgument, match=r"has 11 committed rows.* after 12"):
+        branch(source, 12)
+    with pytest.raises(InvalidArgument, match=r"loss is float32 .* bfloat16 does not hold"):
+        branch(source, 4, loss="bfloat16")
+    with pytest.raises(InvalidArgument, match="does not hold exp_avg"):
+        branch(source, 4, exp_avg="bfloat16")
+    assert [path.name for path in source.parent.iterdir()] == [source.name]
+    branch(source, 4)
+    with pytest.raises(RunExists):
+        branch(source, 4)
+
+
+def test_which_type_holds_which() -> None:
+    assert holds_exactly("float16", "float32")
+    assert holds_exactly("float64", "float64")
+    assert not holds_exactly("float32", "float64")  # no run was ever widened so
+    assert not holds_exactly("bfloat16", "float16")

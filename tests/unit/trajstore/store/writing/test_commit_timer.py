@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xarray as xr
+
+from trajstore import InvalidArgument
+from trajstore.store.writing.commit_timer import CommitTimer, check_commit_every
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_it_asks_again_when_the_time_is_over() -> None:
+    clock, commits = Clock(), []
+
+    def commit() -> bool:
+        commits.append(clock.now)
+        return True
+
+    timer = CommitTimer(10.0, commit, clock=clock)
+    for now, expected in ((0.0, 10.0), (4.0, 6.0), (10.0, 10.0)):
+        clock.now = now
+        assert timer.ask() == expected
+    assert commits == [10.0]
+    clock.now = 14.0
+    timer.committed(by_time=True)  # it took four seconds: so the next one is in twenty
+    clock.now = 24.0
+    assert timer.ask() == 10.0
+    clock.now = 34.0
+    assert timer.ask() == 10.0
+    assert commits == [10.0, 34.0]
+    clock.now = 36.0
+    timer.committed(by_time=True)
+    clock.now = 41.0
+    timer.committed(by_time=False)  # a whole block puts it off
+    clock.now = 46.0
+    assert timer.ask() == 5.0
+    assert commits == [10.0, 34.0]
+
+
+def test_where_something_is_being_written_it_asks_soon() -> None:
+    clock = Clock()
+    timer = CommitTimer(10.0, lambda: False, clock=clock)
+    clock.now = 12.0
+    assert timer.ask() == 1.0
+    clock.now = 13.0
+    assert timer.ask() == 1.0
+
+
+def test_its_thread_asks_until_it_is_stopped() -> None:
+    asked = threading.Semaphore(0)
+
+    def commit() -> bool:
+        asked.release()
+        return True
+
+    timer = CommitTimer(1e-6, commit)
+    timer.start()
+    assert all(asked.acquire(timeout=30) for _ in range(3))
+    assert timer._thread.daemon
+    timer.stop()
+    assert not timer._thread.is_alive()
+    timer.stop()
+
+
+def test_its_thread_ends_when_there_is_no_writer_any_more() -> None:
+    timer = CommitTimer(1e-6, lambda: None)
+    timer.start()
+    timer._thread.join(timeout=30)
+    assert not timer._thread.is_alive()
+
+
+def test_it_may_be_stopped_by_its_own_thread() -> None:
+    stopped = threading.Event()
+
+    def commit() -> bool:
+        timer.stop()
+        stopped.set()
+        return True
+
+    timer = CommitTimer(1e-6, commit)
+    timer.start()
+    assert stopped.wait(timeout=30)
+    timer.stop()
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, math.nan, math.inf])
+def test_a_time_that_is_none_is_refused(wrong: float) -> None:
+    with pytest.raises(InvalidArgument, match=r"commit_every: got .*, expected seconds above 0"):
+        check_commit_every(wrong)
+    check_commit_every(1e300)
+    check_commit_every(None)
+
+
+NOT_CLOSED = """
+import sys
+import numpy as np
+from trajstore import RunWriter
+
+run = RunWriter.create(
+    sys.argv[1], token=[0, 1], hidden=1, variables={"W": "float32"}, commit_every=float(sys.argv[2])
+)
+run.append(step=0, W=np.zeros((2, 1), "float32"))
+if len(sys.argv) > 3:
+    while not run.committed_rows:
+        pass
+"""
+
+
+@pytest.mark.parametrize(("every", "rows"), [("1e300", 0), ("1e-3", 1)])
+def test_a_run_that_is_not_closed_keeps_no_process_alive(
+    tmp_path: Path, every: str, rows: int
+) -> None:
+    command: list[Any] = [sys.executable, "-c", NOT_CLOSED, tmp_path / "run.zarr", every]
+    subprocess.run([*command, *["wait"] * rows], check=True, timeout=120)
+    ds = xr.open_zarr(tmp_path / "run.zarr")
+    assert ds.sizes["step"] == rows
+    assert ds.attrs["status"] == "recording"
+
+
+FORKING = """
+import os, sys
+import numpy as np
+from trajstore import RunWriter
+
+with RunWriter.create(
+    sys.argv[1], token=[0, 1], hidden=1, variables={"W": "float32"}, commit_every=1e-3
+) as run:
+    for step in range(20):
+        run.append(step=step, W=np.zeros((2, 1), "float32"))
+        child = os.fork()
+        if child == 0:
+            os._exit(run._blocks._timer._thread.is_alive())
+        assert os.waitpid(child, 0)[1] == 0, "the timer is the parent's"
+        while run.committed_rows <= step:
+            pass
+"""
+
+
+def test_a_forked_child_has_none_and_the_parents_goes_on(tmp_path: Path) -> None:
+    command: list[Any] = [sys.executable, "-W", "ignore", "-c", FORKING, tmp_path / "run.zarr"]
+    subprocess.run(command, check=True, timeout=120)
+    ds = xr.open_zarr(tmp_path / "run.zarr")
+    assert ds.sizes["step"] == 20
+    assert ds.attrs["status"] == "complete"

@@ -1,0 +1,216 @@
+"""Several writers of one run: what they make is what one writer makes, or nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from tests.sharing_writers import all_together
+from trajstore import RunWriter, open_run
+from trajstore.errors import InvalidArgument, RecordingError, RunExists
+from trajstore.integrity.verify import verify
+from trajstore.store.metadata.fingerprint import CONTENT
+from trajstore.store.writing import block_writer
+from trajstore.store.writing.token_share import TokenShare
+
+TOKENS, HIDDEN, BLOCK = 11, 3, 4
+VARIABLES = {"W": "float32", "grad": "bfloat16", "grad_token_norm": "float32", "loss": "float32"}
+
+Row = dict[str, npt.NDArray[Any]]
+
+
+def row(step: int, tokens: int = TOKENS) -> Row:
+    random = np.random.default_rng(step)
+    return {
+        "W": random.standard_normal((tokens, HIDDEN), "f4"),
+        "grad": random.integers(0, 1 << 14, (tokens, HIDDEN), "u2"),
+        "grad_token_norm": random.standard_normal(tokens, "f4"),
+        "loss": random.standard_normal((), "f4"),
+    }
+
+
+def own(share: TokenShare, whole: Row) -> Row:
+    """What a writer has of a row."""
+    tokens = share.tokens(len(whole["W"]))
+    return {
+        name: values[tokens] if values.ndim else values
+        for name, values in whole.items()
+        if values.ndim or share.is_first
+    }
+
+
+def create(path: Path, share: TokenShare, tokens: int = TOKENS, **options: Any) -> RunWriter:
+    return RunWriter.create(
+        path, token=np.arange(tokens), hidden=HIDDEN, variables=VARIABLES,
+        **{"block_rows": BLOCK, **options}, share=share,
+    )  # fmt: skip
+
+
+def record(path: Path, share: TokenShare, steps: range, tokens: int = TOKENS) -> RunWriter:
+    with create(path, share, tokens) as run:
+        for step in steps:
+            run.append(step, **own(share, row(step, tokens)))
+    return run
+
+
+def content(path: Path) -> str:
+    digest: str = json.loads((path / "zarr.json").read_bytes())["attributes"][CONTENT]
+    return digest
+
+
+def whole_run(path: Path, of: Path, steps: range, tokens: int = TOKENS) -> str:
+    """Content digest of the run that one writer makes, with blocks as those of another."""
+    shutil.copytree(of, path)
+    with RunWriter.resume(path, rows=0) as run:
+        for step in steps:
+            run.append(step, **row(step, tokens))
+    return content(path)
+
+
+# 2 processes with tokens of unequal number, 4 of which the last has none, a number without divisors
+@pytest.mark.parametrize(("count", "tokens"), [(2, 11), (4, 9), (4, 5), (3, 300)])
+def test_the_run_of_several_is_the_run_of_one(tmp_path: Path, count: int, tokens: int) -> None:
+    path, steps = tmp_path / "run.zarr", range(2 * BLOCK + 1)
+    runs = all_together(count, lambda share: record(path, share, steps, tokens))
+    assert [run.committed_rows for run in runs] == [len(steps)] * count  # type: ignore[union-attr]
+    assert verify(path).clean
+    ds = open_run(path)
+    for step in steps:
+        assert np.array_equal(ds.W.values[step], row(step, tokens)["W"])
+    assert content(path) == whole_run(tmp_path / "whole.zarr", path, steps, tokens)
+
+
+def test_each_holds_and_writes_only_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    first, second = all_together(2, lambda share: record(path, share, range(BLOCK)))
+    assert isinstance(first, RunWriter)
+    assert isinstance(second, RunWriter)
+    assert "loss" in first.layout.arrays
+    assert "loss" not in second.layout.arrays
+    assert first.layout.arrays["W"].row == (6, HIDDEN)
+    assert second.layout.arrays["W"].row == (5, HIDDEN)
+    files = sum(
+        file.stat().st_size for file in path.glob("*/c.0*") if file.parent.name in VARIABLES
+    )
+    files += (path / "step" / "c.0").stat().st_size
+    assert first.bytes_written > second.bytes_written > 0
+    assert first.bytes_written + second.bytes_written == files
+
+
+def test_where_one_cannot_write_all_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.zarr"
+    put = block_writer.put
+
+    def failing(target: Path, *args: Any, **options: Any) -> int:
+        if target.match("W/c.1.1.0"):  # of the second process, in the second block
+            raise OSError(28, "No space left on device")
+        return put(target, *args, **options)
+
+    monkeypatch.setattr(block_writer, "put", failing)
+    first, second = all_together(2, lambda share: record(path, share, range(5 * BLOCK)))
+    assert isinstance(second, OSError)
+    assert second.errno == 28
+    assert isinstance(first, RecordingError)
+    assert str(first).startswith("the recording has failed in process 1: OSError: [Errno 28]")
+    ds = open_run(path)
+    assert (ds.sizes["step"], ds.attrs["status"]) == (BLOCK, "interrupted")
+    assert verify(path).clean
+
+
+def test_where_the_first_cannot_commit_all_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def commit(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("trajstore.store.writing.commit.Committer.commit", commit)
+    first, second = all_together(
+        2, lambda share: record(tmp_path / "run.zarr", share, range(3 * BLOCK))
+    )
+    assert isinstance(first, OSError)
+    assert isinstance(second, RecordingError)
+    assert "process 0: OSError" in str(second)
+
+
+def test_rows_that_not_all_have_are_not_committed(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    ended = all_together(2, lambda share: record(path, share, range(BLOCK + 1 + share.number)))
+    for error in ended:
+        assert isinstance(error, RecordingError)
+        assert "process 0 with 5 rows, complete, process 1 with 6 rows, complete" in str(error)
+    ds = open_run(path)
+    assert (ds.sizes["step"], ds.attrs["status"]) == (BLOCK, "interrupted")
+    assert verify(path).clean
+
+
+def test_a_run_that_is_there_is_refused_in_all(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    all_together(2, lambda share: record(path, share, range(2)))
+    first, second = all_together(2, lambda share: create(path, share))
+    assert isinstance(first, RunExists)
+    assert isinstance(second, RecordingError)
+    assert "process 0: RunExists" in str(second)
+
+
+def test_a_folder_that_not_all_see_is_refused_in_all(tmp_path: Path) -> None:
+    first, second = all_together(
+        2, lambda share: create(tmp_path / str(share.number) / "run.zarr", share)
+    )
+    assert isinstance(second, InvalidArgument)
+    assert "a folder that all of them see" in str(second)
+    assert isinstance(first, RecordingError)
+    assert not (tmp_path / "0" / "run.zarr").exists()
+
+
+@pytest.mark.parametrize("kept", [2 * BLOCK, 2 * BLOCK - 1, 0])
+def test_several_go_on_with_the_run_of_several(tmp_path: Path, kept: int) -> None:
+    path, steps = tmp_path / "run.zarr", range(3 * BLOCK)
+    all_together(2, lambda share: record(path, share, range(2 * BLOCK + 1)))
+
+    def go_on(share: TokenShare) -> int:
+        with RunWriter.resume(path, rows=kept, share=share) as run:
+            for step in range(kept, len(steps)):
+                run.append(step, **own(share, row(step)))
+        return run.committed_rows
+
+    assert all_together(2, go_on) == [len(steps)] * 2
+    assert verify(path).clean
+    assert content(path) == whole_run(tmp_path / "whole.zarr", path, steps)
+
+
+def test_another_number_goes_on_if_the_shards_fit(tmp_path: Path) -> None:
+    path, tokens = tmp_path / "run.zarr", 12
+    all_together(4, lambda share: record(path, share, range(BLOCK), tokens))
+
+    def go_on(share: TokenShare) -> int:
+        with RunWriter.resume(path, share=share) as run:
+            run.append(BLOCK, **own(share, row(BLOCK, tokens)))
+        return run.committed_rows
+
+    assert all_together(2, go_on) == [BLOCK + 1] * 2
+    assert verify(path).clean
+    before = content(path)
+    first, *_ = ended = all_together(3, go_on)
+    assert isinstance(first, RecordingError)  # its own tokens begin with a shard
+    assert all(isinstance(error, InvalidArgument) for error in ended[1:])
+    assert "its shards hold 3 tokens, and each of 3 processes 4" in str(ended[1])
+    assert content(path) == before
+
+
+def test_the_memory_is_that_of_each(tmp_path: Path) -> None:
+    tokens = 60_000
+    shares = all_together(
+        4, lambda share: create(
+            tmp_path / "run.zarr", share, tokens, block_rows=None, memory="100 MiB", threads=1
+        )
+    )  # fmt: skip
+    for run in shares:
+        assert isinstance(run, RunWriter)
+        assert run.layout.memory <= 100 << 20
+    all_together(4, lambda share: shares[share.number].close())  # type: ignore[union-attr]

@@ -1,0 +1,357 @@
+"""A run that is opened for more rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+import zarr
+from bits_and_calls import random_bits
+
+from trajstore import (
+    FormatError,
+    InvalidArgument,
+    RunLocked,
+    RunNotFound,
+    RunWriter,
+    open_run,
+    repair,
+    verify,
+)
+from trajstore.schema import ENCODINGS
+from trajstore.store.storage.atomic import sweep
+from trajstore.store.writing.branched_run import branch_run
+
+BLOCK = 4
+TYPES = {"W": "bfloat16", "grad": "float16", "logits": "float32", "loss": "float64"}
+
+
+def create(path: Path, encoding: str = "delta", **options: Any) -> RunWriter:
+    return RunWriter.create(
+        path,
+        token=np.arange(5) * 3,
+        hidden=3,
+        variables=TYPES,
+        block_rows=BLOCK,
+        encoding=encoding,
+        is_dead=np.arange(5) > 2,
+        commit_every=None,
+        **options,
+    )
+
+
+def row(step: int) -> dict[str, Any]:
+    return {
+        "step": step,
+        "W": random_bits((5, 3), step),
+        "grad": random_bits((5, 3), step + 1000),
+        "logits": random_bits((5,), step, 32).view("f4"),
+        "loss": np.float64(step) / 3,
+    }
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """Every object of a run but the documents, which hold times."""
+    return {
+        str(file.relative_to(path)): file.read_bytes()
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and file.name != "zarr.json"
+    }
+
+
+def recorded(path: Path, rows: int, encoding: str = "delta", **options: Any) -> Path:
+    with create(path, encoding, **options) as run:
+        for step in range(rows):
+            run.append(**row(step))
+    return path
+
+
+@pytest.fixture
+def one_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All runs have the same, so that their objects can be compared."""
+    monkeypatch.setattr("trajstore.store.writing.writer.new_identity", lambda: "5a" * 16)
+
+
+@pytest.mark.usefixtures("one_identity")
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("rows", [0, 1, 3, 4, 6, 8, 9, 11])
+def test_a_resumed_run_is_the_run_that_was_never_interrupted(
+    tmp_path: Path, rows: int, encoding: str
+) -> None:
+    whole = recorded(tmp_path / "whole.zarr", 14, encoding)
+    path = recorded(tmp_path / "cut.zarr", 11, encoding)
+    with RunWriter.resume(path, rows=rows) as run:
+        assert (run.rows, run.committed_rows) == (rows, rows)
+        for step in range(rows, 14):
+            run.append(**row(step))
+        assert run.bytes_recorded == 14 * (2 * 5 * 3 * 2 + 5 * 4 + 8)
+    assert contents(path) == contents(whole)
+    ds, expected = xr.open_zarr(path), xr.open_zarr(whole)
+    assert ds.attrs["status"] == "complete"
+    assert ds.attrs["content_digest"] == expected.attrs["content_digest"]
+    assert ds.attrs["created"] == json.loads((path / "step/zarr.json").read_bytes())["attributes"][
+        "root_attributes"
+    ].partition('"created": "')[2][:25]  # fmt: skip
+    for name in expected.variables:
+        assert ds[name].dtype == expected[name].dtype
+        assert ds[name].values.tobytes() == expected[name].values.tobytes()
+
+
+def test_without_a_row_it_goes_on_after_the_last_commit(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run.zarr", 6)
+    with RunWriter.resume(path) as run:
+        assert xr.open_zarr(path).attrs["status"] == "recording"
+        with pytest.raises(InvalidArgument, match="got step 5 after step 5"):
+            run.append(**row(5))
+        run.append(**row(6))
+    assert open_run(path).step.values.tolist() == list(range(7))
+
+
+@pytest.mark.usefixtures("one_identity")
+def test_a_cut_run_that_ends_early_keeps_nothing_of_what_was_cut(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run.zarr", 14)
+    with RunWriter.resume(path, rows=5) as run:
+        run.append(**row(5))
+    assert contents(path) == contents(recorded(tmp_path / "six.zarr", 6))
+    assert sorted(file.name for file in (path / "W").glob("c.*")) == ["c.0.0.0", "c.1.0.0"]
+    assert xr.open_zarr(path).sizes["step"] == 6
+
+
+def test_attributes_can_take_the_place_of_those_it_has(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run.zarr", 3, config={"steps": 3}, attributes={"optimizer": "x"})
+    RunWriter.resume(path, attributes={"config": {"steps": 9}}).close()
+    ds = xr.open_zarr(path)
+    assert ds.attrs["config"] == {"steps": 9}
+    assert ds.attrs["optimizer"] == "x"
+    assert json.loads(ds.step.attrs["root_attributes"])["config"] == {"steps": 9}
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("block", [1, 3])  # a whole one, and the unfinished one
+def test_what_was_not_committed_is_not_gone_on_with(
+    tmp_path: Path, encoding: str, block: int
+) -> None:
+    """Else the new digests would hide what `verify` finds."""
+    path = recorded(tmp_path / "run.zarr", 14, encoding)
+    older = Path(shutil.copytree(path, tmp_path / "older"))
+    with RunWriter.resume(path, rows=4, commit_every=None) as run:
+        for step in range(4, 14):
+            run.append(**row(step) | {"W": random_bits((5, 3), 500 + step)})
+    name = f"c.{block}.0.0"
+    shutil.copy(older / "W" / name, path / "W" / name)  # of the same run, and of as many rows
+    assert not verify(path).clean
+    before = contents(path)
+    for rows in (14, 13, 2):
+        with pytest.raises(FormatError, match=r"is not what was committed.*trajstore verify"):
+            RunWriter.resume(path, rows=rows)
+        with pytest.raises(FormatError, match=r"is not what was committed.*trajstore verify"):
+            branch_run(
+                path, tmp_path / "branch.zarr", rows, types={"W": "bfloat16"}, attributes={},
+                memory="64MiB",
+            )  # fmt: skip
+    assert contents(path) == before
+    assert not (tmp_path / "branch.zarr").exists()
+
+
+class Death(BaseException):
+    """As if the process had ended there."""
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("rows", [14, 5])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_resume_that_dies_leaves_the_attributes_of_before_or_the_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, rows: int, after: bool
+) -> None:
+    source = recorded(tmp_path / "source.zarr", 14, encoding, config={"steps": 14})
+    moves = len(TYPES) + 3  # of the document of step, the root, and the documents of all arrays
+    move = os.replace
+    found = []
+    for last in range(1, moves + 1):
+        path = Path(shutil.copytree(source, tmp_path / f"run-{last}.zarr"))
+        left = iter(range(last, 0, -1))
+
+        def replace(source: Any, target: Any, left: Iterator[int] = left) -> None:
+            number = next(left)
+            if number > 1 or after:
+                move(source, target)
+            if number == 1:
+                raise Death
+
+        monkeypatch.setattr("trajstore.store.storage.atomic.os.replace", replace)
+        with pytest.raises(Death):
+            RunWriter.resume(path, rows=rows, attributes={"config": {"steps": 20}})
+        monkeypatch.setattr("trajstore.store.storage.atomic.os.replace", move)
+        checked = verify(path)
+        assert checked.clean, checked.problems
+        found.append(xr.open_zarr(path).attrs["config"]["steps"])
+        before = xr.open_zarr(path).attrs
+        repair(path, yes=True)
+        assert not any("being changed" in note for note in verify(path).notes)
+        repaired = xr.open_zarr(path).attrs
+        assert repaired["fingerprint"] == before["fingerprint"]
+        with RunWriter.resume(path, rows=5, attributes={"config": {"steps": 30}}) as run:
+            run.append(**row(5))
+        assert verify(path).clean
+        assert open_run(path).attrs["config"] == {"steps": 30}
+    assert found == sorted(found)
+    assert set(found) == {14, 20}
+
+
+def test_a_second_writer_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    with create(path) as run:
+        run.append(**row(0))
+        with pytest.raises(RunLocked, match=str(os.getpid())):
+            RunWriter.resume(path)
+        with pytest.raises(RunLocked):
+            create(path, overwrite=True)
+        run.append(**row(1))
+    assert open_run(path).sizes["step"] == 2
+    with pytest.raises(InvalidArgument):
+        RunWriter.resume(path, rows=3)
+    RunWriter.resume(path).close()  # a refused call has not kept the lock
+
+
+@pytest.mark.parametrize("rows", [-1, 3])
+def test_rows_that_are_not_there(tmp_path: Path, rows: int) -> None:
+    path = recorded(tmp_path / "run.zarr", 2)
+    with pytest.raises(InvalidArgument, match=f"has 2 committed rows.*after {rows}"):
+        RunWriter.resume(path, rows=rows)
+
+
+def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RunNotFound):
+        RunWriter.resume(tmp_path / "nothing.zarr")
+    path = recorded(tmp_path / "run.zarr", 2)
+    with pytest.raises(InvalidArgument, match=r"budget of 64 B .* at least"):
+        RunWriter.resume(path, memory=64)
+    zarr.open_group(path, mode="a", use_consolidated=False).attrs["note"] = "mine"
+    with pytest.raises(FormatError, match=f"trajstore repair {path}"):
+        RunWriter.resume(path)
+
+
+def test_what_dead_writers_left_is_swept(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run.zarr", 2)
+    dead = 2**22 + 1  # no process can have that number
+    (path / f"W/.c.0.0.0.{dead}.partial").write_bytes(b"half")
+    (path / f".zarr.json.{os.getpid()}.partial").write_bytes(b"half")
+    beside = tmp_path / f".run.zarr.{dead}.partial"
+    (beside / "W").mkdir(parents=True)
+    (tmp_path / f".run.zarr.{dead}.old").mkdir()
+    # Of one that had our number: in containers all have the same few. We hold the lock.
+    (tmp_path / f".run.zarr.{os.getpid()}.partial").mkdir()
+    stay = [
+        f".run.zarr.{os.getppid()}.partial",  # of a living process
+        f".another.zarr.{dead}.partial",
+        f".run.zarr.v2.{dead}.partial",
+        ".run.zarr.backup.old",
+        ".run.zarr.partial",
+    ]
+    for name in stay:
+        (tmp_path / name).mkdir()
+    (path / "W/.mine.partial").write_bytes(b"not a temporary of ours")
+    RunWriter.resume(path).close()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([path.name, *stay])
+    (path / "W/.mine.partial").unlink()
+    assert not list(path.rglob("*.partial"))
+    assert sweep(path) == []
+
+
+def test_a_name_is_not_a_pattern(tmp_path: Path) -> None:
+    dead = 2**22 + 1
+    path = recorded(tmp_path / "run[1].zarr", 2)
+    (tmp_path / f".run[1].zarr.{dead}.partial").mkdir()
+    (tmp_path / f".run1.zarr.{dead}.partial").mkdir()
+    RunWriter.resume(path).close()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        f".run1.zarr.{dead}.partial",
+        path.name,
+    ]
+
+
+def test_a_leftover_of_ones_own_process_number_is_no_obstacle(tmp_path: Path) -> None:
+    """In a container every process may have the same number as the one before it."""
+    left = tmp_path / f".run.zarr.{os.getpid()}.partial"
+    (left / "W").mkdir(parents=True)
+    recorded(tmp_path / "run.zarr", 2)
+    assert not left.exists()
+
+
+@pytest.mark.filterwarnings("ignore:Consolidated metadata")
+def test_what_somebody_else_keeps_in_a_run_stays_as_it_is(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run.zarr", 11)
+    group = zarr.open_group(path, mode="a", use_consolidated=False)
+    mask = group.create_array("mask", shape=(3,), dtype="int64", dimension_names=["step"])
+    mask[...] = [7, 8, 9]
+    zarr.consolidate_metadata(path)
+    (path / "W" / "c.copy").write_bytes(b"mine")
+    (path / "W" / "c.9.bak").write_bytes(b"mine")
+    with RunWriter.resume(path, rows=6) as run:
+        run.append(**row(6))
+    assert zarr.open_array(path / "mask")[...].tolist() == [7, 8, 9]
+    assert zarr.open_group(path)["mask"].shape == (3,)
+    assert (path / "W" / "c.copy").exists()
+    assert (path / "W" / "c.9.bak").exists()
+    assert not (path / "W" / "c.2.0.0").exists()
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run.zarr", 11)
+    (path / "grad" / "c.0.0.0").unlink()
+    with pytest.raises(FormatError, match=f"grad, block 0: .* trajstore repair {path}"):
+        RunWriter.resume(path)
+    with pytest.raises(InvalidArgument, match="only read from"):
+        RunWriter.resume("https://host/run.zarr")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to name descriptors")
+def test_fsync_reaches_every_object_and_every_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each file before its name is changed, its folder after that, the root last."""
+    calls: list[str] = []
+    flush, move = os.fsync, os.replace
+
+    def fsync(descriptor: int) -> None:
+        calls.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        flush(descriptor)
+
+    def replace(source: Any, target: Any) -> None:
+        calls.append(f"move {Path(target).name}")
+        move(source, target)
+
+    path = tmp_path / "run.zarr"
+    run = create(path, fsync=True)
+    monkeypatch.setattr("trajstore.store.storage.atomic.os.fsync", fsync)
+    monkeypatch.setattr("trajstore.store.storage.atomic.os.replace", replace)
+    for step in range(BLOCK):
+        run.append(**row(step))
+    run.close()
+    moves = [number for number, call in enumerate(calls) if call.startswith("move")]
+    assert len(moves) == 5 + 5 + 1 + 1
+    for number in moves:
+        name = calls[number].removeprefix("move ")
+        assert calls[number - 1].startswith(f"fsync .{name}.")
+        assert calls[number + 1].startswith("fsync ")
+    assert calls[-1] == "fsync run.zarr"
+    assert calls[-2] == "move zarr.json"
+
+
+def test_a_run_whose_folder_goes_away_is_an_error_and_not_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    run = create(path)
+    path.rename(tmp_path / "elsewhere.zarr")
+    for step in range(BLOCK):
+        run.append(**row(step))
+    with pytest.raises(FileNotFoundError):
+        run.close()
+    assert not path.exists()
+    assert xr.open_zarr(tmp_path / "elsewhere.zarr").sizes["step"] == 0

@@ -1,0 +1,36 @@
+"""The command `fetch`."""
+
+from __future__ import annotations
+
+import click
+
+from trajstore.cli.options import JSON, sentences
+from trajstore.cli.tables import out, print_json
+
+__all__ = ["fetch"]
+
+
+@click.command()
+@click.argument("name", metavar="gatsby|fineweb|gpt2")
+@click.option("--source", help="Another place: an address, a data set, or a local path.")
+@click.option("--sha256", metavar="HEX", help="What the result must have.")
+@JSON
+@sentences
+def fetch(name: str, source: str | None, sha256: str | None, as_json: bool) -> None:
+    """Download a corpus or tokenizer into the cache, where `record` finds it.
+
+    \b
+    Example:
+      trajstore fetch gpt2
+    """
+    from trajstore import trainers
+
+    fetched = trainers.fetch(name, source=source, sha256=sha256)
+    if as_json:
+        print_json({**vars(fetched), "path": str(fetched.path)})
+    else:
+        unit = "tokens" if fetched.path.is_dir() else "bytes"
+        out.print(
+            f"Fetched {fetched.path}: {fetched.size:,} {unit} from {fetched.source}, "
+            f"sha256 {fetched.sha256}"
+        )

@@ -1,0 +1,116 @@
+"""The command `plan`."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import click
+
+from trajstore.byte_sizes import format_bytes
+from trajstore.cli.options import JSON, sentences
+from trajstore.cli.tables import out, print_json, print_notes, print_table, table
+from trajstore.errors import TrajstoreError
+from trajstore.trainers.commands.configuration import configuration, configured
+
+__all__ = ["plan"]
+
+
+@click.command()
+@configuration
+@click.option(
+    "--no-timing",
+    is_flag=True,
+    help="Do not train a few steps on this machine to tell how long the whole will take.",
+)
+@JSON
+@sentences
+def plan(
+    preset_name: str | None,
+    config_file: str | None,
+    assignments: tuple[str, ...],
+    corpus: str | None,
+    tokenizer: str | None,
+    variables: str | None,
+    no_timing: bool,
+    as_json: bool,
+    **fields: Any,
+) -> None:
+    """Tell what a run will cost before it is made: rows, chunks, bytes, memory, files, time.
+
+    For the time, a few steps are trained here, and recorded to a temporary folder.
+
+    \b
+    Example:
+      trajstore plan --preset wordybird-1b
+      trajstore plan --preset wordybird-1b --no-timing
+    """
+    from trajstore import trainers
+    from trajstore.schema import TIERS
+
+    config = configured(preset_name, config_file, assignments, variables, fields)
+    wanted = trainers.plan(config, corpus=corpus, tokenizer=tokenizer)
+    tiers = {}
+    for tier in TIERS:
+        recording = config.recording.model_copy(update={"record": (tier,)})
+        alternative = config.model_copy(update={"recording": recording})
+        tiers[tier] = trainers.plan(alternative, corpus=corpus, tokenizer=tokenizer)
+    facts = wanted.facts() | {"tiers": {tier: made.totals() for tier, made in tiers.items()}}
+    if not no_timing:
+        try:
+            timed = trainers.time_steps(config, corpus=corpus, tokenizer=tokenizer)
+        except TrajstoreError as error:  # the plan may be of another machine
+            facts["notes"].append(f"no time was measured: {error}")
+        else:
+            facts["time"] = timed.facts(steps=wanted.steps, rows=wanted.rows)
+    if as_json:
+        print_json(facts)
+    else:
+        print_plan(facts)
+
+
+def print_plan(facts: dict[str, Any]) -> None:
+    """Print what `facts` says, and the tiers beside each other."""
+    out.print(
+        f"{facts['rows']} rows of {facts['tokens']} tokens: steps 0 to {facts['steps']}, every "
+        f"{facts['every']}; blocks of {facts['block_rows']} rows; at most "
+        f"{format_bytes(facts['memory'])} of memory; {facts['files']} files."
+    )
+    printed = table("", "array", "type", "native", "expected on disk", "chunk")
+    for name, array in facts["arrays"].items():
+        printed.add_row(
+            name,
+            array["native_dtype"],
+            format_bytes(array["bytes_native"]),
+            format_bytes(array["bytes_on_disk"]),
+            " × ".join(map(str, array["chunk"])),
+        )
+    print_table(printed)
+    printed = table("Tiers", "tier", "native", "expected on disk", "memory", "rows a block")
+    for tier, totals in facts["tiers"].items():
+        printed.add_row(
+            tier,
+            format_bytes(totals["bytes_native"]),
+            format_bytes(totals["bytes_on_disk"]),
+            format_bytes(totals["memory"]),
+            str(totals["block_rows"]),
+        )
+    print_table(printed)
+    if "time" in facts:
+        out.print(_time_sentence(facts))
+    print_notes([*facts["notes"], *(advice["sentence"] for advice in facts["advice"])])
+
+
+def _time_sentence(facts: dict[str, Any]) -> str:
+    """How long a planned run will take, and what that stands on."""
+    time = facts["time"]
+    steps = f"{time['timed_steps']} {'step' if time['timed_steps'] == 1 else 'steps'}"
+    return (
+        f"About {timedelta(seconds=max(round(time['seconds']), 1))} on this machine "
+        f"({time['device']}), {timedelta(seconds=round(time['seconds_recording']))} of it for "
+        f"recording: {time['step_seconds']:.2g} s a step and {time['row_seconds']:.2g} s a row, as "
+        f"{steps} took that {'was' if time['timed_steps'] == 1 else 'were'} trained now, and "
+        f"{time['timed_rows']} rows "
+        f"({format_bytes(time['row_bytes'])} each on disk) that were recorded to a temporary "
+        "folder. Other programs that run meanwhile, and checkpoints, come on top."
+    )

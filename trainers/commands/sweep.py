@@ -1,0 +1,204 @@
+"""The command that records many runs: sweep."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from trajstore.cli.options import JSON, Choice, sentences
+from trajstore.cli.stop_signals import StopRequest
+from trajstore.cli.tables import err, out, print_json
+from trajstore.errors import InvalidArgument
+from trajstore.trainers.commands.configuration import configuration, settings_of
+from trajstore.trainers.commands.sweep_view import SweepProgress, print_jobs, sweep_facts
+
+if TYPE_CHECKING:
+    from trajstore.trainers.sweeps.grid import SweptRun
+
+__all__ = ["sweep"]
+
+_OWN = {"output", "assignments", "seeds", "jobs", "threads", "printed", "as_json"}
+"""Options that are the sweep's; all others are those of `trajstore record`, and passed on to it."""
+
+
+@click.command()
+@configuration
+@click.option("--seeds", metavar="A:B|LIST", help="Seeds from A on and before B, or several: 1,2.")
+@click.option(
+    "-o", "--output", type=click.Path(), required=True, help="Folder of the runs, such as runs/."
+)
+@click.option("--jobs", type=click.IntRange(1), default=1, help="Runs at once; default: 1.")
+@click.option(
+    "--threads",
+    type=click.IntRange(1),
+    help="Of each run; default: OMP_NUM_THREADS, or the processors divided by --jobs. Settled by "
+    "the first call.",
+)
+@click.option("--device", type=Choice(["auto", "cpu", "cuda", "mps"]), help="Where to train.")
+@click.option("--commit-every", type=float, metavar="SECONDS", help="As of record.")
+@click.option("--checkpoint-every", type=int, metavar="K", help="As of record.")
+@click.option("--fsync", is_flag=True, help="Have every commit survive a loss of power.")
+@click.option("--strict-numerics", is_flag=True, help="As of record.")
+@click.option(
+    "--print",
+    "printed",
+    is_flag=True,
+    help="Print the command of each run, a line each, for a cluster's array job; record nothing.",
+)
+@JSON
+@sentences
+def sweep(
+    preset_name: str | None,
+    config_file: str | None,
+    assignments: tuple[str, ...],
+    seeds: str | None,
+    output: str,
+    jobs: int,
+    threads: int | None,
+    variables: str | None,
+    printed: bool,
+    as_json: bool,
+    **fields: Any,
+) -> None:
+    """Record many runs: every seed with every setting, each in a process of its own.
+
+    Several values of one --set, between commas, are swept: --set optimizer.lr=1e-3,3e-4. Commas
+    within brackets and quotes belong to a value. The same command again skips the runs that are
+    complete, and goes on with the others. One that fails does not stop the others; then the exit
+    code is 1. Ctrl-C and SIGTERM stop all of them after the step in progress.
+
+    \b
+    Example:
+      trajstore sweep --preset gatsby --seeds 1601:1617 --steps 300 -o runs/ --jobs 2
+      trajstore sweep --preset gatsby --set initialisation.sigma=1e-5,1e-4 --seeds 1,2 -o runs/
+      trajstore sweep --preset gatsby --seeds 1:1001 -o runs/ --print > commands.txt
+    """
+    from trajstore.trainers.sweeps.sweep_folder import settle_threads
+
+    if "://" in output:
+        raise InvalidArgument(
+            f"cannot sweep to {output}: the runs of a sweep are recorded to a local folder; record "
+            "single runs there, or copy them when they are complete"
+        )
+    folder = Path(output)
+    places = {name: value for name, value in fields.items() if name in _FIELDS}
+    common = settings_of((), variables, places)
+    runs = _runs(preset_name, config_file, assignments, seeds, common)
+    threads = settle_threads(folder, jobs, threads, keep=not printed)
+    passed_on = _passed_on(click.get_current_context())
+    commands = [_command(run, folder, passed_on) for run in runs]
+    if printed:
+        for command in commands:
+            click.echo(f"OMP_NUM_THREADS={threads} {shlex.join(['trajstore', *command])}")
+        return
+    steps_given = any(
+        text.partition("=")[0].strip() == "training.steps" for text in (*assignments, *common)
+    )
+    _record(runs, commands, folder, jobs, threads, steps_given=steps_given, as_json=as_json)
+
+
+_FIELDS = {
+    "steps", "device", "every", "tokens", "memory", "block_rows", "encoding", "commit_every",
+    "checkpoint_every",
+}  # fmt: skip
+"""Options that are fields of a configuration."""
+
+
+def _runs(
+    preset_name: str | None,
+    config_file: str | None,
+    assignments: tuple[str, ...],
+    seeds: str | None,
+    common: list[str],
+) -> list[SweptRun]:
+    """All runs; what is wrong with any of them is told before the first begins."""
+    from trajstore import trainers
+    from trajstore.trainers.sweeps.grid import parse_seeds, swept_runs
+
+    if (preset_name is None) == (config_file is None):
+        raise InvalidArgument("name either a preset (--preset gatsby) or a file (--config FILE)")
+    if preset_name is not None:
+        base, stem = trainers.preset(preset_name), preset_name
+    else:
+        base, stem = trainers.RunConfig.from_toml(str(config_file)), Path(str(config_file)).stem
+    chosen = None if seeds is None else parse_seeds(seeds)
+    return swept_runs(base, stem, assignments, chosen, common)
+
+
+def _passed_on(ctx: click.Context) -> list[str]:
+    """Options of `trajstore record` as they were given to this command."""
+    words: list[str] = []
+    for parameter in ctx.command.params:
+        name = str(parameter.name)
+        if name in _OWN or ctx.get_parameter_source(name) != ParameterSource.COMMANDLINE:
+            continue
+        flag, value = parameter.opts[-1], ctx.params[name]
+        words += [flag] if value is True else [flag, str(value)]
+    return words
+
+
+def _command(run: SweptRun, folder: Path, passed_on: list[str]) -> list[str]:
+    """Arguments of `trajstore` that begin a run, and go on with it."""
+    words = ["record", *passed_on]
+    for assignment in run.assignments:
+        words += ["--set", assignment]
+    if run.seed is not None:
+        words += ["--seed", str(run.seed)]
+    return [*words, "--resume", "-o", str(folder / run.name)]
+
+
+def _record(
+    runs: Sequence[SweptRun],
+    commands: Sequence[Sequence[str]],
+    folder: Path,
+    at_once: int,
+    threads: int,
+    *,
+    steps_given: bool,
+    as_json: bool,
+) -> None:
+    """Run the processes, tell what became of each, and exit with what that means."""
+    from trajstore.trainers.sweeps.process_queue import Job, run_jobs
+    from trajstore.trainers.sweeps.sweep_folder import is_done, planned_rows
+
+    def job(run: SweptRun, command: Sequence[str]) -> Job:
+        path = folder / run.name
+        return Job(
+            run=path,
+            command=[sys.executable, "-m", "trajstore.trainers.commands.swept_record", *command],
+            log=path.with_suffix(".log"),
+            done=lambda: is_done(path, run.config, steps_given=steps_given),
+        )
+
+    jobs = [job(run, command) for run, command in zip(runs, commands, strict=True)]
+    rows = [planned_rows(run.config) for run in runs]
+    err.print(f"{len(jobs)} runs in {folder}, {at_once} at once, threads of each: {threads}")
+    with StopRequest() as stop, SweepProgress(jobs, rows) as progress:
+        stop.begin()
+        run_jobs(
+            jobs,
+            at_once=at_once,
+            environment=os.environ | {"OMP_NUM_THREADS": str(threads)},
+            stop=stop,
+            report=progress.show,
+        )
+    if as_json:
+        print_json(sweep_facts(jobs, threads))
+    else:
+        print_jobs(jobs, rows)
+    if stop():
+        err.print("Stopped; the same command goes on with what is not complete.")
+        sys.exit(stop.exit_code)
+    if any(job.state not in ("complete", "skipped") for job in jobs):
+        err.print("Not all runs are complete; the same command goes on with the others.")
+        sys.exit(1)
+    if not as_json:
+        pattern = shlex.quote(str(folder / "*.zarr"))
+        out.print(f"Go on with: trajstore plot {pattern} gradients")

@@ -1,0 +1,145 @@
+"""The command `info`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import click
+from rich.text import Text
+
+from trajstore.byte_sizes import format_bytes
+from trajstore.cli.options import JSON, sentences
+from trajstore.cli.tables import (
+    counted,
+    err,
+    out,
+    print_json,
+    print_notes,
+    print_table,
+    table,
+    without_tokens,
+)
+from trajstore.errors import FormatError, RunNotFound
+
+__all__ = ["info"]
+
+
+_WIDE = 100  # columns of a terminal from which on tables have all of theirs
+
+
+@click.command()
+@click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=click.Path())
+@JSON
+@sentences
+def info(runs: tuple[str, ...], as_json: bool) -> None:
+    """Tell what a run is: rows, arrays, sizes, configuration, origin. Also while it is recorded.
+
+    Of several runs a table, or a list with --json; what is no run is told, and the exit code is 1.
+
+    \b
+    Example:
+      trajstore info gatsby.zarr
+      trajstore info runs/*.zarr
+    """
+    from trajstore.store.reading.run_info import information
+
+    if len(runs) == 1:
+        facts = information(runs[0])
+        if as_json:
+            print_json(facts)
+        else:
+            print_information(runs[0], facts)
+        return
+    found = {}
+    for run in runs:
+        try:
+            found[run] = information(run)
+        except (FormatError, RunNotFound) as error:
+            err.print(f"trajstore: {error}")
+    if as_json:
+        print_json([{"run": run, **facts} for run, facts in found.items()])
+    elif found:
+        print_runs(found)
+    if len(found) < len(set(runs)):
+        sys.exit(1)
+
+
+def print_information(run: str, facts: dict[str, Any]) -> None:
+    """Print what `trajstore.store.reading.run_info.information` found."""
+    steps = facts["steps"]
+    span = f"steps {steps['first']} to {steps['last']}" if steps else "no steps"
+    out.print(f"{run}: {_standing(facts)}, {facts['committed_rows']} rows, {span}")
+    parameter = (facts.get("recording") or {}).get("parameter")
+    if parameter:
+        out.print(f"Recorded is {parameter}.")
+    out.print(
+        f"Store format {facts['trajstore_format']}, encoding {facts['encoding']}, "
+        f"blocks of {facts['block_rows']} rows, updated {facts['updated']}, {facts['files']} files."
+    )
+    if "fingerprint" in facts:
+        out.print(Text(f"Run {facts['runs'][-1][1]}"))
+        out.print(Text(f"content digest {facts['content_digest']}"))
+        out.print(Text(f"fingerprint    {facts['fingerprint']}"))
+    columns = ("array", "shape", "type", "native", "on disk", "ratio", "chunk")
+    # In a narrow terminal without the last one: what is there is not cut.
+    shown = len(columns) - (out.width < _WIDE)
+    printed = table("", *columns[:shown])
+    for column in printed.columns:
+        column.no_wrap = True
+    for name, array in facts["arrays"].items():
+        kind = "text" if array["native_dtype"].startswith("String") else array["native_dtype"]
+        row = (name, _shape(array["shape"]), kind, *_sizes(array), _shape(array["chunk"]))
+        printed.add_row(*row[:shown])
+    printed.add_section()
+    printed.add_row(*("all", "", "", *_sizes(facts), "")[:shown])
+    print_table(printed)
+    for section in ("config", "optimizer", "provenance"):
+        if facts.get(section):
+            out.print(section, style="bold")
+            for name, value in _flat(facts[section]):
+                out.print(Text(f"  {name} = {value}"))
+    if facts["populations"]:
+        told = (f"{name} {counted(n, 'token')}" for name, n in facts["populations"].items())
+        out.print(Text(f"Populations: {', '.join(told)}."))
+    print_notes(advice["sentence"] for advice in facts["advice"])
+    print_notes(without_tokens(facts["populations"]))
+
+
+def print_runs(found: dict[str, dict[str, Any]]) -> None:
+    """Print a line about each of several runs."""
+    printed = table("", "run", "status", "rows", "last step", "tokens", "on disk", "ratio")
+    for run, facts in found.items():
+        _, on_disk, ratio = _sizes(facts)
+        last = "" if facts["steps"] is None else f"{facts['steps']['last']:,}"
+        tokens = f"{facts['arrays']['token']['shape'][0]:,}"
+        row = (f"{facts['committed_rows']:,}", last, tokens, on_disk, ratio)
+        printed.add_row(run, _standing(facts), *row)
+    printed.columns[0].no_wrap = False  # a path goes on below rather than being cut
+    printed.columns[0].overflow = "fold"
+    printed.columns[1].justify = "left"
+    print_table(printed)
+
+
+def _standing(facts: dict[str, Any]) -> str:
+    """Status of a run, and whether it can be true."""
+    dead = facts["status"] == "recording" and facts["written_to"] is False
+    return f"{facts['status']}, but its process is gone" if dead else str(facts["status"])
+
+
+def _shape(sizes: Iterable[int]) -> str:
+    return " × ".join(map(str, sizes))
+
+
+def _sizes(facts: dict[str, Any]) -> tuple[str, str, str]:
+    ratio = f"{facts['ratio']:.2f}" if facts["ratio"] else ""
+    return format_bytes(facts["bytes_native"]), format_bytes(facts["bytes_on_disk"]), ratio
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for key, item in value.items():
+        name = f"{prefix}{key}"
+        rows += _flat(item, f"{name}.") if isinstance(item, dict) else [(name, item)]
+    return rows

@@ -1,0 +1,380 @@
+"""Runs as the files of the notebooks: tensors, numbers and texts of a layout.
+
+A layout holds what the run holds: what is not recorded, selected or known is left out and said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.exchange.exporting.exported_file import ExportedFile
+from trajstore.exchange.exporting.variable_tensor import variable_tensor
+from trajstore.exchange.guessing.role_table import Scalar, scalar_of
+from trajstore.exchange.layouts import POPULATIONS, Column, Layout
+from trajstore.exchange.selection import Selection
+from trajstore.formats.streamed_tensor import Part, Tensor, constant
+from trajstore.schema import TRAJECTORIES, VARIABLES
+from trajstore.store.reading.tiled_reader import Tile, TiledRun, TiledVariable, attribute, positions
+from trajstore.values.native_types import is_nan, native_type
+from trajstore.version import __version__
+
+__all__ = ["layout_file", "numbers_of", "population"]
+
+Array = npt.NDArray[Any]
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def layout_file(layout: Layout, run: TiledRun, selection: Selection) -> ExportedFile:
+    """Tensors and metadata of a notebook's file, and what the reader of it should know.
+
+    Raises
+    ------
+    VariableNotRecorded
+        If the run holds nothing that the layout has, or does not tell the dead tokens that are all
+        that the layout has rows of.
+    InvalidArgument
+        If the layout needs the row before a selected one, and the run does not hold it.
+    """
+    steps = run.steps[selection.rows]
+    notes: list[str] = []
+    if layout.only_dead:
+        selection = _only_dead(layout, run, selection)
+        notes.append("the file has rows of the dead tokens only")
+    columns, absent = _columns(layout, run, selection, steps)
+    placeless = _without_place(layout, run, selection)
+    if placeless:
+        notes.append(f"{', '.join(placeless)} left out, as layout {layout.name} has none")
+    numbers = dict(_numbers(layout, run, selection))
+    metadata = {
+        "exporter": "trajstore",
+        "trajstore_version": __version__,
+        "layout": layout.name,
+        # The labels of the notebooks' own files counted callbacks; these are true.
+        "steps": "optimizer",
+    }
+    if layout.as_texts:
+        metadata = _texts(layout, run) | metadata
+    as_attributes = layout.format == "hdf5"
+    kinds = dict(layout.scalars) | dict.fromkeys(layout.counts, "int64")
+    tensors = [
+        *_labels(layout, run, selection, steps),
+        *columns.values(),
+        *(constant(key, kinds[key], value) for key, value in numbers.items() if not as_attributes),
+    ]
+    return ExportedFile(
+        tensors=tuple(tensors),
+        texts={} if as_attributes else metadata,
+        attributes=metadata | numbers if as_attributes else {},
+        chunk_rows=layout.chunk_rows,
+        gzip=layout.gzip,
+        float16_as_bits=any(column.as_bits for column in layout.columns),
+        left_out=tuple(name for name in placeless if name in VARIABLES),
+        notes=(*notes, *absent, *_notes(layout, run, steps, columns.keys(), numbers.keys())),
+    )
+
+
+def _without_place(layout: Layout, run: TiledRun, selection: Selection) -> list[str]:
+    """Variables and coordinates of the run that the layout has no place for."""
+    held = {column.variable for column in layout.columns}
+    if "W" not in run.series and any(column.time == "change" for column in layout.columns):
+        held.add("delta")
+    told = {"token", "is_dead"} if layout.tells_dead else {"token"}
+    return [
+        *(name for name in selection.variables if name not in held),
+        *(name for name in run.coordinates if name not in told),
+    ]
+
+
+def _only_dead(layout: Layout, run: TiledRun, selection: Selection) -> Selection:
+    if "is_dead" not in run.coordinates:
+        raise VariableNotRecorded(
+            f"layout {layout.name} has rows of the dead tokens only, and the run does not tell "
+            "them; export another layout"
+        )
+    is_dead = run.coordinates["is_dead"].astype(bool)
+    places = np.arange(len(is_dead)) if selection.tokens is None else selection.tokens
+    places = places[is_dead[places]]
+    if not len(places):
+        raise InvalidArgument(
+            f"layout {layout.name} has rows of the dead tokens only, and none is selected"
+        )
+    return replace(selection, tokens=places)
+
+
+def _labels(layout: Layout, run: TiledRun, selection: Selection, steps: Array) -> Iterator[Tensor]:
+    """Steps, where they are not counted from 0, and tokens, with what tells the dead ones."""
+    if layout.steps is not None or not np.array_equal(steps, np.arange(len(steps))):
+        yield constant(layout.steps or "recorded_steps", "int64", steps)
+    ids = selection.along_token(run.coordinates["token"])
+    counted = np.array_equal(ids, np.arange(len(ids)))
+    if not counted and not (layout.only_dead and _is_vocabulary(run)):
+        yield constant("token", "int32", ids)
+    if "is_dead" not in run.coordinates:
+        return
+    if layout.only_dead and _is_vocabulary(run):
+        yield from population(layout.populations, run.coordinates["is_dead"].astype(bool))
+    else:
+        # The notebooks index the token axis with these: places, which are ids in a whole run.
+        is_dead = selection.along_token(run.coordinates["is_dead"]).astype(bool)
+        yield from population(layout.populations, is_dead)
+
+
+def _is_vocabulary(run: TiledRun) -> bool:
+    """Whether the run has a row of every id."""
+    ids = run.coordinates["token"]
+    return bool(np.array_equal(ids, np.arange(len(ids))))
+
+
+def population(keys: Collection[str], is_dead: Array) -> Iterator[Tensor]:
+    """Masks and lists of dead and live tokens.
+
+    Parameters
+    ----------
+    keys : collection of str
+        Of `trajstore.exchange.layouts.POPULATIONS`.
+    is_dead : ndarray of bool, (token,)
+    """
+    for key in keys:
+        form, marks_dead = POPULATIONS[key]
+        mask = is_dead == marks_dead
+        yield (
+            constant(key, "bool", mask) if form == "mask"
+            else constant(key, "int64", np.flatnonzero(mask))
+        )  # fmt: skip
+
+
+def _columns(
+    layout: Layout, run: TiledRun, selection: Selection, steps: Array
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Tensors with a row per step, by their keys, and why others are left out."""
+    columns = layout.columns
+    if "W" not in run.series:
+        # A run that was imported from changes knows them, and nothing else of W.
+        columns = tuple(
+            replace(column, variable="delta", time="after") if column.time == "change" else column
+            for column in columns
+        )
+    tensors: dict[str, Tensor] = {}
+    unrecorded, unselected, zeros = [], [], []
+    for column in columns:
+        if column.variable in selection.variables:
+            tensors[column.key] = _column(layout, column, run, selection, steps)
+        elif column.variable in run.series:
+            unselected.append(column.key)
+        elif column.variable in _MOMENTS and _is_sgd(run):
+            tensors[column.key] = _zeros(column, run, selection, len(steps))
+            zeros.append(column.key)
+        else:
+            unrecorded.append(column.key)
+    if not tensors.keys() - set(zeros):
+        raise VariableNotRecorded(
+            f"layout {layout.name} holds {', '.join(column.variable for column in columns)}, and "
+            f"this export {', '.join(selection.variables)}; export the native layout"
+        )
+    notes = []
+    if unrecorded:
+        notes.append(f"{', '.join(unrecorded)} left out, as their variables were not recorded")
+    if unselected:
+        notes.append(f"{', '.join(unselected)} left out, as their variables were not selected")
+    if zeros:
+        notes.append(f"{', '.join(zeros)} are 0, as SGD has no moments")
+    return tensors, notes
+
+
+def _is_sgd(run: TiledRun) -> bool:
+    """Whether an optimizer without moments trained the run."""
+    name = str(attribute(run.attributes, "optimizer", "class") or "").rpartition(".")[2]
+    momentum = attribute(run.attributes, "optimizer", "hyperparameters", "momentum")
+    return name in ("SGD", "RoundedSGD") and not momentum
+
+
+def _zeros(column: Column, run: TiledRun, selection: Selection, rows: int) -> Tensor:
+    """Moments of an optimizer that has none, as their files had them."""
+    like = next(run.series[name] for name in (*TRAJECTORIES, "grad") if name in run.series)
+    tokens = like.shape[1] if selection.tokens is None else len(selection.tokens)
+    shape = (rows, tokens, like.shape[2])
+    dtype = native_type(column.dtype)
+
+    def parts() -> Iterator[Part]:
+        for row in range(rows):
+            bits = np.zeros((1, *shape[1:]), dtype.bits)
+            yield Part(where=(slice(row, row + 1),), read=partial(_unrounded, bits))
+
+    return Tensor(key=column.key, dtype=_stored(column), shape=shape, parts=parts)
+
+
+def _unrounded(bits: Array) -> tuple[Array, int]:
+    return bits, 0
+
+
+def _stored(column: Column) -> str:
+    return "uint16" if column.as_bits else column.dtype
+
+
+def _column(
+    layout: Layout, column: Column, run: TiledRun, selection: Selection, steps: Array
+) -> Tensor:
+    variable = run.series[column.variable]
+    dtype = native_type(column.dtype)
+    if column.time == "after":
+        rows = selection.rows
+        if column.first_row == 1 and len(steps) > 1 and steps[0] == 0:
+            rows, steps = rows[1:], steps[1:]
+        tensor = variable_tensor(column.key, variable, selection, dtype=dtype, rows=rows)
+        blank = column.blank == "zero" and VARIABLES[column.variable].row0 == "nan"
+        tensor = _with_zeros(tensor, steps) if blank else tensor
+        return replace(tensor, dtype=_stored(column))
+    # Step 0 has no step before it: 1.12a repeats the initial state there, a change is zero.
+    before = positions(run.steps, np.where(steps == 0, 0, steps - 1))
+    if (before < 0).any():
+        raise InvalidArgument(
+            f"layout {layout.name} needs W before step {steps[before < 0][0]}, and the run does "
+            "not hold the step before it; leave that step out, or use another layout"
+        )
+    if column.time == "before":
+        return variable_tensor(column.key, variable, selection, dtype=dtype, rows=before)
+    return _change(column.key, variable, selection, before)
+
+
+def _with_zeros(tensor: Tensor, steps: Array) -> Tensor:
+    """The tensor with zeros where no step had been taken yet, as the notebooks put them."""
+    first = np.flatnonzero(steps == 0)
+    if not len(first):
+        return tensor
+    return replace(tensor, parts=partial(_parts_with_zeros, tensor, int(first[0])))
+
+
+def _parts_with_zeros(tensor: Tensor, row: int) -> Iterator[Part]:
+    for part in tensor.parts():
+        rows = part.where[0]
+        if rows.start <= row < rows.stop:
+            yield replace(part, read=partial(_zeros_for_nan, part, tensor.dtype, row - rows.start))
+        else:
+            yield part
+
+
+def _zeros_for_nan(part: Part, dtype: str, row: int) -> tuple[Array, int]:
+    """Bits of a part, with zeros in a row that holds nothing but NaN."""
+    bits, rounded = part.read()
+    if is_nan(bits[row : row + 1], native_type(dtype)).all():
+        bits = bits if bits.flags.writeable else bits.copy()
+        bits[row] = 0
+    return bits, rounded
+
+
+def _change(key: str, variable: TiledVariable, selection: Selection, before: Array) -> Tensor:
+    """Differences to the rows before, in float32."""
+    tokens = np.arange(variable.shape[1]) if selection.tokens is None else selection.tokens
+    shape = (len(before), len(tokens), *variable.shape[2:])
+    parts = partial(_parts_of_change, variable, selection.rows, before, tokens)
+    return Tensor(key=key, dtype="float32", shape=shape, parts=parts)
+
+
+def _parts_of_change(
+    variable: TiledVariable, rows: Array, before: Array, tokens: Array
+) -> Iterator[Part]:
+    for tile in variable.tiles(rows, tokens):
+        at, among = tile.where
+        yield Part(
+            where=tile.where,
+            read=partial(_difference, tile, variable, before[at], tokens[among]),
+        )
+
+
+def _difference(
+    tile: Tile, variable: TiledVariable, before: Array, tokens: Array
+) -> tuple[Array, int]:
+    earlier = np.concatenate([each.read() for each in variable.tiles(before, tokens)])
+    with np.errstate(invalid="ignore"):  # of two infinities it is NaN
+        change = np.subtract(tile.read(), earlier, dtype=np.float32)
+    return change.view(np.uint32), 0
+
+
+def _numbers(
+    layout: Layout, run: TiledRun, selection: Selection
+) -> Iterator[tuple[str, int | float]]:
+    """Numbers beside the arrays that are known, by their keys."""
+    if "is_dead" in run.coordinates:
+        is_dead = run.coordinates["is_dead"].astype(bool)
+        if not layout.only_dead:
+            is_dead = selection.along_token(is_dead)
+        for key, marks_dead in layout.counts.items():
+            yield key, int(np.count_nonzero(is_dead == marks_dead))
+    yield from numbers_of(layout.scalars, run)
+
+
+def numbers_of(keys: Collection[str], run: TiledRun) -> Iterator[tuple[str, int | float]]:
+    """Numbers that the attributes of a run tell.
+
+    Parameters
+    ----------
+    keys : collection of str
+        Names of `trajstore.exchange.guessing.role_table.SCALARS`.
+    run : TiledRun
+    """
+    for key in keys:
+        scalar = scalar_of(key)
+        assert scalar is not None, key
+        value = _told(run.attributes, scalar)
+        if value is None and scalar.name in ("adam_beta1", "adam_beta2") and _is_sgd(run):
+            value = 0.0
+        if value is None and scalar.name == "num_steps":
+            value = int(run.steps[-1]) if len(run.steps) else None
+        if value is not None:
+            yield key, value
+
+
+def _told(attributes: Mapping[str, Any], scalar: Scalar) -> Any:
+    """Value of a scalar; None where the attributes do not tell it."""
+    for path in scalar.paths:
+        value = attribute(attributes, *path)
+        if isinstance(value, str) and value in scalar.codes:
+            return scalar.codes[value]
+        if isinstance(value, int | float) and not scalar.codes:
+            return value
+    return None
+
+
+def _texts(layout: Layout, run: TiledRun) -> dict[str, str]:
+    """What the metadata of 1.12a say, as far as it is told."""
+    told = dict(numbers_of(layout.as_texts, run))
+    metadata = {key: str(value) for key, value in told.items()}
+    if "vocab_size" in metadata:
+        metadata["model"] = "GPT2"
+    if "loss" in run.series and len(run.steps):
+        last = len(run.steps) - 1
+        metadata["final_loss"] = str(float(run.series["loss"].get((slice(last, last + 1),))[0]))
+    return metadata
+
+
+def _notes(
+    layout: Layout,
+    run: TiledRun,
+    steps: Array,
+    columns: Collection[str],
+    numbers: Collection[str],
+) -> Iterator[str]:
+    if layout.tells_dead and "is_dead" not in run.coordinates:
+        told = ", ".join((*layout.populations, *layout.counts))
+        yield f"{told} left out, as the run does not tell which tokens are dead"
+    unknown = [key for key in layout.scalars if key not in numbers]
+    if unknown:
+        yield f"{', '.join(unknown)} left out, as the run's attributes do not tell them"
+    before = [column.key for column in layout.columns if column.time == "before"]
+    before = [key for key in before if key in columns]
+    if before:
+        named = " and ".join([", ".join(before[:-1]), before[-1]] if before[1:] else before)
+        yield (
+            f"{named} are those before the step of their row, so those after step {steps[-1]} are "
+            "not in the file"
+        )
+        if steps[0] == 0 and "logits" in columns:
+            yield "logits of step 0 are NaN: the run holds no forward pass before step 1"

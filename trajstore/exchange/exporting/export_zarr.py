@@ -1,0 +1,133 @@
+"""A selection of a run as a run again, with other chunks and another encoding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.byte_sizes import parse_bytes
+from trajstore.exchange.selection import Selection
+from trajstore.schema import STEP
+from trajstore.store.reading.tiled_reader import Tile, TiledRun
+from trajstore.store.writing.writer import RunWriter
+from trajstore.threads import Progress, in_parallel
+
+__all__ = ["write_zarr"]
+
+Array = npt.NDArray[Any]
+
+
+def write_zarr(
+    path: Path,
+    run: TiledRun,
+    selection: Selection,
+    *,
+    block_rows: int | None,
+    encoding: str,
+    memory: int | str,
+    attributes: Mapping[str, Any],
+    status: Literal["complete", "interrupted"] = "complete",
+    on_progress: Progress | None = None,
+) -> None:
+    """Write a selection as a new run.
+
+    What is read goes straight into the buffer of the writer, a block of it at a time; where the new
+    blocks are smaller, a block of the old run is held between. Where `memory` does not hold a block
+    of the old run, its chunks are decoded more than once, and memory stays flat.
+
+    Parameters
+    ----------
+    path : Path
+        Where nothing is yet.
+    run : TiledRun
+    selection : Selection
+    block_rows : int, optional
+    encoding : str
+    memory : int or str
+        For the buffer of the writer, and what is held between.
+    attributes : mapping
+        Of the root, beside those that every run has.
+    status : {'complete', 'interrupted'}
+    on_progress : callable, optional
+
+    Raises
+    ------
+    InvalidArgument
+        If `memory` does not hold a block, or W is not selected.
+    """
+    coordinates: dict[str, Any] = {
+        name: selection.along_token(values)
+        for name, values in run.coordinates.items()
+        if name not in run.populations
+    }
+    hidden = [each.shape[-1] for each in run.series.values() if "hidden" in each.dims]
+    with RunWriter.create(
+        path,
+        hidden=hidden[0] if hidden else 1,
+        **run.room_for_examples,
+        variables={name: run.series[name].native.name for name in selection.variables},
+        memory=memory,
+        block_rows=block_rows,
+        encoding=encoding,
+        buffers=1,
+        commit_every=None,
+        attributes=attributes,
+        populations={
+            name: selection.along_token(values) for name, values in run.populations.items()
+        },
+        parameter=None if run.parameters is None else [str(name) for name in run.parameters],
+        **coordinates,
+    ) as new:
+        _copy(run, selection, new, parse_bytes(memory) - new.layout.memory, on_progress)
+        new.close(status)
+
+
+def _copy(
+    run: TiledRun,
+    selection: Selection,
+    new: RunWriter,
+    spare: int,
+    on_progress: Progress | None,
+) -> None:
+    """Copy the selected rows; `spare` bytes are left for those that are held between."""
+    steps = run.steps[selection.rows]
+    arrays = {name: array for name, array in new.layout.arrays.items() if name != STEP.name}
+    row_bytes = sum(array.row_bytes for array in arrays.values())
+    # Where the new blocks are smaller, rows of a whole old block are held between the two, as many
+    # as what is left of the memory holds.
+    block = max(variable.tile[0] for variable in run.series.values())
+    most = min(block, spare // row_bytes, len(steps))
+    if most <= new.layout.block_rows:
+        for at, places in new.stretches(steps):
+            _read(run, selection, selection.rows[at], places)
+            if on_progress is not None:
+                on_progress(row_bytes * at.stop, row_bytes * len(steps))
+        return
+    held = {name: np.empty((most, *array.row), array.native.bits) for name, array in arrays.items()}
+    for start in range(0, len(steps), most):
+        rows = slice(start, min(start + most, len(steps)))
+        _read(run, selection, selection.rows[rows], held)
+        for at, places in new.stretches(steps[rows]):
+            for name, place in places.items():
+                place[...] = held[name][at]
+        if on_progress is not None:
+            on_progress(row_bytes * rows.stop, row_bytes * len(steps))
+
+
+def _read(run: TiledRun, selection: Selection, rows: Array, places: dict[str, Array]) -> None:
+    """Fill the places of rows."""
+    for name, place in places.items():
+        variable = run.series[name]
+        tokens = selection.tokens if "token" in variable.dims else None
+        tiles = variable.tiles(rows, tokens, native=True)
+        for _ in in_parallel(partial(_fill, place, tile) for tile in tiles):
+            pass
+
+
+def _fill(place: Array, tile: Tile) -> None:
+    place[tile.where] = tile.read()

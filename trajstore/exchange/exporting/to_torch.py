@@ -1,0 +1,94 @@
+"""A selection of a run as torch tensors. The only place of the store that needs torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.errors import MissingExtra
+from trajstore.exchange.exporting.variable_tensor import variable_tensor
+from trajstore.exchange.selection import Steps, Tokens, select
+from trajstore.formats.streamed_tensor import Part
+from trajstore.store.reading.tiled_reader import open_tiled
+from trajstore.threads import in_parallel
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["to_torch"]
+
+Array = npt.NDArray[Any]
+
+
+def to_torch(
+    run: str | os.PathLike[str] | xr.Dataset,
+    *,
+    steps: Steps = None,
+    tokens: Tokens = None,
+    variables: str | Iterable[str] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Tensors of a selection, in native types: bfloat16 comes back as ``torch.bfloat16``.
+
+    Each tensor owns memory that was allocated for it and is filled once, tile by tile; nothing is
+    shared with the run, with a Dataset or with another tensor, so writing into one changes nothing
+    else. Only the selection is decoded and held.
+
+    Parameters
+    ----------
+    run : path-like, str or Dataset
+    steps : str, int, slice or iterable of int, optional
+        Step numbers; ``0:200:10`` are the recorded ones from 0 on, before 200, at a multiple of 10
+        from the start. All without it.
+    tokens : str, path-like or iterable of int, optional
+        ``all``, ``dead``, ``live``, vocabulary ids, or a text file with ids.
+    variables : str or iterable of str, optional
+        Names, also as one text with commas. All without it.
+
+    Returns
+    -------
+    dict of str to torch.Tensor
+        On the CPU: ``step`` (int64), ``token`` (int64), and each variable.
+
+    Raises
+    ------
+    MissingExtra
+        If torch is not installed.
+    RunNotFound, FormatError, InvalidArgument, StepNotFound, VariableNotRecorded
+        If there is no such run or selection.
+
+    Examples
+    --------
+    >>> W = to_torch("gatsby.zarr", steps="::10", tokens="dead")["W"]
+    >>> W.dtype, W.shape
+    (torch.bfloat16, torch.Size([3, 118, 4]))
+    """
+    try:
+        import torch
+    except ImportError:
+        raise MissingExtra("torch is not installed; install trajstore[train]") from None
+    recorded = open_tiled(run)
+    selection = select(recorded, steps=steps, tokens=tokens, variables=variables)
+    token = selection.along_token(recorded.coordinates["token"])
+    made = {
+        "step": torch.tensor(recorded.steps[selection.rows], dtype=torch.int64),
+        "token": torch.tensor(token, dtype=torch.int64),
+    }
+    for name in selection.variables:
+        wanted = variable_tensor(name, recorded.series[name], selection)
+        bits = np.empty(wanted.shape, recorded.series[name].native.bits)
+        for _ in in_parallel(partial(_fill, bits, part) for part in wanted.parts()):
+            pass
+        # torch has few unsigned types; the signed one of the same width carries the same bits.
+        signed = torch.from_numpy(bits.view(f"i{bits.itemsize}"))
+        made[name] = signed.view(getattr(torch, wanted.dtype))
+    return made
+
+
+def _fill(bits: Array, part: Part) -> None:
+    bits[part.where], _ = part.read()

@@ -1,0 +1,67 @@
+"""A selection of a recorded variable as the tensor of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy.typing as npt
+
+from trajstore.exchange.selection import Selection
+from trajstore.formats.streamed_tensor import Part, Tensor
+from trajstore.store.reading.tiled_reader import Tile, TiledVariable
+from trajstore.values.native_types import NativeType
+from trajstore.values.rounding import convert
+
+__all__ = ["variable_tensor"]
+
+Array = npt.NDArray[Any]
+
+
+def variable_tensor(
+    key: str,
+    variable: TiledVariable,
+    selection: Selection,
+    *,
+    dtype: NativeType | None = None,
+    rows: Array | None = None,
+) -> Tensor:
+    """Tensor of a selection of a variable.
+
+    Parameters
+    ----------
+    key : str
+    variable : TiledVariable
+    selection : Selection
+    dtype : NativeType, optional
+        Type in the file; the native one without it.
+    rows : ndarray of int, optional
+        Positions along ``step`` instead of those of the selection, as many.
+    """
+    wanted = dtype or variable.native
+    rows = selection.rows if rows is None else rows
+    tokens = selection.tokens if "token" in variable.dims else None
+    shape = (len(rows), *variable.shape[1:])
+    if tokens is not None:
+        shape = (shape[0], len(tokens), *shape[2:])
+    parts = partial(_parts, variable, rows, tokens, wanted)
+    return Tensor(key=key, dtype=wanted.name, shape=shape, parts=parts)
+
+
+def _parts(
+    variable: TiledVariable, rows: Array, tokens: Array | None, wanted: NativeType
+) -> Iterator[Part]:
+    native = variable.native
+    exact = wanted.name == native.name
+    for tile in variable.tiles(rows, tokens, native=exact):
+        read = partial(_bits, tile) if exact else partial(_converted, tile, native, wanted)
+        yield Part(where=tile.where, read=read)
+
+
+def _bits(tile: Tile) -> tuple[Array, int]:
+    return tile.read(), 0
+
+
+def _converted(tile: Tile, native: NativeType, wanted: NativeType) -> tuple[Array, int]:
+    return convert(tile.read(), native, wanted)

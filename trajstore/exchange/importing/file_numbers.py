@@ -1,0 +1,133 @@
+"""Numbers beside the arrays of a file, as attributes of a run: the configuration it tells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trajstore.errors import FormatError, InvalidArgument
+from trajstore.exchange.guessing.role_table import ROLES, SCALARS, Scalar, scalar_of
+from trajstore.exchange.importing.token_tables import POPULATION_SIZES
+from trajstore.schema import STEP
+
+__all__ = ["STARTING_STEP", "attributes_of", "number_of", "places_of", "told_numbers"]
+
+STARTING_STEP = ("starting_step", "start_step", "resumed_from", "resume_step")
+"""Names of the step that a training went on from."""
+
+_ELSEWHERE = ("config", "scalars")
+
+
+def attributes_of(
+    where: Path, numbers: Mapping[str, Any], mapped: Mapping[str, str]
+) -> dict[str, Any]:
+    """Attributes that the numbers of a file make.
+
+    Parameters
+    ----------
+    where : Path
+        Of the file, for messages.
+    numbers : mapping of str to int, float or bool
+        By their keys in the file.
+    mapped : mapping of str to str
+        Keys, and the scalars that they are said to be.
+
+    Raises
+    ------
+    FormatError
+        If two of them are the same quantity, and differ.
+    """
+    attributes: dict[str, Any] = {}
+    first: dict[tuple[str, ...], str] = {}
+    for key, path, value in _placed(numbers, mapped):
+        other = first.setdefault(path, key)
+        if other is not key and not _same(numbers[other], numbers[key]):
+            raise FormatError(
+                f"{where}: {other} is {numbers[other]} and {key} is {numbers[key]}, and both mean "
+                f"{'.'.join(path)}; leave one out with --map ignore={key}"
+            )
+        _put(attributes, path, value)
+    given = attributes.get("optimizer", {}).get("hyperparameters", {})
+    betas = given.pop("betas", {})
+    if len(betas) == 2:
+        given["betas"] = [betas["0"], betas["1"]]
+    elif betas:
+        number = next(iter(betas))
+        _put(attributes, (*_ELSEWHERE, f"adam_beta{int(number) + 1}"), betas[number])
+    if attributes.get("optimizer") == {"hyperparameters": {}}:
+        del attributes["optimizer"]
+    return attributes
+
+
+def places_of(numbers: Mapping[str, Any], mapped: Mapping[str, str]) -> dict[str, str]:
+    """Where in the attributes each number goes, by its key, for people."""
+    return {key: ".".join(path) for key, path, _ in _placed(numbers, mapped)}
+
+
+def number_of(where: Path, numbers: Mapping[str, Any], name: str, mapped: Mapping[str, str]) -> Any:
+    """Number of a scalar of the table.
+
+    Raises
+    ------
+    InvalidArgument
+        If the file does not tell it.
+    """
+    for value in told_numbers(numbers, name, mapped).values():
+        return value
+    raise InvalidArgument(
+        f"{where} tells no {name}, under none of the names {', '.join(SCALARS[name].names)}; say "
+        f"which number it is with --map {name}=NAME"
+    )
+
+
+def told_numbers(
+    numbers: Mapping[str, Any], name: str, mapped: Mapping[str, str]
+) -> dict[str, Any]:
+    """Those of the numbers that are a scalar of the table, by their keys."""
+    of_key = {key: _scalar(key, mapped) for key in numbers}
+    return {
+        key: numbers[key]
+        for key, scalar in of_key.items()
+        if scalar is not None and scalar.name == name
+    }
+
+
+def _scalar(key: str, mapped: Mapping[str, str]) -> Scalar | None:
+    return SCALARS.get(mapped[key]) if key in mapped else scalar_of(key)
+
+
+def _placed(
+    numbers: Mapping[str, Any], mapped: Mapping[str, str]
+) -> Iterator[tuple[str, tuple[str, ...], Any]]:
+    for key, value in numbers.items():
+        lower = key.lower()
+        if lower in (*POPULATION_SIZES, *STARTING_STEP):
+            continue  # checked, not kept
+        if lower in ROLES[STEP.name].names:
+            continue  # the label of a row
+        if isinstance(value, float) and not math.isfinite(value):
+            continue
+        if isinstance(value, int) and abs(value) >= 1 << 63:
+            continue
+        scalar = _scalar(key, mapped)
+        if scalar is None and "." in key:
+            continue  # of one of many parts of a checkpoint
+        words = {} if scalar is None else scalar.words
+        if scalar is None or (scalar.codes and value not in words):
+            yield key, (*_ELSEWHERE, key), value
+        else:
+            yield key, scalar.paths[0], words.get(value, value)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two numbers are the same to the precision of float32."""
+    return math.isclose(one, other, rel_tol=1e-6)
+
+
+def _put(attributes: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    *parents, last = path
+    for key in parents:
+        attributes = attributes.setdefault(key, {})
+    attributes[last] = value

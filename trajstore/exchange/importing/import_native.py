@@ -1,0 +1,155 @@
+"""What a safetensors file of `trajstore.export` holds, under its own names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+
+from trajstore.errors import FormatError
+from trajstore.exchange.guessing.array_roles import Taken, abridged
+from trajstore.exchange.importing.imported_file import (
+    ImportedRun,
+    ImportedVariable,
+    Source,
+    Understood,
+    checked_texts,
+    checked_tokens,
+    kept_attributes,
+)
+from trajstore.exchange.importing.step_labels import checked_labels
+from trajstore.formats.safetensors import SafetensorsFile
+from trajstore.schema import (
+    ALONG_TOKEN,
+    COORDINATES,
+    MODEL,
+    STEP,
+    TRAJECTORIES,
+    VARIABLES,
+    along_token,
+)
+from trajstore.values.native_types import NATIVE_TYPES
+
+__all__ = ["read_native"]
+
+Array = npt.NDArray[Any]
+
+
+def read_native(file: SafetensorsFile) -> Understood:
+    """Understand a file of the native layout.
+
+    Raises
+    ------
+    FormatError
+        If something is missing, or shapes or types disagree.
+    """
+    missing = [key for key in (STEP.name, "token") if key not in file.keys]
+    if missing:
+        raise FormatError(
+            f"{file.path}: layout native requires {', '.join(missing)}; "
+            f"it holds {abridged(file.keys)}"
+        )
+    steps = checked_labels(file.path, STEP.name, _filled(file, STEP.name, ("int64",)))
+    token = _filled(file, "token", ("int32", "int64"))
+    coordinates: dict[str, Any] = {}
+    populations = {
+        name: file.vector(name, ("bool",), len(token)).astype(bool)
+        for name in along_token(file.keys)
+        if name not in COORDINATES
+    }
+    for name in ALONG_TOKEN:
+        entry = COORDINATES[name]
+        if entry.dtype == "string":
+            if name in file.attributes:
+                coordinates[name] = checked_texts(file, name, file.attributes[name], len(token))
+        elif name != "token" and name in file.keys:
+            coordinates[name] = file.vector(name, (entry.dtype,), len(token))
+    parameters = _parameters(file)
+    run = ImportedRun(
+        steps=steps,
+        token=checked_tokens(file, token),
+        coordinates=coordinates,
+        variables=_variables(file, len(steps), len(token), len(parameters)),
+        parameters=parameters,
+        populations=populations,
+        attributes=kept_attributes(file, file.attributes.get("attributes", "{}")),
+    )
+    known = (STEP.name, *COORDINATES, *VARIABLES, *populations)
+    table = tuple(
+        Taken(name=key, dtype=file.dtype(key), shape=file.shape(key),
+              role=key if key in known else "", why="" if key in known else "not known")
+        for key in file.keys
+    )  # fmt: skip
+    return Understood(layout="native", runs=(run,), table=table)
+
+
+def _parameters(file: SafetensorsFile) -> tuple[str, ...]:
+    """Names of the parameters that variables of the model are of."""
+    held = [name for name in MODEL if name in file.keys]
+    if not held:
+        return ()
+    shape = file.shape(held[0])
+    if len(shape) != 2 or "parameter" not in file.attributes:
+        raise FormatError(
+            f"{file.path}: {held[0]} has shape {shape}, and the file does not name the parameters "
+            "that it is of"
+        )
+    names = checked_texts(file, "parameter", file.attributes["parameter"], shape[1])
+    if len(set(names)) != len(names):
+        raise FormatError(f"{file.path}: parameter must hold distinct names")
+    return tuple(names)
+
+
+def _variables(
+    file: SafetensorsFile, rows: int, tokens: int, parameters: int
+) -> tuple[ImportedVariable, ...]:
+    """Variables of the file, their shapes and types checked."""
+    hidden = next((file.shape(key)[-1] for key in TRAJECTORIES if key in file.keys
+                   and len(file.shape(key)) == 3), None)  # fmt: skip
+    if hidden is None:
+        raise FormatError(
+            f"{file.path}: it holds none of {', '.join(TRAJECTORIES)}, without which there is "
+            "no run"
+        )
+    found = []
+    lengths = {"step": rows, "token": tokens, "hidden": hidden, "parameter": parameters}
+    for name, entry in VARIABLES.items():
+        if name not in file.keys:
+            continue
+        shape, dtype = file.shape(name), file.dtype(name)
+        if len(shape) == len(entry.dims):
+            for dim, length in zip(entry.dims, shape, strict=True):
+                lengths.setdefault(dim, length)  # of examples and positions, the first one's
+        elif not lengths.keys() >= set(entry.dims):
+            raise FormatError(
+                f"{file.path}: {name} has shape {shape}, expected ({', '.join(entry.dims)})"
+            )
+        expected = tuple(lengths[dim] for dim in entry.dims)
+        if shape != expected:
+            raise FormatError(f"{file.path}: {name} has shape {shape}, expected {expected}")
+        if not all(shape):
+            raise FormatError(f"{file.path}: {name} has shape {shape}, which holds nothing")
+        if dtype not in NATIVE_TYPES:
+            raise FormatError(
+                f"{file.path}: {name} is of type {dtype}, expected {', '.join(NATIVE_TYPES)}"
+            )
+        native = NATIVE_TYPES[dtype]
+        found.append(
+            ImportedVariable(
+                file=file,
+                variable=name,
+                sources=(Source(key=name),),
+                native=native,
+                wanted=native,
+                rows=rows,
+                row_shape=shape[1:],
+            )
+        )
+    return tuple(found)
+
+
+def _filled(file: SafetensorsFile, key: str, dtypes: tuple[str, ...]) -> Array:
+    values = file.vector(key, dtypes)
+    if not len(values):
+        raise FormatError(f"{file.path}: {key} is empty")
+    return values

@@ -1,0 +1,179 @@
+"""Learning rates that a file does not hold, by a schedule that its user names."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import InvalidArgument
+from trajstore.exchange.importing.imported_file import ImportedVariable
+from trajstore.schema import VARIABLES
+from trajstore.values.native_types import NATIVE_TYPES, is_zero_or_nan
+
+__all__ = ["completed_rule", "scheduled_rates", "with_rates"]
+
+Array = npt.NDArray[Any]
+Variables = tuple[ImportedVariable, ...]
+
+_ADAMW: dict[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+"""Defaults of `torch.optim.AdamW`."""
+
+
+def with_rates(
+    variables: Variables, attributes: dict[str, Any], schedule: str, peak: float, steps: Array
+) -> tuple[Variables, dict[str, Any], list[str]]:
+    """The variables of a file with `lr`, and the optimizer's rule as far as it is told.
+
+    Parameters
+    ----------
+    variables : tuple of ImportedVariable
+    attributes : dict
+        Of the run.
+    schedule : str
+        As in `scheduled_rates`.
+    peak : float
+    steps : ndarray of int64, (step,)
+
+    Returns
+    -------
+    variables : tuple of ImportedVariable
+    attributes : dict
+        Whose ``imported`` says what was given.
+    notes : list of str
+
+    Raises
+    ------
+    InvalidArgument
+        If the file holds the learning rates itself, or the schedule cannot be read.
+    """
+    if any(held.variable == "lr" for held in variables):
+        raise InvalidArgument(
+            "the file holds the learning rate of each step itself; leave the schedule out"
+        )
+    rates = scheduled_rates(schedule, peak, steps)
+    told = attributes.get("config", {}).get("scalars", {})
+    betas = tuple(told.get(f"adam_beta{number}") for number in (1, 2))
+    rule, note, added = completed_rule(
+        attributes.get("optimizer", {}), has_moments=_moved(variables), betas=betas
+    )
+    given = {"lr": {"schedule": schedule, "learning_rate": peak}, "optimizer": note}
+    if added:
+        given["defaults"] = added
+    double = NATIVE_TYPES["float64"]
+    made = ImportedVariable(
+        variable="lr",
+        native=double,
+        wanted=double,
+        rows=len(rates),
+        row_shape=(),
+        given=rates.view(double.bits),
+    )
+    order = list(VARIABLES)
+    every = sorted((*variables, made), key=lambda held: order.index(held.variable))
+    return (
+        tuple(every),
+        attributes | {"optimizer": rule, "imported": {"given": given}},
+        [f"lr is given: {schedule} from learning_rate {peak}", note],
+    )
+
+
+def _moved(variables: Variables) -> bool:
+    """Whether some moment is not 0, after the first step or the last one."""
+    return any(
+        not is_zero_or_nan(held.read(at, at + 1), held.native).all()
+        for held in variables
+        if held.variable.startswith("exp_avg")
+        for at in {min(1, held.rows - 1), held.rows - 1}
+    )
+
+
+def scheduled_rates(schedule: str, peak: float, steps: Array) -> npt.NDArray[np.float64]:
+    """Learning rate that each step used.
+
+    Parameters
+    ----------
+    schedule : str
+        ``constant``, or ``linear:N``: from `peak` in step 1 to 0 after step N, as the schedule of
+        Hugging Face's Trainer without warm-up.
+    peak : float
+    steps : ndarray of int64, (step,)
+
+    Returns
+    -------
+    ndarray of float64, (step,)
+        NaN in step 0, which no step made.
+
+    Raises
+    ------
+    InvalidArgument
+        If the schedule cannot be read.
+
+    Examples
+    --------
+    >>> scheduled_rates("linear:4", 0.5, np.arange(5))
+    array([  nan, 0.5  , 0.375, 0.25 , 0.125])
+    """
+    if schedule == "constant":
+        rates = np.full(len(steps), peak)
+    else:
+        match = re.fullmatch(r"linear:([1-9]\d{0,14})", schedule)
+        if match is None:
+            raise InvalidArgument(
+                f"cannot read {schedule!r} as a schedule; write constant, or linear:10000 for one "
+                "that falls to 0 within 10,000 steps"
+            )
+        last = int(match[1])
+        rates = peak * np.maximum(last - (steps - 1), 0) / last
+    return np.where(steps == 0, np.nan, rates)
+
+
+def completed_rule(
+    optimizer: dict[str, Any],
+    *,
+    has_moments: bool,
+    betas: tuple[float | None, ...] = (None, None),
+) -> tuple[dict[str, Any], str, dict[str, Any]]:
+    """Optimizer of a run whose file names no class, and what was added to it.
+
+    A file tells some of Adam's numbers and never the class. Without momentum and squares it was
+    SGD; else `torch.optim.AdamW` is what the notebooks train with, whose defaults stand for what is
+    not told.
+
+    Parameters
+    ----------
+    optimizer : dict
+        ``hyperparameters``, as far as they are told.
+    has_moments : bool
+        Whether some moment is not 0.
+    betas : tuple of float or None
+        Those of the two that are told, where not both are.
+
+    Returns
+    -------
+    optimizer : dict
+    note : str
+    added : dict
+        What is not of the file, but of the defaults.
+    """
+    given = dict(optimizer.get("hyperparameters", {}))
+    if not has_moments and given.get("betas") == [0.0, 0.0]:
+        rule = {"class": "torch.optim.sgd.SGD", "hyperparameters": given}
+        return rule, "betas and moments of 0 were taken for SGD", {}
+    added = {name: value for name, value in _ADAMW.items() if name not in given}
+    if "betas" in added and betas != (None, None):
+        default = added.pop("betas")
+        given["betas"] = [default[at] if beta is None else beta for at, beta in enumerate(betas)]
+        added |= {
+            f"adam_beta{at + 1}": default[at] for at, beta in enumerate(betas) if beta is None
+        }
+    told = "".join(f", {name} {value}" for name, value in added.items())
+    known = {name: value for name, value in added.items() if name in _ADAMW}
+    return (
+        {"class": "torch.optim.adamw.AdamW", "hyperparameters": known | given},
+        f"the file names no optimizer; taken for AdamW of torch{told}: for another one pass "
+        "optimizer= to what asks for its rule",
+        added,
+    )

@@ -1,0 +1,193 @@
+"""What a file holds, with what its user says of it: the one way from a path to runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from trajstore.byte_sizes import EXCHANGE_MEMORY, parse_bytes
+from trajstore.errors import FormatError, InvalidArgument
+from trajstore.exchange.importing.import_arrays import read_arrays
+from trajstore.exchange.importing.import_native import read_native
+from trajstore.exchange.importing.import_options import Overrules
+from trajstore.exchange.importing.imported_file import (
+    HalfForm,
+    ImportedRun,
+    ImportedVariable,
+    Understood,
+)
+from trajstore.exchange.layouts import LAYOUTS
+from trajstore.formats.open_file import open_file
+from trajstore.formats.safetensors import SafetensorsFile
+from trajstore.store.storage.remote_path import local_path
+from trajstore.values.native_types import NATIVE_TYPES
+
+__all__ = ["opened_file", "understood"]
+
+
+@contextmanager
+def opened_file(
+    path: str | os.PathLike[str], said: Overrules, memory: int | str = EXCHANGE_MEMORY
+) -> Iterator[Understood]:
+    """A file that is open and understood, for as long as the block lasts.
+
+    Parameters
+    ----------
+    path : path-like
+    said : Overrules
+    memory : int or str
+        For rows, and large compressed chunks of HDF5.
+
+    Raises
+    ------
+    RunNotFound
+        If there is none.
+    FormatError
+        If it is not sound, or not understood.
+    MissingExtra
+        If its format needs a library that is not installed.
+    """
+    with open_file(local_path(path), parse_bytes(memory)) as file:
+        yield understood(file, said, parse_bytes(memory))
+
+
+def understood(
+    file: Any, said: Overrules | None = None, memory: int = parse_bytes(EXCHANGE_MEMORY)
+) -> Understood:
+    """What an open file holds, as runs are made of it.
+
+    Parameters
+    ----------
+    file : ArrayFile
+    said : Overrules, optional
+    memory : int
+        Bytes that its rows are to fit into.
+
+    Raises
+    ------
+    FormatError
+        If it is not understood, or not of the layout that the user names.
+    InvalidArgument
+        If what the user says does not apply to it, or a row of it does not fit into the memory.
+    """
+    said = said or Overrules()
+    wanted = said.layout
+    form = "hdf5" if wanted == "hdf5" else None if wanted is None else "safetensors"
+    if wanted in LAYOUTS:
+        form = LAYOUTS[wanted].format
+    if form is not None and file.format != form and "hdf5" in (form, file.format):
+        kind = "an HDF5 file" if file.format == "hdf5" else "no HDF5 file"
+        raise FormatError(f"{file.path} is {kind}, and layout {wanted} was asked for")
+    is_native = isinstance(file, SafetensorsFile) and file.attributes.get("format") == "trajstore"
+    if wanted == "native" or (wanted is None and is_native):
+        if not isinstance(file, SafetensorsFile):
+            raise FormatError(f"{file.path} is no safetensors file, as layout native is")
+        _check_nothing_is_said(file, said)
+        return read_native(file)
+    found = read_arrays(file, said, memory)
+    own = file.format == "hdf5" and found.layout == "hdf5" and _says_types(found)
+    return found if own else replace(found, runs=tuple(_typed(run, said) for run in found.runs))
+
+
+def _check_nothing_is_said(file: SafetensorsFile, said: Overrules) -> None:
+    """Whether the user leaves to a file of the native layout what it says itself."""
+    options = {
+        "--map": said.mapped or said.ignored,
+        "--bits": said.bits,
+        "--labels": said.steps is not None,
+        "--first-row": said.first_row is not None,
+        "--masks": said.masks,
+        "--schedule": said.schedule is not None,
+    }
+    given = [name for name, is_given in options.items() if is_given]
+    if given:
+        raise InvalidArgument(
+            f"{file.path} is of layout native, which says all that an import needs, and "
+            f"{', '.join(given)} would not be used; leave it out"
+        )
+
+
+def _says_types(found: Understood) -> bool:
+    return any("trajstore_json" in held.file.keys for run in found.runs for held in run.variables
+               if held.file is not None)  # fmt: skip
+
+
+def _typed(run: ImportedRun, said: Overrules) -> ImportedRun:
+    """The run with types as narrow as every value allows, and what there is to say of them."""
+    halves = _halves(run, said)
+    made, narrowed, warned, valued, reread = [], [], [], [], []
+    for held in run.variables:
+        form = halves.get(held.variable)
+        is_float32 = held.given is None and held.native.name == "float32"
+        if form is None and is_float32 and held.holds_bfloat16():
+            narrowed.append(held.variable)
+            made.append(_as_bfloat16(held))
+        elif form is None or said.bits_of(held.variable, *_keys(held)) is None:
+            warned += [held.variable] if form in ("values", "either") else []
+            made.append(held)
+        elif form == "bits":
+            native = NATIVE_TYPES["bfloat16"]
+            reread.append(held.key)
+            made.append(replace(held, native=native, wanted=native))
+        else:
+            valued.append(held.variable)
+            made.append(_as_bfloat16(held))
+    notes = [f"{key}: the bits of its float16 were read as those of bfloat16" for key in reread]
+    if narrowed:
+        notes.append(
+            f"{', '.join(narrowed)}: float32 in the file, bfloat16 in the run, as every value is "
+            "one"
+        )
+    if valued:
+        notes.append(
+            f"{', '.join(valued)}: float16 in the file, bfloat16 in the run, as every value is "
+            "one; what float16 is too small for was lost in the file"
+        )
+    if warned:
+        some = len(warned) < len(halves)
+        option = " ".join(f"--bits {name}=bfloat16" for name in warned) if some else ""
+        notes.append(
+            f"{', '.join(warned)}: float16, and every value is one of bfloat16, so it was most "
+            "likely bfloat16 before: values below 6e-5 have lost precision and those below 3e-8 "
+            f"are 0 in the file; {option or '--bits bfloat16'} has the run hold bfloat16, whose "
+            "lattice is another"
+        )
+    return replace(run, variables=tuple(made), notes=(*run.notes, *notes))
+
+
+def _halves(run: ImportedRun, said: Overrules) -> dict[str, HalfForm]:
+    """What float16 arrays hold that the user does not say to be float16, by variable.
+
+    Raises
+    ------
+    InvalidArgument
+        If the user says of all of them that they are bfloat16, and that means different things.
+    """
+    found: dict[str, HalfForm] = {}
+    unnamed: dict[str, str] = {}
+    for held in run.variables:
+        type = said.bits_of(held.variable, *_keys(held))
+        if held.given is not None or held.native.name != "float16" or type == "float16":
+            continue
+        form = found[held.variable] = held.half_form()
+        if type == "bfloat16" and not said.names_bits(held.variable, *_keys(held)):
+            unnamed.setdefault(form, held.variable)
+    if {"values", "bits"} <= set(unnamed):
+        valued, other = unnamed["values"], unnamed["bits"]
+        raise InvalidArgument(
+            f"--bits bfloat16 would mean two things: every value of {valued} is one of bfloat16, "
+            f"and not every one of {other}, whose bits it would be; name those that it is true of, "
+            f"such as --bits {valued}=bfloat16"
+        )
+    return found
+
+
+def _keys(held: ImportedVariable) -> Iterator[str]:
+    return (source.key for source in held.sources)
+
+
+def _as_bfloat16(held: ImportedVariable) -> ImportedVariable:
+    return replace(held, wanted=NATIVE_TYPES["bfloat16"])

@@ -1,0 +1,126 @@
+"""Which arrays of a file make which run, where it holds several, or both matrices of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trajstore.errors import FormatError
+from trajstore.exchange.guessing.array_roles import Found, Recognised
+from trajstore.formats.array_file import ArrayFile
+from trajstore.schema import TRAJECTORIES, VARIABLES
+
+__all__ = ["RUN_COUNTS", "RunPart", "run_parts"]
+
+RUN_COUNTS = tuple(
+    f"{prefix}{noun}"
+    for noun in ("runs", "trials", "replicates")
+    for prefix in ("n_", "num_", "number_of_")
+)
+"""Names of how many runs a file holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPart:
+    """What of a file makes one run.
+
+    Attributes
+    ----------
+    label : str
+    found : tuple of Found
+    numbers : dict
+    outer : int, optional
+        Place along a first axis of runs, of arrays that have one.
+    """
+
+    label: str
+    found: tuple[Found, ...]
+    numbers: dict[str, Any]
+    outer: int | None = None
+
+
+def run_parts(file: ArrayFile, recognised: Recognised) -> Iterator[RunPart]:
+    """What makes each run: numbers in names, a first axis, the matrices of untied models.
+
+    Parameters
+    ----------
+    file : ArrayFile
+    recognised : Recognised
+
+    Raises
+    ------
+    FormatError
+        If arrays do not agree on how many runs there are, or one does not say of which it is.
+    """
+    found = recognised.found
+    anchors = [one for one in found if one.role.name in TRAJECTORIES]
+    numbered = sorted({one.run for one in anchors if one.run is not None})
+    lengths = {one.key: one.shape[0] for one in found if one.extra == 1 and one.role.is_variable}
+    along = [lengths[one.key] for one in anchors if one.extra == 1]
+    if along:
+        for key, length in lengths.items():
+            if length != along[0]:
+                raise FormatError(
+                    f"{file.path}: {anchors[0].key} has {along[0]} runs along its first axis, and "
+                    f"{key} {length}"
+                )
+    if numbered and along:
+        raise FormatError(f"{file.path}: {anchors[0].key} has both a number and an axis of runs")
+    _check_count(file, recognised, anchors[0], numbered, along[0] if along else None)
+    for one in found:
+        of_all = one.run is None and one.extra < 1
+        if (numbered or along) and one.role.is_variable and of_all and one.role.name != "lr":
+            raise FormatError(
+                f"{file.path}: {anchors[0].key} is of one of {len(numbered) or along[0]} runs, and "
+                f"{one.key} does not say of which; leave it out with --map ignore={one.key}"
+            )
+    matrices = sorted({one.matrix for one in anchors if one.matrix is not None})
+    places: Sequence[tuple[int | None, int | None]] = (
+        [(run, None) for run in numbered] if numbered
+        else [(None, at) for at in range(along[0])] if along
+        else [(None, None)]
+    )  # fmt: skip
+    for run, outer in places:
+        number = run if run is not None else outer
+        for matrix in matrices or (None,):
+            mine = tuple(
+                one for one in found
+                if one.run in (None, run) and (one.matrix in (None, matrix) or not matrices)
+            )  # fmt: skip
+            for one in mine:
+                if matrices and one.matrix is None and one.role.dims == VARIABLES["W"].dims:
+                    raise FormatError(
+                        f"{file.path}: {one.key} does not say whether it is of E or of W, which "
+                        "are untied; leave it out with --map ignore=" + one.key
+                    )
+            numbers = dict(recognised.numbers)
+            for key, values in recognised.vectors.items():
+                if number is not None and len(values) == len(places):
+                    numbers[key] = values[outer if outer is not None else places.index((run, None))]
+            used = tuple(one for one in mine if one.key not in numbers or one.role.is_variable)
+            labels = [str(each) for each in (number, matrix) if each is not None]
+            yield RunPart(label=".".join(labels), found=used, numbers=numbers, outer=outer)
+
+
+def _check_count(
+    file: ArrayFile, recognised: Recognised, anchor: Found, numbered: list[int], along: int | None
+) -> None:
+    """Whether what the file says of its runs is what its arrays say."""
+    count = len(numbered) or along or 1
+    what = (
+        f"the names of arrays number {count} ({', '.join(map(str, numbered[:12]))})" if numbered
+        else f"{anchor.key} of shape {anchor.shape} has {count}"
+    )  # fmt: skip
+    for key, value in recognised.numbers.items():
+        if key.lower() in RUN_COUNTS and value != count:
+            raise FormatError(
+                f"{file.path}: {key} is {value}, and {what}; leave it out with --map ignore={key}"
+            )
+    for key, values in recognised.vectors.items():
+        of_rows = any(one.key == key for one in recognised.found)
+        if len(values) not in (1, count) and count > 1 and not of_rows:
+            raise FormatError(
+                f"{file.path}: {key} has {len(values)} values, and {what} runs; leave it out with "
+                f"--map ignore={key}"
+            )

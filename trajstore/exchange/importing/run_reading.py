@@ -1,0 +1,442 @@
+"""One run of a file, put together of its arrays: steps, tokens, variables, attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import FormatError, InvalidArgument
+from trajstore.exchange.guessing.array_roles import Found, Recognised
+from trajstore.exchange.guessing.role_table import ROLES, RULE, is_pair, scalar_of
+from trajstore.exchange.importing.file_numbers import (
+    STARTING_STEP,
+    attributes_of,
+    number_of,
+    told_numbers,
+)
+from trajstore.exchange.importing.import_limits import check_size
+from trajstore.exchange.importing.import_options import Overrules
+from trajstore.exchange.importing.imported_file import (
+    ImportedRun,
+    ImportedVariable,
+    Source,
+    checked_texts,
+    kept_attributes,
+)
+from trajstore.exchange.importing.learning_rates import with_rates
+from trajstore.exchange.importing.row_alignment import Alignment, aligned
+from trajstore.exchange.importing.run_parts import RunPart
+from trajstore.exchange.importing.step_labels import (
+    checked_labels,
+    named_steps,
+    true_steps,
+    unlabelled_steps,
+)
+from trajstore.exchange.importing.token_tables import TokenTable, Told, token_table, told_tables
+from trajstore.exchange.key_names import HDF5_TEXTS
+from trajstore.exchange.layouts import Layout
+from trajstore.formats.array_file import ArrayFile, values_of
+from trajstore.schema import STEP, TRAJECTORIES, VARIABLES
+from trajstore.values.native_types import NATIVE_TYPES, NativeType
+
+__all__ = ["RunReading"]
+
+Array = npt.NDArray[Any]
+
+
+class RunReading:
+    """One run of a file, being put together.
+
+    Parameters
+    ----------
+    file : ArrayFile
+    part : RunPart
+    overrules : Overrules
+    layout : Layout, optional
+        That the file is of.
+    own : bool
+        Whether trajstore wrote it and it says what it means.
+    """
+
+    def __init__(
+        self,
+        file: ArrayFile,
+        part: RunPart,
+        overrules: Overrules,
+        layout: Layout | None,
+        *,
+        own: bool,
+    ) -> None:
+        self.file = file
+        self.part = part
+        self.overrules = overrules
+        self.layout = layout
+        self.own = own
+        self.notes: list[str] = []
+        self.found = tuple(
+            one for one in part.found
+            if not (one.role.name == "lr" and one.key in part.numbers)
+        )  # fmt: skip
+        self.anchor = self._anchor()
+
+    def run(self, memory: int) -> ImportedRun:
+        """The run, none of whose values have been read beyond so many bytes at once.
+
+        Raises
+        ------
+        FormatError
+            If arrays contradict each other, or what they must be.
+        InvalidArgument
+            If what the user says does not fit them, or a row not into the memory.
+        """
+        anchor, file = self.anchor, self.file
+        self.single = len(anchor.shape) == 2
+        shape = anchor.shape[anchor.extra :] if not self.single else (1, *anchor.shape)
+        if not all(shape):
+            raise FormatError(
+                f"{file.path}: {anchor.key} has shape {anchor.shape}, expected (step, token, "
+                "hidden), none of them 0"
+            )
+        self.rows, self.tokens, self.hidden = shape
+        check_size(file.path, anchor.key, shape, anchor.dtype, memory)
+        self.steps = self._steps()
+        tokens = self._tokens()
+        self.resumed = self._is_resumed()
+        variables = self._variables(tokens)
+        if not self.own:
+            variables, notes = aligned(file.path, variables, self._alignment())
+            self.notes += notes
+        attributes = self._attributes(variables)
+        if self.overrules.schedule is not None:
+            self._check_rule_is_read()
+            peak = number_of(file.path, self.part.numbers, "learning_rate", self.overrules.mapped)
+            variables, attributes, notes = with_rates(
+                variables, attributes, self.overrules.schedule, float(peak), self.steps
+            )
+            self.notes += notes
+        coordinates: dict[str, Any] = dict(tokens.coordinates)
+        key = HDF5_TEXTS["token_text"]
+        if self.own and key in file.keys:
+            text = values_of(file, key).tobytes().decode(errors="surrogateescape")
+            coordinates["token_text"] = checked_texts(file, "token_text", text, len(tokens.token))
+        self._say_what_is_missing(variables)
+        return ImportedRun(
+            label=self.part.label,
+            steps=self.steps,
+            token=tokens.token,
+            coordinates=coordinates,
+            variables=variables,
+            attributes=attributes,
+            notes=tuple(self.notes),
+        )
+
+    def _anchor(self) -> Found:
+        """The array whose shape the others must have: W, or its changes."""
+        for role in TRAJECTORIES:
+            held = [one for one in self.found if one.role.name == role]
+            if held:
+                return held[0]
+        raise FormatError(
+            f"{self.file.path}: run {self.part.label} holds no W, nor its changes or its cells"
+        )
+
+    def _steps(self) -> Array:
+        """Steps of the rows."""
+        file, first_row = self.file, self.overrules.first_row
+        labels = [one for one in self.found if one.role.name == STEP.name and one.shape]
+        if self.overrules.steps is not None and self.overrules.steps not in file.keys:
+            return named_steps(self.overrules.steps, self.rows)
+        if self.overrules.steps in file.keys:
+            labels = [one for one in labels if one.key == self.overrules.steps]
+        if labels:
+            told = {one.key: self._labels(one) for one in labels}
+            key, steps = next(iter(told.items()))
+            for other, values in told.items():
+                if not np.array_equal(values, steps):
+                    raise FormatError(
+                        f"{file.path}: {key} and {other} label the rows differently; --labels "
+                        f"steps={key} says which to take"
+                    )
+            trusted = self.own or file.attributes.get("steps") == "optimizer"
+            trusted = trusted or file.format == "folder" or key == self.overrules.steps
+            steps, note = true_steps(steps, name=key, trusted=trusted)
+            self.notes += [note] if note else []
+            return steps
+        start = self._starting_step()
+        if self.single:
+            step = self._step_number()
+            if step is None:
+                step = first_row or 0
+                self.notes.append(
+                    f"{self.anchor.key} is one state and the file names no step; it was taken as "
+                    f"that of step {step} (--labels steps=N)"
+                )
+            return np.array([step], np.int64)
+        steps, note = unlabelled_steps(self.rows, first=start or first_row or 0)
+        if file.attributes.get("steps") != "optimizer":
+            self.notes.append(note)
+        return steps
+
+    def _labels(self, one: Found) -> Array:
+        """Labels of the rows; those of all runs have an axis of runs."""
+        if self.rows not in one.shape:
+            raise self._misshapen(one.key, one.shape)
+        values = values_of(self.file, one.key)
+        if values.ndim == 2 and self.part.outer is not None and len(values) > self.part.outer:
+            values = values[self.part.outer]
+        if values.shape != (self.rows,):
+            raise self._misshapen(one.key, values.shape)
+        return checked_labels(self.file.path, one.key, values)
+
+    def _misshapen(self, key: str, shape: tuple[int, ...]) -> FormatError:
+        return FormatError(
+            f"{self.file.path}: {key} has shape {shape}, and {self.anchor.key} has {self.rows} "
+            f"rows, expected ({self.rows},)"
+        )
+
+    def _step_number(self) -> int | None:
+        """Step of a single state, of a number beside it."""
+        for key, value in self.part.numbers.items():
+            name = key.lower().rpartition(".")[2]
+            if name in ROLES[STEP.name].names and isinstance(value, int) and 0 <= value < 1 << 62:
+                return value
+        return None
+
+    def _starting_step(self) -> int | None:
+        for key, value in self.part.numbers.items():
+            if key.lower() in STARTING_STEP and isinstance(value, int) and 0 <= value < 1 << 61:
+                return value
+        return None
+
+    def _is_resumed(self) -> bool:
+        """Whether the first row is the state that a training went on from."""
+        start = self._starting_step()
+        if start is None or start == 0:
+            return False
+        if int(self.steps[0]) != start:
+            self.notes.append(
+                f"the file says that it was resumed at step {start}, and its first row is labelled "
+                f"{self.steps[0]}"
+            )
+            return False
+        return True
+
+    def _tokens(self) -> TokenTable:
+        populations = {one.population for one in self.found if one.role.dims == VARIABLES["W"].dims}
+        own = _tables(self.file, self.found)
+        told = [*own, *self.overrules.masks]
+        self.by_population = {"dead", "live"} <= populations
+        tokens = self.tokens
+        if populations & {"dead", "live"} and None in populations:
+            raise FormatError(
+                f"{self.file.path}: {self.anchor.key} and others have rows of different tokens; "
+                "leave some out with --map ignore=NAME"
+            )
+        if self.by_population:
+            tokens = sum(len(self._ids(told, each)) for each in ("dead", "live"))
+            self.tokens = tokens
+        elif populations & {"dead", "live"} and not any(one.role == "token" for one in told):
+            (population,) = populations & {"dead", "live"}
+            assert population is not None
+            ids = self._ids(told, population)
+            told.append(Told(name=f"the {population} tokens", role="token", values=ids))
+        name = self.anchor.key
+        exported = self.own or self.file.attributes.get("exporter") == "trajstore"
+        by_place = exported and any(one.role == "token" for one in own)
+        table = token_table(
+            self.file.path,
+            tokens,
+            told,
+            self.part.numbers,
+            sizes=self._sizes("vocab_size"),
+            rows_of=name,
+            by_place=by_place,
+        )
+        if not self.own:
+            self.notes += table.notes
+        return table
+
+    def _ids(self, told: Sequence[Told], population: str) -> Array:
+        for each in told:
+            if each.role == f"{population}_ids":
+                return each.values
+            if each.role == f"{population}_mask":
+                return np.flatnonzero(each.values)
+        raise FormatError(
+            f"{self.file.path}: {self.anchor.key} has rows of the {population} tokens, and nothing "
+            f"tells which they are; give a file that does with --masks"
+        )
+
+    def _alignment(self) -> Alignment:
+        layout = self.layout
+        forced = self.overrules.layout is not None and self.overrules.layout != "hdf5"
+        said = layout is not None and any(column.time == "before" for column in layout.columns)
+        exported = layout is not None and self.file.attributes.get("layout") == layout.name
+        return Alignment(
+            steps=self.steps,
+            single=self.single,
+            resumed=self.resumed,
+            labelled=any(one.role.name == STEP.name and one.shape for one in self.found),
+            fits_before=said,
+            is_before=said and (forced or exported),
+            forced=self.overrules.layout if said and forced else None,
+            first_row_is_given=self.overrules.first_row is not None,
+        )
+
+    def _variables(self, tokens: TokenTable) -> tuple[ImportedVariable, ...]:
+        held: dict[str, ImportedVariable] = {}
+        for one in self.found:
+            if not one.role.is_variable:
+                continue
+            variable = self._variable(one, tokens)
+            other = held.get(variable.variable)
+            if other is not None:  # of the other population
+                variable = self._joined(other, variable)
+            held[variable.variable] = variable
+        for variable in held.values():
+            covered = [source.places for source in variable.sources if source.places is not None]
+            if (
+                self.by_population
+                and sum(map(len, covered)) != self.tokens
+                and ("token" in VARIABLES[variable.variable].dims)
+            ):
+                raise FormatError(
+                    f"{self.file.path}: {variable.key} has rows of some tokens only, other arrays "
+                    "of all; leave it out with --map ignore=" + variable.key
+                )
+        return tuple(held[name] for name in VARIABLES if name in held)
+
+    def _joined(self, one: ImportedVariable, other: ImportedVariable) -> ImportedVariable:
+        if one.native != other.native or one.rows != other.rows:
+            raise FormatError(
+                f"{self.file.path}: {one.key} and {other.key} differ in type or in rows"
+            )
+        return replace(one, sources=(*one.sources, *other.sources))
+
+    def _variable(self, one: Found, tokens: TokenTable) -> ImportedVariable:
+        dims = one.role.dims
+        shape = one.shape
+        if self.single:
+            shape = (1, *shape)
+        outer = self.part.outer if len(shape) > len(dims) else None
+        shape = shape[len(shape) - len(dims) :] if outer is not None else shape
+        here = self.tokens
+        places = pick = None
+        if self.by_population and one.population is not None:
+            places = self._ids([*_tables(self.file, self.found), *self.overrules.masks],
+                               one.population)  # fmt: skip
+            here = len(places)
+        expected = tuple(
+            {"step": self.rows, "token": here, "hidden": self.hidden}[dim] for dim in dims
+        )
+        if (
+            len(shape) == 2
+            and dims[1:] == ("token",)
+            and shape[1] != here
+            and (shape[1] == tokens.vocabulary)
+        ):
+            pick, shape = tokens.token, (shape[0], here)
+        missing = len(shape) == len(dims) and shape[0] == self.rows - 1 and self.rows > 1
+        if not self.single and missing and shape[1:] == expected[1:]:
+            self.notes.append(
+                f"{one.key} has one row less than {self.anchor.key}: its first is the second of "
+                "the run"
+            )
+        elif shape != expected:
+            raise FormatError(
+                f"{self.file.path}: {one.key} has shape {one.shape}, and {self.anchor.key} "
+                f"{self.anchor.shape}, expected {expected[1:] if self.single else expected} "
+                f"({', '.join(dims[1:] if self.single else dims)})"
+            )
+        else:
+            missing = False
+        if not all(expected):
+            raise FormatError(f"{self.file.path}: {one.key} has shape {one.shape}, holding nothing")
+        native = self._native(one)
+        return ImportedVariable(
+            file=self.file,
+            variable=one.role.name,
+            sources=(Source(key=one.key, outer=outer, places=places, pick=pick),),
+            native=native,
+            wanted=native,
+            rows=shape[0],
+            row_shape=(shape[0], self.tokens, *shape[2:])[1 : len(dims)] if "token" in dims
+            else tuple(shape[1:]),
+            single=self.single,
+            missing=missing,
+        )  # fmt: skip
+
+    def _native(self, one: Found) -> NativeType:
+        """Type as which the values of an array are read."""
+        if one.dtype in ("uint16", "int16"):
+            return NATIVE_TYPES[self.overrules.bits_of(one.role.name, one.key) or "bfloat16"]
+        if one.dtype not in NATIVE_TYPES:
+            raise FormatError(
+                f"{self.file.path}: {one.key} is of type {one.dtype}, expected "
+                f"{', '.join(NATIVE_TYPES)}, or 16 bits of one of them"
+            )
+        return NATIVE_TYPES[one.dtype]
+
+    def _attributes(self, variables: tuple[ImportedVariable, ...]) -> dict[str, Any]:
+        if self.own:
+            key = HDF5_TEXTS["attributes"]
+            if self.file.dtype(key) != "uint8" or len(self.file.shape(key)) != 1:
+                raise FormatError(f"{self.file.path}: {key} is no text")
+            try:
+                text = values_of(self.file, key).tobytes().decode()
+            except UnicodeDecodeError as error:
+                raise FormatError(
+                    f"{self.file.path}: its attributes cannot be read ({error})"
+                ) from None
+            return kept_attributes(self.file, text)
+        for key, said in self._sizes("hidden_dim").items():
+            if said != self.hidden:
+                raise FormatError(
+                    f"{self.file.path}: {key} is {said}, and {self.anchor.key} has shape "
+                    f"{self.anchor.shape}; leave it out with --map ignore={key}"
+                )
+        return attributes_of(self.file.path, self.part.numbers, self.overrules.mapped)
+
+    def _sizes(self, name: str) -> dict[str, int]:
+        """Numbers that are a size of the table of scalars, by their keys."""
+        told = told_numbers(self.part.numbers, name, self.overrules.mapped)
+        return {key: size for key, size in told.items() if isinstance(size, int)}
+
+    def _check_rule_is_read(self) -> None:
+        """Whether no default would stand for what the file says and its format does not offer."""
+        for key, why in self.file.passed_over.items():
+            scalar = scalar_of(key)
+            is_of_rule = scalar is not None and scalar.paths[0][:2] == RULE
+            if (is_of_rule or is_pair(key)) and key not in self.overrules.ignored:
+                raise InvalidArgument(
+                    f"{self.file.path}: {key} is {why}, so --schedule would put a default in its "
+                    f"place; write it as a number, or allow the default with --map ignore={key}"
+                )
+
+    def _say_what_is_missing(self, variables: tuple[ImportedVariable, ...]) -> None:
+        names = {held.variable for held in variables}
+        if self.own:
+            return
+        if self.anchor.role.name == "cells":
+            self.notes.append("the file holds W rounded to bfloat16, as cells, and no W")
+        elif "W" not in names:
+            key = self.anchor.key
+            self.notes.append(
+                "the file holds delta and no initial W, hence no W" if key == "delta"
+                else f"{key} became delta; the file holds no initial W, hence no W"
+            )  # fmt: skip
+        if self.layout is not None:
+            absent = [
+                column.key for column in self.layout.columns if column.key not in self.file.keys
+            ]
+            if absent:
+                self.notes.append(f"the file does not hold {', '.join(absent)}")
+
+
+def _tables(file: ArrayFile, found: Sequence[Found]) -> list[Told]:
+    """Tables of tokens among the arrays of a run."""
+    return told_tables(file, Recognised(found=tuple(found), numbers={}, vectors={}, left_out=()))

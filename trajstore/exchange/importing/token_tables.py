@@ -1,0 +1,426 @@
+"""Which tokens a file has rows of, which of them are dead, and how often they occur.
+
+Files tell it in masks along the vocabulary, in lists of ids, in counts of occurrences, and in how
+many there are; in the file itself or in another one. All that is told must agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import FormatError
+from trajstore.exchange.guessing.array_roles import Recognised
+from trajstore.formats.array_file import ArrayFile, values_of
+
+__all__ = ["POPULATION_SIZES", "TABLES", "TokenTable", "Told", "token_table", "told_tables"]
+
+Array = npt.NDArray[Any]
+
+TABLES = ("dead_mask", "live_mask", "dead_ids", "live_ids", "token_ids", "token_count", "token")
+"""Roles of arrays that tell something of the tokens."""
+
+POPULATION_SIZES = {
+    **dict.fromkeys(
+        "n_dead n_untrained num_dead num_untrained dead_count dead_tokens untrained_tokens".split(),
+        "dead",
+    ),
+    **dict.fromkeys(
+        "n_live n_trained num_live num_trained live_count live_tokens trained_tokens".split(),
+        "live",
+    ),
+}
+"""Names of how many tokens are dead, or live."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What a file tells of the tokens.
+
+    Attributes
+    ----------
+    name : str
+        Of the array, for messages.
+    role : str
+        One of `TABLES`.
+    values : ndarray
+    by_place : bool
+        Whether it counts the places along the token axis, not the ids of the vocabulary.
+    is_described : bool
+        Whether a description says the role, not the name.
+    is_beside : bool
+        Whether it is of another file than the rows, which was given for it.
+    note : str
+        How its role was found, if not by its name.
+    """
+
+    name: str
+    role: str
+    values: Array
+    by_place: bool = False
+    is_described: bool = False
+    is_beside: bool = False
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenTable:
+    """What is known of the tokens that have rows.
+
+    Attributes
+    ----------
+    token : ndarray of int64, (token,)
+        Vocabulary ids.
+    is_dead : ndarray of bool, (token,), optional
+    token_count : ndarray of int64, (token,), optional
+    vocabulary : int
+        Number of ids, as far as it is told.
+    notes : tuple of str
+    """
+
+    token: Array
+    is_dead: Array | None
+    token_count: Array | None
+    vocabulary: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def coordinates(self) -> dict[str, Array]:
+        """Those that are known, besides ``token``."""
+        known = {"is_dead": self.is_dead, "token_count": self.token_count}
+        return {name: values for name, values in known.items() if values is not None}
+
+
+def told_tables(file: ArrayFile, recognised: Recognised, *, of: str = "") -> list[Told]:
+    """Tables of a file, their types checked.
+
+    Parameters
+    ----------
+    file : ArrayFile
+    recognised : Recognised
+    of : str, optional
+        What follows the names in messages.
+
+    Raises
+    ------
+    FormatError
+        If a mask holds other values than 0 and 1, ids are negative or occur twice, or an array has
+        not one dimension.
+    """
+    told = []
+    for one in recognised.found:
+        if one.role.name not in TABLES:
+            continue
+        values = values_of(file, one.key)
+        name = f"{one.key}{of}"
+        if values.ndim != 1:
+            differs = ", as it differs from file to file" if file.format == "folder" else ""
+            raise FormatError(
+                f"{file.path}: {name} has shape {values.shape}{differs}, expected one dimension; "
+                f"leave it out with --map ignore={one.key}"
+            )
+        if one.role.kind == "truth":
+            if values.dtype != bool and ((values < 0) | (values > 1)).any():
+                raise FormatError(f"{file.path}: {name} holds other values than 0 and 1")
+            if values.view(np.uint8 if values.dtype == bool else values.dtype).max(initial=0) > 1:
+                raise FormatError(f"{file.path}: {name} holds other bytes than 0 and 1")
+            told.append(Told(name=name, role=one.role.name, values=values.astype(bool)))
+            continue
+        if len(values) and (int(values.min()) < 0 or int(values.max()) >= 1 << 62):
+            what = "token ids" if one.role.name != "token_count" else "counts"
+            raise FormatError(f"{file.path}: {name} does not hold {what} from 0 on")
+        values = values.astype(np.int64)
+        if one.role.name != "token_count" and len(np.unique(values)) != len(values):
+            raise FormatError(f"{file.path}: {name} must hold distinct ids, and one occurs twice")
+        told.append(
+            Told(name=name, role=one.role.name, values=values, is_described=one.is_described)
+        )
+    return told
+
+
+def token_table(
+    where: Any,
+    tokens: int,
+    told: Iterable[Told],
+    numbers: Mapping[str, Any],
+    *,
+    sizes: Mapping[str, int],
+    rows_of: str = "W",
+    by_place: bool = False,
+) -> TokenTable:
+    """What is known of the tokens of an array.
+
+    Parameters
+    ----------
+    where : path-like
+        Of the file, for messages.
+    tokens : int
+        Length of the token axis.
+    told : iterable of Told
+    numbers : mapping of str to number
+        Numbers beside the arrays: sizes of the populations.
+    sizes : mapping of str to int
+        Those of them that are the size of the vocabulary.
+    rows_of : str, default 'W'
+        Name of the array, for messages.
+    by_place : bool
+        Whether lists of ids beside the ids of the rows list places.
+
+    Raises
+    ------
+    FormatError
+        If two that are told contradict each other, or do not fit the axis.
+    """
+    told, notes = _settled(where, tokens, list(told))
+    told = _counted_by_place(tokens, told, by_place=by_place)
+    length, from_ = _vocabulary(where, told, sizes)
+    token, restricted = _rows(where, tokens, told, length, from_, rows_of)
+    if length is not None and int(token.max(initial=-1)) >= length:
+        raise FormatError(
+            f"{where}: {from_} speaks of {length} tokens, and {rows_of} has a row of token "
+            f"{token.max()}, as other arrays say; leave one out with --map ignore={from_}"
+        )
+    if len(token) and int(token.max()) > np.iinfo(np.int32).max:
+        raise FormatError(f"{where}: token {token.max()} is no vocabulary id; ids are 32-bit")
+    universe = max(length or 0, int(token.max(initial=-1)) + 1)
+    for each in told:
+        limit = tokens if each.by_place else universe
+        if each.role.endswith("_ids") and len(each.values) and int(each.values.max()) >= limit:
+            if each.by_place or length is not None or not restricted:
+                what = "places" if each.by_place else "token ids"
+                raise FormatError(
+                    f"{where}: {each.name} holds {each.values.max()}, expected {what} from 0 to "
+                    f"{limit - 1}"
+                )
+            universe = int(each.values.max()) + 1
+    dead = _dead(where, told, universe, token)
+    counts = [each for each in told if each.role == "token_count"]
+    if dead is None:
+        counted = [f"{key} {numbers[key]}" for key in numbers if key.lower() in POPULATION_SIZES]
+        only = f", only how many ({', '.join(counted)})" if counted else ""
+        notes.append(f"the file does not tell which tokens are dead{only}")
+    else:
+        whole = length is not None or not restricted
+        _check_sizes(where, dead, numbers, whole=whole)
+        if dead.name in [each.name for each in counts]:
+            notes.append(
+                f"dead tokens are those of which {dead.name} is 0; nothing else tells them"
+            )
+    return TokenTable(
+        token=token,
+        is_dead=None if dead is None else dead.here,
+        token_count=None
+        if not counts
+        else counts[0].values
+        if counts[0].by_place
+        else counts[0].values[token],
+        vocabulary=universe,
+        notes=tuple(notes),
+    )
+
+
+def _counted_by_place(tokens: int, told: list[Told], *, by_place: bool) -> list[Told]:
+    """The tables, marked where they count the places along the token axis.
+
+    They do in files of trajstore; and, beside the ids of the rows, masks that are as long as the
+    axis, and two lists that make up all its places.
+    """
+    if not any(each.role == "token" for each in told):
+        return told
+    lists = [each.values for each in told if each.role in ("dead_ids", "live_ids")]
+    every = np.sort(np.concatenate(lists)) if len(lists) == 2 else np.empty(0)
+    by_place = by_place or np.array_equal(every, np.arange(tokens))
+    made = []
+    for each in told:
+        dense = each.role.endswith("_mask") or each.role == "token_count"
+        listed = each.role in ("dead_ids", "live_ids")
+        places = len(each.values) == tokens if dense else listed and by_place
+        made.append(replace(each, by_place=places and not each.is_beside))
+    return made
+
+
+def _settled(where: Any, tokens: int, told: list[Told]) -> tuple[list[Told], list[str]]:
+    """The tables, lists of which nobody says what they list taken for the ids of the rows."""
+    made, notes = [], []
+    for each in told:
+        if each.is_described:
+            population = each.role.removesuffix("_ids")
+            notes.append(f"{each.name}: {population} tokens, as a description in its file says")
+        notes += [each.note] if each.note else []
+        if each.role != "token_ids":
+            made.append(each)
+        elif len(each.values) == tokens:
+            made.append(replace(each, role="token"))
+            if each.is_beside:
+                notes.append(f"{each.name}: which tokens the rows are, as many as there are rows")
+        elif each.is_beside:
+            raise FormatError(
+                f"{where}: {each.name} lists {len(each.values)} tokens, and there are rows of "
+                f"{tokens}, so they are not the tokens of the rows; if they are the dead ones, or "
+                "the live ones, name the array, or the .npy, dead_ids or live_ids"
+            )
+        else:
+            notes.append(
+                f"{each.name} lists {len(each.values)} tokens and nothing says of what kind, so it "
+                f"was left out; say it with --map dead_ids={each.name} or live_ids={each.name}"
+            )
+    return made, notes
+
+
+def _vocabulary(where: Any, told: list[Told], sizes: Mapping[str, int]) -> tuple[int | None, str]:
+    """Length of the vocabulary, and what tells it."""
+    lengths = [
+        (each.name, len(each.values))
+        for each in told
+        if (each.role.endswith("_mask") or each.role == "token_count") and not each.by_place
+    ]
+    lengths += sizes.items()
+    for name, length in lengths:
+        if length != lengths[0][1]:
+            raise FormatError(
+                f"{where}: {lengths[0][0]} speaks of {lengths[0][1]} tokens, and {name} of {length}"
+            )
+    if lengths:
+        return lengths[0][1], lengths[0][0]
+    return None, ""
+
+
+def _rows(
+    where: Any, tokens: int, told: list[Told], length: int | None, from_: str, rows_of: str
+) -> tuple[Array, bool]:
+    """Ids of the rows, and whether they are but some of the vocabulary."""
+    given = [each for each in told if each.role == "token"]
+    for each in given:
+        if len(each.values) != tokens:
+            raise FormatError(
+                f"{where}: {each.name} has {len(each.values)} ids, and {rows_of} {tokens} tokens"
+            )
+        if not np.array_equal(each.values, given[0].values):
+            raise FormatError(f"{where}: {given[0].name} and {each.name} are different ids")
+    if given:
+        return given[0].values, True
+    whole = np.arange(tokens, dtype=np.int64)
+    if length == tokens:
+        return whole, False
+    lists = {
+        population: [
+            (each.name, np.flatnonzero(each.values) if each.role.endswith("mask") else each.values)
+            for each in told
+            if each.role in (f"{population}_ids", f"{population}_mask")
+        ]
+        for population in ("dead", "live")
+    }
+    if length is None and _is_whole(tokens, lists):
+        return whole, False
+    fitting = {
+        population: (name, ids)
+        for population, named in lists.items()
+        for name, ids in named
+        if len(ids) == tokens
+    }
+    if len(fitting) == 2:
+        raise FormatError(
+            f"{where}: {rows_of} has {tokens} tokens, as many as {fitting['dead'][0]} and as "
+            f"{fitting['live'][0]}; say which with --map token={fitting['dead'][0]}"
+        )
+    if fitting:
+        ((_, ids),) = fitting.values()
+        return ids, True
+    if length is not None:
+        raise FormatError(
+            f"{where}: {from_} speaks of {length} tokens, and {rows_of} has {tokens}; nothing "
+            f"tells which they are (--map token=NAME, or --map ignore={from_})"
+        )
+    return whole, False
+
+
+def _is_whole(tokens: int, lists: Mapping[str, list[tuple[str, Array]]]) -> bool:
+    """Whether lists of ids alone say that every token has a row."""
+    every = [ids for named in lists.values() for _, ids in named]
+    if not every:
+        return True
+    if lists["dead"] and lists["live"]:
+        return len(lists["dead"][0][1]) + len(lists["live"][0][1]) == tokens
+    return all(len(ids) != tokens or int(ids.max(initial=0)) < tokens for ids in every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Dead:
+    """Which tokens are dead.
+
+    Attributes
+    ----------
+    name : str
+        What tells it.
+    here : ndarray of bool, (token,)
+        Of those that have rows.
+    counts : dict of str to int
+        Dead and live ones of the vocabulary, as far as it is told.
+    """
+
+    name: str
+    here: Array
+    counts: dict[str, int]
+
+
+def _dead(where: Any, told: list[Told], universe: int, token: Array) -> _Dead | None:
+    """The dead tokens, on which all that tells them agrees; None if nothing does."""
+    # Counts come last: they tell the dead tokens only where nothing else does.
+    tables = sorted(
+        (each for each in told if each.role not in ("token", "token_ids")),
+        key=lambda each: each.role == "token_count",
+    )
+    if not tables:
+        return None
+    whole = [each for each in tables if not each.by_place]
+    if any(not each.role.endswith("_ids") for each in whole):
+        ids = np.arange(universe)
+    else:  # no mask is as long as the vocabulary, whose length is but a number in the file
+        ids = np.unique(np.concatenate([token, *(each.values for each in whole)]))
+    every = {each.name: _is_dead(each, ids) for each in whole}
+    _agree(where, every)
+    places = np.arange(len(token))
+    here = {each.name: _is_dead(each, places if each.by_place else token) for each in tables}
+    _agree(where, here)
+    name = next(iter(here))
+    known = next(iter(every.values()), here[name])
+    dead = int(np.count_nonzero(known))
+    live = (universe if every else len(known)) - dead
+    return _Dead(name=name, here=here[name], counts={"dead": dead, "live": live})
+
+
+def _is_dead(each: Told, ids: Array) -> Array:
+    """Whether ids, or places, are those of dead tokens."""
+    if each.role in ("dead_ids", "live_ids"):
+        return np.asarray(np.isin(ids, each.values) == (each.role == "dead_ids"))
+    of_dead = 0 if each.role == "token_count" else each.role == "dead_mask"
+    return np.asarray(each.values[ids] == of_dead)
+
+
+def _agree(where: Any, answers: Mapping[str, Array]) -> None:
+    first = next(iter(answers), None)
+    for other in answers:
+        wrong = np.flatnonzero(answers[first or other] != answers[other])
+        if len(wrong):
+            raise FormatError(
+                f"{where}: {first} and {other} disagree about which tokens are dead (token "
+                f"{wrong[0]}, and {len(wrong)} in all); leave one out with --map ignore={other}"
+            )
+
+
+def _check_sizes(where: Any, dead: _Dead, numbers: Mapping[str, Any], *, whole: bool) -> None:
+    """Whether the sizes of the populations are those of the mask."""
+    for key, value in numbers.items():
+        population = POPULATION_SIZES.get(key.lower())
+        if population is None or not isinstance(value, int):
+            continue
+        count = dead.counts[population]
+        here = int(np.count_nonzero(dead.here == (population == "dead")))
+        if value not in (count, here) and (whole or here):
+            raise FormatError(
+                f"{where}: {key} is {value}, and {dead.name} marks {count} tokens as {population}"
+            )

@@ -1,0 +1,17 @@
+"""Documents of a run: names, shapes, codecs, attributes, digests.
+
+``block_plan``
+    The planner: how many rows make a block, how tokens are split into chunks, what memory it takes.
+``fingerprint``
+    What tells one run from another: digests of all that is stored of it, row by row.
+``fork_provenance``
+    What a fork's provenance says of the optimizers that made its steps.
+``object_keys``
+    Names of the objects of a run, and of the files beside it.
+``schema_check``
+    Whether the arrays of a run are described as the schema has them, and so read as recorded.
+``shard``
+    Assembly of a shard: encoded inner chunks, and behind them what `BlockForm` says of them.
+``zarr_json``
+    The `zarr.json` documents of a run.
+"""

@@ -1,0 +1,179 @@
+"""What tells one run from another: digests of all that is stored of it, row by row.
+
+The *content digest* is a chain over the blocks: it starts from the arrays' metadata and the
+coordinates, and each block is added to it. Runs of one content digest hold the same rows. The
+*fingerprint* is that, and all of the root's attributes that no commit changes, the identity of the
+run among them. Both are of the rows that are committed: of a run that is cut they are what they
+were when it had so many rows.
+
+Source: docs/format.md, *Fingerprint*.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from copy import copy
+from typing import Any
+
+from trajstore.schema import STEP, VARIABLES, coordinate
+from trajstore.store.metadata.object_keys import chunk_key
+from trajstore.store.storage.remote_path import Location
+
+__all__ = [
+    "CHANGING",
+    "COMING",
+    "CONTENT",
+    "COPY",
+    "FINGERPRINT",
+    "Fingerprint",
+    "block_digest",
+    "coordinate_digests",
+]
+
+CONTENT = "content_digest"
+FINGERPRINT = "fingerprint"
+"""Attributes of the root."""
+
+_SHARD = struct.Struct("<II32s")
+CHANGING = ("status", "committed_rows", "updated", CONTENT, FINGERPRINT)
+"""Attributes of the root that every commit sets."""
+
+COPY = "root_attributes"
+"""Attribute of ``step`` that holds all the others."""
+
+COMING = "coming_root_attributes"
+"""Attribute of ``step`` that holds what `COPY` is about to be, while the root is replaced."""
+
+_BY_RESUMING = "resumed"
+
+
+class Fingerprint:
+    """Digests of the rows that a run has.
+
+    Parameters
+    ----------
+    arrays : mapping of str to dict
+        Document of each array.
+    attributes : mapping
+        Of the root; those that commits change are left out.
+    coordinates : mapping of str to bytes
+        SHA-256 of each stored object of the coordinates, by its key.
+    block_rows : int
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[str, Mapping[str, Any]],
+        attributes: Mapping[str, Any],
+        coordinates: Mapping[str, bytes],
+        block_rows: int,
+    ) -> None:
+        stored = {key: digest.hex() for key, digest in coordinates.items()}
+        # Whatever else lies in the group is its owner's.
+        documents = {name: _lasting(name, arrays[name]) for name in arrays if _is_of_run(name)}
+        self._block_rows = block_rows
+        self._metadata = _sha256_of(_fixed(attributes))
+        self._whole = _sha256_of({"arrays": documents, "coordinates": stored})
+        self._tip = self._whole
+
+    def added(self, rows: int, digest: bytes) -> Fingerprint:
+        """With the next block, of so many rows; without the last one, if that was not whole.
+
+        Parameters
+        ----------
+        rows : int
+        digest : bytes
+            As `block_digest` returns it.
+        """
+        longer = copy(self)
+        longer._tip = hashlib.sha256(self._whole + digest).digest()
+        if rows == self._block_rows:
+            longer._whole = longer._tip
+        return longer
+
+    def of_attributes(self, attributes: Mapping[str, Any]) -> Fingerprint:
+        """Of the same rows, with other attributes of the root."""
+        other = copy(self)
+        other._metadata = _sha256_of(_fixed(attributes))
+        return other
+
+    def attributes(self) -> dict[str, str]:
+        """Attributes of the root: both digests, of what has been added."""
+        return {
+            CONTENT: self._tip.hex(),
+            FINGERPRINT: hashlib.sha256(self._metadata + self._tip).hexdigest(),
+        }
+
+
+def block_digest(shards: Iterable[tuple[str, int, int, bytes]]) -> bytes:
+    """Digest of a block.
+
+    Parameters
+    ----------
+    shards : iterable of (str, int, int, bytes)
+        Array, part, rows and digest of each shard.
+    """
+    total = hashlib.sha256()
+    for name, part, rows, digest in sorted(shards):
+        total.update(name.encode() + b"\0" + _SHARD.pack(part, rows, digest))
+    return total.digest()
+
+
+def coordinate_digests(path: Location, names: Iterable[str]) -> dict[str, bytes]:
+    """SHA-256 of the stored objects of a run's coordinates, by their keys.
+
+    Raises
+    ------
+    OSError
+        If one cannot be read.
+    """
+    found = {}
+    for name in names:
+        key = chunk_key(name, 0, 1)
+        if coordinate(name):
+            with suppress(FileNotFoundError):
+                found[key] = hashlib.sha256((path / key).read_bytes()).digest()
+    return found
+
+
+def _is_of_run(name: str) -> bool:
+    return name == STEP.name or name in VARIABLES or coordinate(name) is not None
+
+
+def _lasting(name: str, document: Mapping[str, Any]) -> dict[str, Any]:
+    """What of an array's document is the same at any number of rows, in any run of its kind."""
+    lasting = dict(document)
+    lasting["attributes"] = {
+        key: value for key, value in document["attributes"].items() if key != COPY
+    }
+    lasting["codecs"] = [_without_runs(codec) for codec in document["codecs"]]
+    if name == STEP.name or name in VARIABLES:
+        lasting["shape"] = [0, *document["shape"][1:]]
+    return lasting
+
+
+def _without_runs(codec: Mapping[str, Any]) -> dict[str, Any]:
+    if "configuration" not in codec:
+        return dict(codec)
+    configuration = {key: value for key, value in codec["configuration"].items() if key != "runs"}
+    return dict(codec) | {"configuration": configuration}
+
+
+def _fixed(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes of the root that are the same whatever becomes of the run."""
+    fixed = {key: value for key, value in attributes.items() if key not in CHANGING}
+    provenance = fixed.get("provenance")
+    if isinstance(provenance, Mapping):
+        fixed["provenance"] = {
+            key: value for key, value in provenance.items() if key != _BY_RESUMING
+        }
+    return fixed
+
+
+def _sha256_of(value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).digest()

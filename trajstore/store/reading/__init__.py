@@ -1,0 +1,21 @@
+"""Reading a run.
+
+``array_reader``
+    The arrays of a run as their shards hold them: native bits, labels, indices.
+``block_view``
+    Runs whose arrays zarr shards itself, seen as blocks: all of format 1, and all of ``portable``.
+``lazy_source``
+    What a dask array reads: the array of a run on disk, if that is all it stands for.
+``open_group``
+    The Zarr group that a run is, checked.
+``open_run``
+    Opening a run: the Dataset that plain `xr.open_zarr` gives, with checks.
+``open_runs``
+    Opening many runs: one lazy Dataset along ``run``.
+``run_info``
+    What a run is: the facts that `trajstore info` prints.
+``tiled_reader``
+    A run as exporters read it: variables in tiles, small enough to hold and large enough to be fast
+``xarray_engine``
+    xarray's engine ``trajstore``: a run as a lazy Dataset, `xr.open_dataset(path)`.
+"""

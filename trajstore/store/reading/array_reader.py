@@ -1,0 +1,321 @@
+"""The arrays of a run as their shards hold them: native bits, labels, indices.
+
+zarr reads values (`trajstore.codec.block_codec`). This is for whoever needs what zarr does not
+give: exporters and writers that go on take native bits without a detour over float32, `verify` the
+shards themselves, and `open_run` values without the way through zarr's event loop.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zarr
+from zarr.codecs import ShardingCodec
+
+from trajstore.codec.block_codec import BlockCodec
+from trajstore.codec.block_form import BlockForm, Runs, Tail, with_consequence
+from trajstore.codec.chunk_decoder import Decode
+from trajstore.codec.chunk_norms import ChunkNorms
+from trajstore.codec.codec_chain import Chain, chain_of
+from trajstore.codec.selected_parts import Pick, picks
+from trajstore.errors import FormatError, RunNotFound
+from trajstore.store.metadata.object_keys import chunk_key
+from trajstore.store.metadata.shard import shard_digest
+from trajstore.store.storage.object_file import ObjectFile, opened
+from trajstore.store.storage.remote_path import Location, RunPath, location
+from trajstore.threads import in_parallel
+from trajstore.values.native_types import NativeType, as_bits
+
+__all__ = ["StoredArray", "block_form", "stored_array"]
+
+Array = npt.NDArray[Any]
+
+# Bytes of a selection, or shards of it, for which a pool of threads is worth its making.
+_LARGE = 4 << 20
+_MANY = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredArray:
+    """One array of a run, with the shape it had when it was opened.
+
+    Attributes
+    ----------
+    path : Path or RemotePath
+        Of the run.
+    name : str
+    shape : tuple of int
+        Of the array.
+    form : BlockForm
+        How its shards are stored.
+    threads : int
+        That read one selection, if it is large or of many shards.
+    """
+
+    path: Location
+    name: str
+    shape: tuple[int, ...]
+    form: BlockForm
+    threads: int = 1
+
+    @property
+    def chain(self) -> Chain:
+        """Of an inner chunk."""
+        return self.form.chain
+
+    @property
+    def chunk(self) -> tuple[int, ...]:
+        """Shape of an inner chunk."""
+        return self.form.chunk
+
+    @property
+    def shard(self) -> tuple[int, ...]:
+        """Shape of a shard."""
+        return self.form.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of its values."""
+        return self.chain.native.stored
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def parts(self) -> int:
+        """Number of shards of a block."""
+        return -(-self.shape[1] // self.shard[1]) if self.ndim > 1 else 1
+
+    def key(self, block: int, part: int) -> str:
+        """Key of a shard in the run."""
+        return chunk_key(self.name, block, self.ndim, part)
+
+    def bits(self, key: tuple[slice, ...]) -> Array:
+        """Bits of a selection by slices, in the type of the chain, without a detour over float32.
+
+        Only `delta` knows a 16-bit type; the chains of `portable` hold what is stored.
+
+        Raises
+        ------
+        FormatError
+            If a shard is missing, broken, or one of another place.
+        """
+        return self._read(key, self.chain.native.bits)
+
+    def norms(self, rows: slice, tokens: slice, order: float) -> Array:
+        """Norms of the vectors of a matrix, of which none leaves the processor's cache.
+
+        In the thread that asks, unless shards are many: `threads` are for what fills memory.
+
+        Parameters
+        ----------
+        rows, tokens : slice
+            With a step of 1.
+        order : {1, 2, inf}
+
+        Returns
+        -------
+        ndarray, (row, token)
+            As `trajstore.values.token_norms.token_norm` of what is stored.
+
+        Raises
+        ------
+        FormatError
+            If a shard is missing, broken, or one of another place.
+        """
+        ranges = self._ranges((rows, tokens))
+        norms = ChunkNorms(self.form.decoder, order)
+        out = np.empty((len(ranges[0]), len(ranges[1]), 1), norms.dtype)
+        self._fill(ranges, out, norms.decode)
+        return out[..., 0]
+
+    def values(self, key: tuple[slice, ...]) -> Array:
+        """Values of a selection by slices, as zarr reads them.
+
+        Raises
+        ------
+        FormatError
+            If a shard is missing, broken, or one of another place.
+        """
+        return self._read(key, self.chain.native.stored)
+
+    def native_bits(self, rows: slice, native: NativeType) -> Array:
+        """Bits of some rows, in the type that they had: `portable` stores the wider one.
+
+        Raises
+        ------
+        FormatError
+            If a shard is missing, broken, or one of another place.
+        InvalidArgument
+            If a value is not of that type.
+        """
+        if self.chain.native == native:
+            return self.bits((rows,))
+        return as_bits(self.values((rows,)), native, self.name)
+
+    @contextmanager
+    def opened(self, block: int, part: int) -> Iterator[ObjectFile]:
+        """Open file of a shard.
+
+        Raises
+        ------
+        FormatError
+            If it is missing.
+        RunNotFound
+            If the whole run has gone.
+        """
+        path = self.path / self.key(block, part)
+        try:
+            with opened(path) as file:
+                yield file
+        except FileNotFoundError:
+            if isinstance(self.path, Path) and not self.path.exists():
+                raise RunNotFound(
+                    f"{self.path} has gone since it was opened: moved, removed or unmounted"
+                ) from None
+            raise FormatError(
+                f"{self.name}, block {block}: the shard {path} is missing; bring the run back to "
+                f"what is whole with: trajstore repair {shlex.quote(str(self.path))}"
+            ) from None
+
+    def tail(self, file: ObjectFile, block: int, part: int) -> Tail:
+        """Label and index of an open shard.
+
+        Raises
+        ------
+        FormatError
+            If they do not fit their checksums, or the shard is one of another place.
+        """
+        data = file.end(self.form.tail_length)
+        try:
+            return self.form.read_tail(data, (block, part))
+        except ValueError as error:
+            message = f"{self.name}, block {block}: {with_consequence(error)}"
+            raise FormatError(message) from error
+
+    def digest_of_rows(self, block: int, part: int, rows: int) -> bytes:
+        """Digest that a shard had when it held so many rows, made of these rows.
+
+        Raises
+        ------
+        FormatError
+            If the shard is missing, broken, or one of another place.
+        """
+        first = block * self.shard[0]
+        key = [slice(first, first + rows)]
+        if self.ndim > 1:
+            key.append(slice(part * self.shard[1], (part + 1) * self.shard[1]))
+        return shard_digest(self.form, self.bits(tuple(key)))
+
+    def _ranges(self, key: tuple[slice, ...]) -> list[range]:
+        selection = (*key, *[slice(None)] * (self.ndim - len(key)))
+        return [
+            range(*item.indices(length)) for item, length in zip(selection, self.shape, strict=True)
+        ]
+
+    def _read(self, key: tuple[slice, ...], dtype: np.dtype[Any]) -> Array:
+        ranges = self._ranges(key)
+        out = np.empty([len(axis) for axis in ranges], dtype)
+        self._fill(ranges, out)
+        return out
+
+    def _fill(self, ranges: list[range], out: Array, decode: Decode | None = None) -> None:
+        if out.size == 0:
+            return
+        blocks = picks(ranges[0], self.shard[0])
+        parts = picks(ranges[1], self.shard[1]) if self.ndim > 1 else {0: None}
+        jobs = [
+            partial(self._read_shard, block, part, (in_block, in_part), ranges[2:], out, decode)
+            for block, in_block in blocks.items()
+            for part, in_part in parts.items()
+        ]
+        worth = len(jobs) > 1 and (out.nbytes >= _LARGE or len(jobs) >= _MANY)
+        if self.threads == 1 or not worth:
+            for job in jobs:
+                job()
+        else:
+            for _ in in_parallel(jobs, self.threads):
+                pass
+
+    def _read_shard(
+        self,
+        block: int,
+        part: int,
+        taken: tuple[Pick, Pick | None],
+        rest: list[range],
+        out: Array,
+        decode: Decode | None,
+    ) -> None:
+        within = [pick for pick in taken if pick is not None]
+        # Slices with a step of 1: nothing between first and last is left out.
+        along = [range(pick.window.start, pick.window.stop) for pick in within] + rest
+        axes = [picks(axis, length) for axis, length in zip(along, self.chunk, strict=True)]
+        place = tuple(pick.place for pick in within)
+        with self.opened(block, part) as file:
+            tail = self.tail(file, block, part)
+            try:
+                self.form.read(tail, axes, file.read, out[place], decode=decode)
+            except ValueError as error:
+                message = f"{self.name}, block {block}, {with_consequence(error)}"
+                raise FormatError(message) from error
+
+
+def block_form(name: str, array: zarr.Array[Any], runs: Runs | None) -> BlockForm | None:
+    """How the blocks of an array are stored.
+
+    Parameters
+    ----------
+    name : str
+    array : zarr.Array
+        As zarr opened it.
+    runs : Runs or None
+        Identity of the run, by the attributes of its root; None in format 1.
+
+    Returns
+    -------
+    BlockForm or None
+        None if the array is not stored as a `RunWriter` stores it; zarr can still read it.
+    """
+    codecs: tuple[Any, ...] = getattr(array.metadata, "codecs", ())
+    keys = array.metadata.to_dict().get("chunk_key_encoding")
+    if len(codecs) != 1 or keys != {"name": "default", "configuration": {"separator": "."}}:
+        return None
+    (codec,) = codecs
+    if isinstance(codec, BlockCodec):
+        return codec.form(tuple(array.chunks))
+    if not isinstance(codec, ShardingCodec) or array.shards is None:
+        return None
+    index = [item.to_dict()["name"] for item in codec.index_codecs]
+    where = getattr(codec.index_location, "value", codec.index_location)
+    found = chain_of(codec.codecs, np.dtype(array.dtype), array.ndim)
+    if found is None or index != ["bytes", "crc32c"] or where != "end":
+        return None
+    return BlockForm(
+        array=name,
+        chain=found,
+        shape=tuple(array.shards),
+        chunk=tuple(array.chunks),
+        runs=runs,
+    )
+
+
+def stored_array(
+    path: RunPath, name: str, array: zarr.Array[Any], runs: Runs | None
+) -> StoredArray | None:
+    """An array of a run as its shards hold it; parameters and None as for `block_form`."""
+    form = block_form(name, array, runs)
+    if form is None:
+        return None
+    return StoredArray(
+        path=location(path).absolute(), name=name, shape=tuple(array.shape), form=form
+    )

@@ -1,0 +1,259 @@
+"""Opening many runs: one lazy Dataset along ``run``."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.argument_types import checks_types
+from trajstore.errors import InvalidArgument, RunNotFound
+from trajstore.schema import OF_RUN
+from trajstore.store.reading.open_run import open_run
+
+__all__ = ["open_runs", "run_paths"]
+
+Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+_SHOWN = 5  # of what differs, in a message
+
+
+@checks_types
+def open_runs(paths: Paths, *, join: Literal["exact", "inner"] = "exact") -> xr.Dataset:
+    """Open many runs as one lazy Dataset, along the dimension ``run``.
+
+    Parameters
+    ----------
+    paths : path-like or iterable of path-like
+        Runs, or patterns such as ``"runs/*.zarr"``, whose runs come in the order of their names,
+        numbers in them counted as such.
+    join : {'exact', 'inner'}
+        What becomes of runs with different steps or variables: with ``'exact'`` they are refused;
+        of ``'inner'`` there is what all of them have.
+
+    Returns
+    -------
+    Dataset
+        With the dimension ``run`` before the others: ``W`` is (run, step, token, hidden). The
+        coordinate ``run`` holds the names of the folders; along it lies every field in which the
+        configurations differ, by its own name (``sigma``), or where that says too little by its
+        whole one (``optimizer.name``). Coordinates of the tokens that differ between runs, as
+        ``is_dead`` of runs of different texts, are along ``run``, too. Attributes are those that
+        the runs share; what each has of its own is under ``of_run``, where the functions of
+        `analysis` find it.
+
+    Raises
+    ------
+    RunNotFound
+        If there is nothing at a path, or no run of a pattern.
+    InvalidArgument
+        If tokens or hidden dimensions differ, or with ``'exact'`` steps or variables; the message
+        says how.
+    FormatError, MissingExtra
+        As `trajstore.open_run`.
+
+    Examples
+    --------
+    >>> import shutil
+    >>> _ = shutil.copytree("gatsby.zarr", "other.zarr")
+    >>> runs = open_runs("*.zarr")
+    >>> runs.run.values.tolist(), runs.W.dims
+    (['gatsby', 'other'], ('run', 'step', 'token', 'hidden'))
+    >>> runs.traj.freeze().last_motion.sel(token=ord("e")).values
+    array([13, 13])
+    """
+    if join not in ("exact", "inner"):
+        raise InvalidArgument(f"join is {join!r}, expected 'exact' or 'inner'")
+    opened = {path: open_run(path) for path in run_paths(paths)}
+    names = _names(list(opened))
+    runs = dict(zip(names, opened.values(), strict=True))
+    _check_same(runs, "token")
+    _check_same(runs, "hidden")
+    runs = _with_common(runs, join)
+    together = xr.concat(
+        [run.drop_attrs(deep=False) for run in runs.values()],
+        "run",
+        data_vars="all",
+        coords="different",
+        compat="equals",
+        join="exact",
+        combine_attrs="drop_conflicts",
+    )
+    shared = _shared([run.attrs for run in runs.values()])
+    of_run = {name: _own(run, shared, together) for name, run in runs.items()}
+    together = together.assign_coords(run=("run", np.array(names)))
+    return together.assign_coords(_swept(together, list(runs.values()))).assign_attrs(
+        {**shared, OF_RUN: of_run}
+    )
+
+
+def run_paths(paths: Paths) -> list[str]:
+    """Paths of runs, each once, patterns replaced by what they match.
+
+    Raises
+    ------
+    RunNotFound
+        If a pattern matches nothing, or there are no paths.
+    """
+    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    found: list[str] = []
+    for path in (os.fspath(one) for one in given):
+        if os.path.exists(path) or "://" in path or not glob.has_magic(path):
+            found.append(path)
+            continue
+        matching = sorted(filter(os.path.isdir, glob.glob(path)), key=_by_numbers)
+        if not matching:
+            raise RunNotFound(f"there is no run at {path}")
+        found += matching
+    if not found:
+        raise RunNotFound("got no runs to open, expected paths or a pattern such as runs/*.zarr")
+    return list(dict.fromkeys(found))
+
+
+def _by_numbers(path: str) -> list[tuple[int, str]]:
+    """Order of names: numbers as numbers."""
+    parts = re.findall(r"\d+|\D+", path)
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+
+
+def _names(paths: Sequence[str]) -> list[str]:
+    """Names of the folders; where two are alike, whole paths."""
+    short = [Path(path.rstrip("/")).name.removesuffix(".zarr") for path in paths]
+    return short if len(set(short)) == len(short) else list(paths)
+
+
+def _check_same(runs: dict[str, xr.Dataset], dim: str) -> None:
+    """Insist that all runs have the same coordinate along a dimension."""
+    (first, reference), *others = runs.items()
+    for name, run in others:
+        if run.sizes.get(dim) != reference.sizes.get(dim):
+            what = f"{run.sizes.get(dim)} and {reference.sizes.get(dim)} long along {dim}"
+        elif dim in run.coords and not np.array_equal(run[dim].values, reference[dim].values):
+            what = f"of other {dim}s"
+        else:
+            continue
+        raise InvalidArgument(
+            f"the runs {name} and {first} are {what}, so they cannot be opened together; open each "
+            "by itself, and select what they share"
+        )
+
+
+def _with_common(runs: dict[str, xr.Dataset], join: str) -> dict[str, xr.Dataset]:
+    """Runs of the same steps and variables."""
+    (first, reference), *others = runs.items()
+    steps, variables = reference["step"].values, list(reference.data_vars)
+    for name, run in others:
+        common = np.intersect1d(steps, run["step"].values)
+        there = [variable for variable in variables if variable in run]
+        if join == "exact":
+            _refuse_others(name, run, first, reference)
+        steps, variables = common, there
+    if not steps.size or not variables:
+        what = "variable" if steps.size else "step"
+        raise InvalidArgument(f"these runs have no {what} in common")
+    return {
+        name: run[variables].isel(step=np.flatnonzero(np.isin(run["step"].values, steps)))
+        if not np.array_equal(run["step"].values, steps)
+        else run[variables]
+        for name, run in runs.items()
+    }
+
+
+def _refuse_others(name: str, run: xr.Dataset, first: str, reference: xr.Dataset) -> None:
+    differing = set(map(str, run.data_vars)) ^ set(map(str, reference.data_vars))
+    if differing:
+        what = f"{_listed(sorted(differing))} {'is' if len(differing) == 1 else 'are'} in one only"
+    elif not np.array_equal(run["step"].values, reference["step"].values):
+        what = f"{name} has {_span(run)}, {first} {_span(reference)}"
+    else:
+        return
+    raise InvalidArgument(
+        f"the runs {name} and {first} differ: {what}; to look at what all runs have, open them "
+        "with join='inner' (--common-steps)"
+    )
+
+
+def _span(run: xr.Dataset) -> str:
+    steps = run["step"].values
+    if not steps.size:
+        return "no steps"
+    return f"{steps.size:,} steps from {steps[0]} to {steps[-1]}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = ", …" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _shared(attributes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Attributes that all runs have alike."""
+    first, *others = attributes
+    return {
+        key: value
+        for key, value in first.items()
+        if all(key in other and other[key] == value for other in others)
+    }
+
+
+def _own(run: xr.Dataset, shared: dict[str, Any], together: xr.Dataset) -> dict[str, Any]:
+    """What a run has of its own: attributes, those of variables, and where it is from."""
+    variables = {
+        str(name): dict(variable.attrs)
+        for name, variable in run.variables.items()
+        if variable.attrs != together.variables[name].attrs
+    }
+    return {
+        "source": run.encoding.get("source"),
+        "attributes": {key: value for key, value in run.attrs.items() if key not in shared},
+        "variables": variables,
+    }
+
+
+def _swept(together: xr.Dataset, runs: Sequence[xr.Dataset]) -> dict[str, Any]:
+    """Coordinates along run: the fields in which the configurations differ."""
+    keys = ["config"] if any(run.attrs.get("config") for run in runs) else ["optimizer"]
+    settings = [_flat({key: run.attrs.get(key) or {} for key in keys}) for run in runs]
+    fields = {
+        field: [one.get(field) for one in settings]
+        for field in dict.fromkeys(field for one in settings for field in one)
+    }
+    differing = {
+        field: values
+        for field, values in fields.items()
+        if any(value != values[0] for value in values)
+    }
+    short = Counter(field.rpartition(".")[2] for field in differing)
+    known = Counter(field.rpartition(".")[2] for field in fields)
+    coordinates = {}
+    for field, values in differing.items():
+        own = field.rpartition(".")[2]
+        clear = short[own] == known[own] == 1
+        clear = clear and own not in together.variables and own not in together.dims
+        name = own if clear else field.partition(".")[2]
+        coordinates[name] = ("run", _values(values), {"long_name": field.partition(".")[2]})
+    return coordinates
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix.removesuffix("."): value}
+    return {
+        name: one
+        for key, item in value.items()
+        for name, one in _flat(item, f"{prefix}{key}.").items()
+    }
+
+
+def _values(values: Sequence[Any]) -> npt.NDArray[Any]:
+    """Numbers as such, all else as text."""
+    if all(isinstance(value, int | float) for value in values):
+        return np.array(values)
+    return np.array(["" if value is None else str(value) for value in values])

@@ -1,0 +1,157 @@
+"""What a run is: the facts that `trajstore info` prints."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trajstore.optimizer_advice import advise_run
+from trajstore.schema import COORDINATES, POPULATION, STEP, VARIABLES, along_token
+from trajstore.store.reading.array_reader import block_form
+from trajstore.store.reading.block_view import as_blocks
+from trajstore.store.reading.open_group import ends, open_group
+from trajstore.store.storage.lock import is_written_to
+from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
+from trajstore.values.native_types import NATIVE_TYPES
+
+__all__ = ["digest_of_files", "information", "object_sizes", "stored_bytes"]
+
+
+def information(path: RunPath) -> dict[str, Any]:
+    """Facts about a run at its last commit, as JSON values.
+
+    Parameters
+    ----------
+    path : path-like or str
+
+    Returns
+    -------
+    dict
+        The attributes of the root, and ``steps`` (first, last; None without rows), ``arrays`` (by
+        name: shape, chunk, shard, native_dtype, bytes_native, bytes_on_disk, ratio), and
+        ``bytes_native``, ``bytes_on_disk``, ``ratio``, ``files`` of the whole run. Bytes on disk
+        may include a block that is being written; they, ratios and files are None on a web server,
+        which does not say what there is. ``written_to``, whether a process writes to it
+        (`is_written_to`). ``advice``, what the types of the optimizer's
+        state and of W keep it from doing (`trajstore.optimizer_advice.Advice`). ``populations``,
+        by name the number of tokens of each that was named when the run was recorded.
+
+    Raises
+    ------
+    RunNotFound, FormatError
+        If there is no run at `path`.
+    """
+    # Before the root is read: whoever ends a recording says so there, and then lets go of the lock.
+    written_to = is_written_to(path)
+    group = open_group(path)
+    place = location(path)
+    sizes = object_sizes(place) if _says_sizes(place) else None
+    arrays: dict[str, dict[str, Any]] = {}
+    for name, array in sorted(group.arrays(), key=lambda item: _order(item[0])):
+        native = str(array.attrs.get("native_dtype", array.dtype))
+        itemsize = NATIVE_TYPES[native].itemsize if native in NATIVE_TYPES else array.dtype.itemsize
+        raw = math.prod(array.shape) * itemsize
+        stored = _stored(sizes, f"{name}/")
+        form = block_form(name, array, None)
+        arrays[name] = {
+            "shape": list(array.shape),
+            "chunk": list(array.chunks if form is None else form.chunk),
+            "shard": list(array.shards or array.chunks),
+            "native_dtype": native,
+            "bytes_native": raw,
+            "bytes_on_disk": stored,
+            "ratio": raw / stored if stored else None,
+        }
+    step: Any = as_blocks(group)[STEP.name]
+    first_last = ends(step) if step.shape[0] else None
+    total = _stored(sizes, "")
+    raw = sum(array["bytes_native"] for array in arrays.values())
+    attributes = dict(group.attrs)
+    advice = advise_run(attributes, {name: arrays[name]["native_dtype"] for name in arrays})
+    return {
+        **attributes,
+        "steps": first_last and dict(zip(("first", "last"), first_last, strict=True)),
+        "arrays": arrays,
+        "bytes_native": raw,
+        "bytes_on_disk": total,
+        "ratio": raw / total if total else None,
+        "files": None if sizes is None else len(sizes),
+        "written_to": written_to,
+        "advice": [one.facts() for one in advice],
+        "populations": {
+            name.removeprefix(POPULATION): int(np.count_nonzero(np.asarray(group[name])))
+            for name in along_token(arrays)
+            if name not in COORDINATES
+        },
+    }
+
+
+def stored_bytes(path: RunPath) -> int | None:
+    """Bytes of all files of a run, also of a block that is being written.
+
+    None on a web server, which does not say what there is.
+    """
+    place = location(path)
+    return sum(object_sizes(place).values()) if _says_sizes(place) else None
+
+
+def _says_sizes(place: Location) -> bool:
+    return isinstance(place, Path) or place.listed
+
+
+def _stored(sizes: Mapping[str, int] | None, prefix: str) -> int | None:
+    """Bytes of the objects whose keys begin so; None if nobody says how many."""
+    if sizes is None:
+        return None
+    return sum(size for key, size in sizes.items() if key.startswith(prefix))
+
+
+def digest_of_files(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of all that is stored of a run: names, lengths and contents of its files, in order.
+
+    A run has it as long as nobody writes to it.
+
+    Parameters
+    ----------
+    path : path-like
+        A local run.
+
+    Returns
+    -------
+    str
+        64 hexadecimal digits.
+    """
+    root = Path(path)
+    files = sorted(file for file in root.rglob("*") if file.is_file())
+    total = hashlib.sha256()
+    for file in files:
+        with open(file, "rb") as opened:
+            content = hashlib.file_digest(opened, "sha256").hexdigest()
+        total.update(f"{file.relative_to(root).as_posix()} {content}\n".encode())
+    return total.hexdigest()
+
+
+def _order(name: str) -> tuple[int, str]:
+    known = [*VARIABLES, STEP.name]
+    return (known.index(name) if name in known else len(known), name)
+
+
+def object_sizes(run: Location) -> dict[str, int]:
+    """Bytes of all objects of a run, by their keys, also of a block that is being written."""
+    if isinstance(run, RemotePath):
+        return {path.key[len(run.key) + 1 :]: size for path, size in run.below().items()}
+    sizes = {}
+    for parent, _, names in os.walk(run):
+        for name in names:
+            file = os.path.join(parent, name)
+            try:
+                sizes[os.path.relpath(file, run)] = os.stat(file).st_size
+            except FileNotFoundError:  # a temporary that has just been moved into place
+                continue
+    return sizes

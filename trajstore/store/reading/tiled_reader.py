@@ -1,0 +1,314 @@
+"""A run as exporters read it: variables in tiles, small enough to hold and large enough to be fast.
+
+A tile is what is decoded in one go: the rows of one block, and as many tokens as stay within a few
+MiB. Reading tile by tile keeps memory flat, whatever the sizes of runs and blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token, room_for_examples
+from trajstore.store.reading.array_reader import StoredArray, stored_array
+from trajstore.store.reading.open_group import open_group, run_identity
+from trajstore.store.storage.remote_path import RunPath, location
+from trajstore.values.native_types import NativeType, native_type
+from trajstore.values.rounding import convert
+
+__all__ = ["Tile", "TiledRun", "TiledVariable", "attribute", "open_tiled", "positions"]
+
+Array = npt.NDArray[Any]
+Where = tuple[slice, ...]
+
+_TILE = 16 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """Part of a selection that is read in one go.
+
+    Attributes
+    ----------
+    where : tuple of slice
+        Its place in the selection: rows, and tokens where the variable has them.
+    read : callable
+        Returns its stored values.
+    """
+
+    where: Where
+    read: Callable[[], Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiledVariable:
+    """A variable of a run.
+
+    Attributes
+    ----------
+    name : str
+    dims : tuple of str
+    shape : tuple of int
+    native : NativeType
+    attributes : dict
+    tile : tuple of int
+        Rows, and tokens where there are some, that are read together.
+    get, bits : callable
+        Stored values, and native bits, at a tuple of slices.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    native: NativeType
+    attributes: dict[str, Any]
+    tile: tuple[int, ...]
+    get: Callable[[Where], Array]
+    bits: Callable[[Where], Array]
+
+    def tiles(self, rows: Array, tokens: Array | None, *, native: bool = False) -> Iterator[Tile]:
+        """Tiles that cover a selection, rows first.
+
+        Parameters
+        ----------
+        rows : ndarray of int
+            Positions along ``step``, not decreasing; the same one may occur again.
+        tokens : ndarray of int, optional
+            Positions along ``token``, not decreasing; all without it.
+        native : bool
+            Read native bits instead of stored values.
+        """
+        get = self.bits if native else self.get
+        picked = [rows]
+        if len(self.tile) > 1:
+            picked.append(np.arange(self.shape[1]) if tokens is None else tokens)
+        for row_at, row_from, row_pick in _spans(picked[0], self.tile[0]):
+            if len(self.tile) == 1:
+                yield Tile(where=(row_at,), read=_reader(get, (row_from,), (row_pick,)))
+                continue
+            for token_at, token_from, token_pick in _spans(picked[1], self.tile[1]):
+                read = _reader(get, (row_from, token_from), (row_pick, token_pick))
+                yield Tile(where=(row_at, token_at), read=read)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiledRun:
+    """A run to read from, at one commit.
+
+    Attributes
+    ----------
+    attributes : dict
+        Of the root.
+    steps : ndarray of int64, (step,)
+    coordinates : dict of str to ndarray, (token,)
+        Always ``token``.
+    series : dict of str to TiledVariable
+    parameters : ndarray of str, (parameter,), optional
+        Names, where there are variables of the model's parameters.
+    """
+
+    attributes: dict[str, Any]
+    steps: Array
+    coordinates: dict[str, Array]
+    series: dict[str, TiledVariable]
+    parameters: Array | None = None
+
+    @property
+    def populations(self) -> dict[str, Array]:
+        """Those of the coordinates that are of none of the schema's names."""
+        return {name: mask for name, mask in self.coordinates.items() if name not in COORDINATES}
+
+    @property
+    def room_for_examples(self) -> dict[str, Any]:
+        """Lengths of ``example`` and ``position``, as `RunWriter.create` takes them."""
+        return room_for_examples({name: each.shape[1:] for name, each in self.series.items()})
+
+
+def open_tiled(run: RunPath | xr.Dataset) -> TiledRun:
+    """Open what is to be exported.
+
+    Parameters
+    ----------
+    run : path-like, str or Dataset
+        A run, or a Dataset with its variables and coordinates.
+
+    Raises
+    ------
+    RunNotFound, FormatError
+        If there is no run at the path.
+    InvalidArgument
+        If a Dataset lacks a coordinate or has variables of other dimensions.
+    VariableNotRecorded
+        If it holds no variable of a run.
+    """
+    source = _of_dataset(run) if isinstance(run, xr.Dataset) else _of_path(run)
+    if not source.series:
+        raise VariableNotRecorded(
+            f"there is nothing to export; a run holds some of {', '.join(VARIABLES)}"
+        )
+    return source
+
+
+def _of_path(path: RunPath) -> TiledRun:
+    group = open_group(path)
+    local = isinstance(location(path), Path)
+    arrays: dict[str, Any] = dict(group.arrays())
+    series = {}
+    for name in (name for name in VARIABLES if name in arrays):
+        array = arrays[name]
+        fast = stored_array(path, name, array, run_identity(group.attrs)) if local else None
+        native = array.attrs.get("native_dtype", str(array.dtype))
+        series[name] = _series(
+            name,
+            array.shape,
+            dict(array.attrs),
+            np.dtype(array.dtype),
+            (array.shards or array.chunks)[:1] + _inner(array, fast)[1:2],
+            array.__getitem__ if fast is None else fast.values,
+            fast.bits if fast is not None and fast.chain.native.name == native else None,
+        )
+    return TiledRun(
+        attributes=dict(group.attrs),
+        steps=np.asarray(arrays[STEP.name][...]),
+        coordinates={name: np.asarray(arrays[name][...]) for name in along_token(arrays)},
+        series=series,
+        parameters=np.asarray(arrays["parameter"][...]) if "parameter" in arrays else None,
+    )
+
+
+def _of_dataset(ds: xr.Dataset) -> TiledRun:
+    for name in (STEP.name, "token"):
+        if name not in ds.coords or ds[name].dims != (name,):
+            raise InvalidArgument(
+                f"the Dataset has no coordinate {name} along a dimension {name}; "
+                f"select with a list, such as ds.sel({name}=[0]), to keep it"
+            )
+    series = {}
+    for name in (name for name in VARIABLES if name in ds):
+        da, dims = ds[name], VARIABLES[name].dims
+        if set(da.dims) != set(dims):
+            raise InvalidArgument(
+                f"{name}: got dimensions ({', '.join(map(str, da.dims))}), "
+                f"expected ({', '.join(dims)})"
+            )
+        da = da.transpose(*dims)
+        chunks = da.chunksizes if da.chunks is not None else {}
+        tile = tuple(max(chunks.get(dim, (da.sizes[dim],)), default=1) for dim in dims[:2])
+
+        def get(where: Where, da: xr.DataArray = da) -> Array:
+            return da[where].values
+
+        series[name] = _series(name, da.shape, dict(da.attrs), da.dtype, tile, get)
+    return TiledRun(
+        attributes=dict(ds.attrs),
+        steps=ds[STEP.name].values,
+        coordinates={
+            name: ds[name].values
+            for name in along_token(map(str, ds.coords))
+            if ds[name].dims == ("token",) and (name in COORDINATES or ds[name].dtype == bool)
+        },
+        series=series,
+        parameters=ds["parameter"].values if "parameter" in ds.coords else None,
+    )
+
+
+def _inner(array: Any, fast: StoredArray | None) -> tuple[int, ...]:
+    return tuple(array.chunks) if fast is None else fast.chunk
+
+
+def _series(
+    name: str,
+    shape: tuple[int, ...],
+    attributes: dict[str, Any],
+    dtype: np.dtype[Any],
+    tile: tuple[int, ...],
+    get: Callable[[Where], Array],
+    bits: Callable[[Where], Array] | None = None,
+) -> TiledVariable:
+    dims = VARIABLES[name].dims
+    native = native_type(attributes.get("native_dtype", dtype.name))
+    if "token" in dims:
+        strip = int(np.prod(shape[2:], dtype=np.int64)) * tile[0] * tile[1] * dtype.itemsize
+        # Whole chunks, so that none is decoded twice.
+        tile = (tile[0], tile[1] * max(1, _TILE // max(strip, 1)))
+    else:
+        row = int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize
+        tile = (max(1, min(tile[0], _TILE // max(row, 1))),)
+    return TiledVariable(
+        name=name,
+        dims=dims,
+        shape=tuple(shape),
+        native=native,
+        attributes=attributes,
+        tile=tile,
+        get=get,
+        bits=bits or (lambda where: convert(get(where), native, native)[0]),
+    )
+
+
+def _reader(
+    get: Callable[[Where], Array], where: Where, picks: tuple[Array | None, ...]
+) -> Callable[[], Array]:
+    def read() -> Array:
+        values = get(where)
+        for axis, pick in enumerate(picks):
+            if pick is not None:
+                values = np.take(values, pick, axis=axis)
+        return values
+
+    return read
+
+
+def _spans(picked: Array, length: int) -> Iterator[tuple[slice, slice, Array | None]]:
+    """Where picked positions fall into consecutive stretches of an axis.
+
+    Yields
+    ------
+    at : slice
+        Of `picked`.
+    read : slice
+        Of the axis.
+    pick : ndarray of int, optional
+        What to take of the part that was read; None for all of it.
+    """
+    length = max(length, 1)
+    start = 0
+    while start < len(picked):
+        edge = (int(picked[start]) // length + 1) * length
+        stop = int(np.searchsorted(picked, edge))
+        first, last = int(picked[start]), int(picked[stop - 1])
+        pick = None
+        if last - first + 1 != stop - start or not np.all(np.diff(picked[start:stop]) == 1):
+            pick = picked[start:stop] - first
+        yield slice(start, stop), slice(first, last + 1), pick
+        start = stop
+
+
+def positions(values: Array, wanted: Array) -> Array:
+    """Positions of `wanted` in `values`; −1 where it is not there."""
+    if not len(values):
+        return np.full(len(wanted), -1)
+    order = np.argsort(values, kind="stable")
+    found = np.minimum(np.searchsorted(values, wanted, sorter=order), len(values) - 1)
+    at = order[found]
+    return np.where(values[at] == wanted, at, -1)
+
+
+def attribute(attributes: Mapping[str, Any], *path: str) -> Any:
+    """Nested value of attributes; None where there is none."""
+    value: Any = attributes
+    for key in path:
+        if isinstance(value, Mapping):
+            value = value.get(key)
+        elif isinstance(value, list | tuple) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return None
+    return value

@@ -1,0 +1,130 @@
+"""xarray's engine ``trajstore``: a run as a lazy Dataset, `xr.open_dataset(path)`.
+
+xarray finds it by its entry point, and takes it for a folder that holds a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+import zarr
+from xarray.backends import BackendEntrypoint, StoreBackendEntrypoint, ZarrStore
+
+from trajstore.schema import STEP
+from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.reading.array_reader import stored_array
+from trajstore.store.reading.block_view import as_blocks
+from trajstore.store.reading.open_group import ends, open_group, run_identity
+from trajstore.store.storage.remote_path import RemotePath, RunPath, location
+from trajstore.threads import default_threads
+
+__all__ = ["TrajstoreBackend", "run_dataset"]
+
+
+def _register_accessors() -> None:
+    """Register the entry points of the group ``trajstore.accessors`` as accessors of Datasets.
+
+    xarray imports this module when a Dataset is first opened. The class of an accessor is imported
+    when ``ds.NAME`` is first used.
+    """
+    for point in entry_points(group="trajstore.accessors"):
+        if not hasattr(xr.Dataset, point.name):
+            xr.register_dataset_accessor(point.name)(_accessor(point))  # type: ignore[no-untyped-call]
+
+
+def _accessor(point: EntryPoint) -> Callable[[xr.Dataset], Any]:
+    def load(ds: xr.Dataset) -> Any:
+        return point.load()(ds)
+
+    return load
+
+
+_register_accessors()
+
+
+def run_dataset(
+    group: zarr.Group,
+    place: RunPath,
+    drop_variables: str | Iterable[str] | None = None,
+    *,
+    reader: Callable[..., xr.Dataset] = xr.open_dataset,
+) -> xr.Dataset:
+    """Dataset of the group of a run, without dask.
+
+    Its steps are read past zarr, which takes longer for each of their blocks than for a matrix. Of
+    a run that is at an address, steps that follow upon each other are not read one block after
+    the other: the first and the last tell them all.
+    """
+    store = ZarrStore(group, mode="r", consolidate_on_close=False)
+    dropped = {drop_variables} if isinstance(drop_variables, str) else {*(drop_variables or ())}
+    steps = None
+    if STEP.name not in dropped:
+        array = cast(Any, group[STEP.name])
+        if isinstance(location(place), RemotePath):
+            steps = _told_by_the_ends(array)
+        else:
+            stored = stored_array(place, STEP.name, array, run_identity(group.attrs))
+            if stored is not None:
+                steps = replace(stored, threads=default_threads()).values(())
+    if steps is None:
+        return reader(store, drop_variables=dropped)
+    described = cast(Any, store).open_store_variable(STEP.name)
+    ds = reader(store, drop_variables={*dropped, STEP.name})
+    encoding = {**described.encoding, "dtype": steps.dtype}
+    variable = xr.Variable(described.dims, steps, described.attrs, encoding)
+    return ds.assign_coords({STEP.name: variable})
+
+
+def _told_by_the_ends(array: Any) -> npt.NDArray[np.int64] | None:
+    """Steps of a run of three blocks or more, if there is none between them that was left out.
+
+    As steps increase strictly, as many as lie from the first to the last are all of these.
+    """
+    (rows,), (block,) = array.shape, array.chunks
+    if rows <= 2 * block:
+        return None
+    first, last = ends(array)
+    return np.arange(first, last + 1) if last - first == rows - 1 else None
+
+
+class TrajstoreBackend(BackendEntrypoint):
+    """Opens runs, each array by one codec: also those of format 1, and of ``portable``."""
+
+    description = "Histories of training that trajstore has recorded"
+    open_dataset_parameters = ("filename_or_obj", "drop_variables")
+
+    def open_dataset(  # type: ignore[override]
+        self,
+        filename_or_obj: str | os.PathLike[str],
+        *,
+        drop_variables: str | Iterable[str] | None = None,
+    ) -> xr.Dataset:
+        """Dataset of a run, without dask: each selection is read when its values are asked for.
+
+        Raises
+        ------
+        RunNotFound, FormatError, MissingExtra
+            See `trajstore.store.reading.open_group.open_group`.
+        """
+        group = as_blocks(open_group(filename_or_obj))
+        reader = StoreBackendEntrypoint().open_dataset  # indices are made by who calls this
+        return run_dataset(group, filename_or_obj, drop_variables, reader=reader)
+
+    def guess_can_open(self, filename_or_obj: Any) -> bool:
+        """Whether it is the folder of a run."""
+        if not isinstance(filename_or_obj, str | os.PathLike):
+            return False
+        try:
+            with open(os.path.join(filename_or_obj, DOCUMENT), "rb") as file:
+                attributes = json.loads(file.read())["attributes"]
+            return "trajstore_format" in attributes
+        except (OSError, ValueError, KeyError, TypeError):
+            return False

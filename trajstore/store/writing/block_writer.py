@@ -1,0 +1,212 @@
+"""From blocks to files, behind the training.
+
+A block is encoded chunk by chunk in a pool of threads; one more thread writes the shards in order
+and commits them, while the pool goes on with the next block, if it is full. numpy's loops, Blosc
+and the file system let go of the interpreter's lock, so the training runs on meanwhile. What is in
+flight is bounded: a few encoded chunks, and the blocks that the writer has buffers for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from trajstore.codec.codec_chain import Chain
+from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, Layout
+from trajstore.store.metadata.object_keys import chunk_key
+from trajstore.store.metadata.shard import Chunk, Shard, chunk_windows, encode_chunk
+from trajstore.store.storage.atomic import put
+from trajstore.store.storage.remote_lock import taken_over
+from trajstore.store.storage.remote_path import Location, RemotePath
+from trajstore.store.writing.shared_commits import ShardDigest, Written
+from trajstore.threads import submit
+
+__all__ = ["BlockWriter"]
+
+_UPLOADS = 4  # shards on their way to an object store, each in memory whole
+
+Block = Mapping[str, npt.NDArray[Any]]
+Task = tuple[Callable[..., Chunk], Chain, npt.NDArray[Any], tuple[int, ...]]
+Commit = Callable[[Any, Written | None], None]
+
+
+class BlockWriter:
+    """Encodes and writes the blocks of one run, in order.
+
+    Parameters
+    ----------
+    path : Path or RemotePath
+    layout : Layout
+        Also how many threads encode.
+    commit : callable
+        Makes everything written so far visible; called in the writing thread with what `submit`
+        was given, and of the block its rows and shards, or None where there was none.
+    fsync : bool
+        Have every shard survive a loss of power before it is committed.
+    on_failure : callable, optional
+        Called in the writing thread when a block could not be written, with the error.
+
+    Attributes
+    ----------
+    bytes_written : int
+        Of all shards so far, of a block that was written more than once those that are there.
+    failure : BaseException or None
+        What stopped it. Nothing is written or committed afterwards.
+    """
+
+    def __init__(
+        self,
+        path: Location,
+        layout: Layout,
+        commit: Commit,
+        *,
+        fsync: bool = False,
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self.bytes_written = 0
+        self.failure: BaseException | None = None
+        self._path = path
+        self._layout = layout
+        self._forms = layout.forms
+        self._commit = commit
+        self._on_failure = on_failure
+        self._fsync = fsync
+        self._blocks: deque[Iterator[Task]] = deque()  # what is left to encode, in order
+        self._ahead: deque[Future[Chunk]] = deque()
+        self._last: Future[None] | None = None
+        self._number, self._block_bytes = -1, 0  # of the block that was written last
+        self._encoders = ThreadPoolExecutor(layout.threads, "trajstore-encoder")
+        self._writer = ThreadPoolExecutor(1, "trajstore-writer")
+        self._uploads: ThreadPoolExecutor | None = None
+        self._tags: dict[RemotePath, str] = {}  # of the objects that may be replaced
+        if isinstance(path, RemotePath):
+            self._uploads = ThreadPoolExecutor(_UPLOADS, "trajstore-upload")
+            self._tags = path.tags()
+
+    @property
+    def idle(self) -> bool:
+        """Whether everything that was submitted is done."""
+        return self._last is None or self._last.done()
+
+    def submit(self, number: int, block: Block | None, change: Any) -> Future[None]:
+        """Write a block, and commit.
+
+        Parameters
+        ----------
+        number : int
+            Of the block. One that has grown since it was written takes its own place.
+        block : mapping of str to ndarray or None
+            Native bits of every array, of all its rows or the first ones, which must stay as they
+            are until the future is done; without it there is only a commit.
+        change : Any
+            Argument of `commit`.
+
+        Returns
+        -------
+        Future
+            Its exception is the failure.
+        """
+        if block is not None:
+            self._blocks.append(self._tasks(block))
+        rows = None if block is None else len(next(iter(block.values())))
+        self._last = submit(self._writer, self._run, self._last, number, rows, change)
+        return self._last
+
+    def close(self) -> None:
+        """Wait for everything submitted, and end the threads."""
+        self._writer.shutdown()
+        self._encoders.shutdown()
+        if self._uploads is not None:
+            self._uploads.shutdown()
+        self._forget()
+
+    def _run(self, before: Future[None] | None, number: int, rows: int | None, change: Any) -> None:
+        if before is not None:
+            # Done already, but when the interpreter is ending: then this is the caller's thread,
+            # and the writing thread may still be at the block before.
+            wait([before])
+        if self.failure is not None:
+            raise self.failure
+        try:
+            written = None if rows is None else self._written(number, rows)
+            self._commit(change, written)
+        except BaseException as error:
+            self.failure = error
+            self._forget()
+            raise
+
+    def _written(self, number: int, rows: int) -> Written:
+        try:
+            return rows, self._write(number, rows)
+        except BaseException as error:
+            if self._on_failure is not None:
+                self._on_failure(error)
+            raise
+
+    def _forget(self) -> None:
+        """Let go of what nobody will write."""
+        self._blocks.clear()
+        for future in self._ahead:
+            future.cancel()
+        self._ahead.clear()
+
+    def _write(self, number: int, rows: int) -> list[ShardDigest]:
+        """Write the shards of a block."""
+        digests, size = [], 0
+        uploads: deque[Future[int]] = deque()
+        for name, array in self._layout.arrays.items():
+            form = self._forms[name]
+            for part in range(array.first_part, array.first_part + array.parts):
+                chunks = (self._encoded() for _ in range(math.prod(form.grid)))
+                shard = Shard(form, chunks, block=number, part=part, rows=rows)
+                path = self._path / chunk_key(name, number, len(array.shard), part)
+                if isinstance(path, Path):
+                    size += put(path, shard, fsync=self._fsync)
+                else:
+                    assert self._uploads is not None
+                    uploads.append(submit(self._uploads, self._upload, path, b"".join(shard)))
+                    if len(uploads) > _UPLOADS:
+                        size += uploads.popleft().result()
+                digests.append((name, part, rows, shard.digest))
+        size += sum(upload.result() for upload in uploads)
+        self.bytes_written += size - (self._block_bytes if number == self._number else 0)
+        self._number, self._block_bytes = number, size
+        return digests
+
+    def _upload(self, path: RemotePath, data: bytes) -> int:
+        """Put a shard in place of what this writer, or the one before it, has put there."""
+        tag = self._tags.get(path)
+        try:
+            self._tags[path] = path.write_bytes(data, instead_of=tag, new=tag is None)
+        except FileExistsError as error:
+            raise taken_over(self._path) from error
+        return len(data)
+
+    def _encoded(self) -> Chunk:
+        """Next chunk; a few that come after it, also of the next block, are then being encoded."""
+        while len(self._ahead) <= CHUNKS_AHEAD * self._layout.threads:
+            task = self._next_task()
+            if task is None:
+                break
+            self._ahead.append(submit(self._encoders, *task))
+        return self._ahead.popleft().result()
+
+    def _next_task(self) -> Task | None:
+        while self._blocks:
+            for task in self._blocks[0]:
+                return task
+            self._blocks.popleft()
+        return None
+
+    def _tasks(self, block: Block) -> Iterator[Task]:
+        for name, array in self._layout.arrays.items():
+            for part in range(array.parts):
+                bits = block[name][array.window(part)]
+                for window in chunk_windows(self._forms[name]):
+                    yield encode_chunk, array.chain, bits[window], array.chunk

@@ -1,0 +1,330 @@
+"""A run that begins with the first rows of another: by hard link, where nothing of them changes.
+
+Objects of a store are replaced whole and never written into, so two runs may share a file: whoever
+goes on with one, cuts it or repairs it leaves the other as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.byte_sizes import parse_bytes
+from trajstore.codec.block_codec import BLOCK
+from trajstore.codec.block_form import Runs
+from trajstore.codec.block_label import new_identity
+from trajstore.errors import InvalidArgument
+from trajstore.schema import STEP, coordinate, room_for_examples
+from trajstore.store.metadata.block_plan import ArrayLayout, Layout, plan
+from trajstore.store.metadata.fingerprint import Fingerprint
+from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.zarr_json import CHANGING, COPY, RunMetadata
+from trajstore.store.reading.array_reader import StoredArray
+from trajstore.store.reading.open_group import open_group
+from trajstore.store.storage.atomic import link_or_copy
+from trajstore.store.storage.inner_links import refuse_links
+from trajstore.store.writing.block_writer import BlockWriter
+from trajstore.store.writing.commit import Committer
+from trajstore.store.writing.create import create_folder
+from trajstore.store.writing.new_run import check_variables, new_arrays
+from trajstore.store.writing.resumed_run import ResumedRun, resumed_run, stored_fingerprints
+from trajstore.store.writing.writer import RunWriter
+from trajstore.strict_json import utc_now
+from trajstore.threads import default_threads
+from trajstore.values.native_types import NativeType, native_type, widen
+
+__all__ = ["branch_run", "holds_exactly"]
+
+Array = npt.NDArray[Any]
+
+
+def holds_exactly(native: str, wider: str) -> bool:
+    """Whether every value of a type is one of another, as runs store them.
+
+    >>> holds_exactly("bfloat16", "float32"), holds_exactly("float32", "bfloat16")
+    (True, False)
+    """
+    return wider in (native, native_type(native).stored.name)
+
+
+def branch_run(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    rows: int,
+    *,
+    types: Mapping[str, str],
+    attributes: Mapping[str, Any],
+    memory: int | str,
+    fsync: bool = False,
+) -> None:
+    """Make a run of the first rows of another, to be gone on with; its status is ``interrupted``.
+
+    It has the blocks, the encoding and the coordinates of the other. Whole blocks of variables that
+    keep their type are hard links, or copies where the file system makes none; what gets a wider
+    type is encoded anew, block by block, and so is the last block if it is not whole.
+
+    Parameters
+    ----------
+    source : path-like
+        A local run, which is only read.
+    target : path-like
+        Nothing must be there; its parent folder must.
+    rows : int
+        How many rows, of those that are committed.
+    types : mapping of str to str
+        Native type of each variable that it shall hold.
+    attributes : mapping
+        Attributes of the root that take the place of those of the other, such as ``config``.
+    memory : int or str
+        Bytes for all buffers together.
+    fsync : bool
+        Have it survive a loss of power.
+
+    Raises
+    ------
+    RunNotFound, FormatError
+        If there is no run at `source`, or one that this version cannot add to.
+    InvalidArgument
+        If it has fewer rows, a variable is not there, a type does not hold its values, or the
+        memory is too small.
+    RunExists
+        If something is at `target`.
+
+    Examples
+    --------
+    >>> from trajstore import open_run
+    >>> branch_run("gatsby.zarr", "branch.zarr", 10, types={"W": "float32"}, attributes={},
+    ...     memory="64MiB")
+    >>> ds = open_run("branch.zarr")
+    >>> ds.W.shape, ds.W.attrs["native_dtype"], bool((ds.W == open_run("gatsby.zarr").W[:10]).all())
+    ((10, 128, 4), 'float32', True)
+    """
+    path = Path(target).absolute()
+    whole = Path(source).absolute()
+    open_group(whole)
+    refuse_links(whole)
+    stored = resumed_run(whole, rows, attributes=None, memory=memory, threads=None)
+    _check_types(stored, types)
+    branch = _Branch.planned(stored, path, types, attributes, memory=memory, fsync=fsync)
+    create_folder(path, branch.metadata, {}, {}, overwrite=False, fsync=fsync)
+    branch.write_blocks()
+    branch.write_rest(memory)
+
+
+def _check_types(stored: ResumedRun, types: Mapping[str, str]) -> None:
+    check_variables(types)
+    for name, wanted in types.items():
+        if name not in stored.layout.arrays:
+            raise InvalidArgument(
+                f"{stored.path} does not hold {name}, got it among the variables to be kept; it "
+                f"holds {', '.join(key for key in stored.layout.arrays if key != STEP.name)}"
+            )
+        native = stored.layout.arrays[name].native.name
+        if not holds_exactly(native, wanted):
+            raise InvalidArgument(
+                f"{name} is {native} in {stored.path}, and {wanted} does not hold all its values; "
+                "nothing is rounded"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Branch:
+    """A run that is being made of the first rows of another.
+
+    Attributes
+    ----------
+    stored : ResumedRun
+        The other, with the rows that are kept.
+    path : Path
+    metadata : RunMetadata
+    kept : tuple of str
+        Arrays that grow with the rows, and stay as they are.
+    changed : Layout
+        Of those that are encoded anew.
+    fsync : bool
+    """
+
+    stored: ResumedRun
+    path: Path
+    metadata: RunMetadata
+    kept: tuple[str, ...]
+    changed: Layout
+    fsync: bool
+
+    @classmethod
+    def planned(
+        cls,
+        stored: ResumedRun,
+        path: Path,
+        types: Mapping[str, str],
+        attributes: Mapping[str, Any],
+        *,
+        memory: int | str,
+        fsync: bool,
+    ) -> _Branch:
+        root = json.loads((stored.path / DOCUMENT).read_bytes())
+        documents = root["consolidated_metadata"]["metadata"]
+        coordinates = [name for name in documents if coordinate(name)]
+        lengths = {name: documents[name]["shape"][0] for name in coordinates}
+        layout = plan(
+            types,
+            tokens=lengths["token"],
+            hidden=_hidden(stored),
+            **_room(stored),
+            parameters=lengths.get("parameter", 1),
+            memory=parse_bytes(memory),
+            block_rows=stored.layout.block_rows,
+            encoding=str(root["attributes"]["encoding"]),
+        )
+        anew = {
+            name: array if stored.layout.runs is not None else _undivided(array)
+            for name, array in layout.arrays.items()
+            if name != STEP.name and array.native != stored.layout.arrays[name].native
+        }
+        # Their values are not used: the chunks of the coordinates are those of the other.
+        placeholders = {
+            name: np.zeros(length, "U1" if name in ("token_text", "parameter") else "i4")
+            for name, length in lengths.items()
+        }
+        runs = _runs_of_branch(stored)
+        changed = replace(layout, arrays=anew, runs=runs)
+        encoding = str(root["attributes"]["encoding"])
+        made, _ = new_arrays(changed, placeholders, encoding=encoding)
+        kept = (STEP.name, *(name for name in types if name not in anew))
+        arrays = {name: _with_runs(documents[name], runs) for name in (*kept, *coordinates)}
+        arrays |= {name: made[name] for name in anew}
+        arrays[STEP.name] = _without_copy(arrays[STEP.name])
+        fixed = {key: value for key, value in root["attributes"].items() if key not in CHANGING}
+        if runs is not None:
+            fixed["runs"] = [list(entry) for entry in runs]
+        return cls(
+            stored=stored,
+            path=path,
+            metadata=RunMetadata(arrays, {**fixed, "created": utc_now(), **attributes}),
+            kept=kept,
+            changed=changed,
+            fsync=fsync,
+        )
+
+    def write_blocks(self) -> None:
+        """Take over what is there as a whole, and commit it."""
+        source = self.stored.path
+        assert isinstance(source, Path)  # a branch is made of a local run
+        blocks = self.stored.rows // self.stored.layout.block_rows
+        for name in self.metadata.names():
+            if coordinate(name):
+                for file in (source / name).glob("c*"):
+                    link_or_copy(file, self.path / name / file.name, fsync=self.fsync)
+        for name in self.kept:
+            stored = self.stored.arrays[name]
+            for number in range(blocks):
+                for part in range(stored.parts):
+                    key = stored.key(number, part)
+                    link_or_copy(source / key, self.path / key, fsync=self.fsync)
+        for name, array in self.changed.arrays.items():
+            one = replace(self.changed, arrays={name: array})
+            writer = BlockWriter(self.path, one, lambda change, block: None, fsync=self.fsync)
+            try:
+                for number in range(blocks):
+                    rows = self._rows_of(number)
+                    bits = self._bits(name, rows, array.native)
+                    writer.submit(number, {name: bits}, None).result()
+            finally:
+                writer.close()
+        whole = blocks * self.stored.layout.block_rows
+        committer = Committer(self.path, self.metadata, self._fingerprint(whole), fsync=self.fsync)
+        committer.commit((whole, "interrupted"))
+
+    def write_rest(self, memory: int | str) -> None:
+        """Write the rows of the last block, if it is not whole."""
+        first = self.stored.rows - self.stored.rows % self.stored.layout.block_rows
+        if first == self.stored.rows:
+            return
+        rows = slice(first, self.stored.rows)
+        steps = self.stored.arrays[STEP.name].values((rows,))
+        writer = RunWriter.resume(self.path, memory=memory, commit_every=None, fsync=self.fsync)
+        try:
+            for at, places in writer.stretches(steps):
+                for name, place in places.items():
+                    taken = slice(first + at.start, first + at.stop)
+                    place[...] = self._bits(name, taken, writer.layout.arrays[name].native)
+        finally:
+            writer.close("interrupted")
+
+    def _fingerprint(self, rows: int) -> Fingerprint | None:
+        runs = self.changed.runs
+        if runs is None:
+            return None
+        arrays: dict[str, StoredArray] = {}
+        for name in self.kept:
+            stored = self.stored.arrays[name]
+            arrays[name] = replace(stored, path=self.path, form=replace(stored.form, runs=runs))
+        for name, array in self.changed.arrays.items():
+            shape = (self.stored.rows, *array.row)
+            form = array.form(runs)
+            arrays[name] = StoredArray(path=self.path, name=name, shape=shape, form=form)
+        return stored_fingerprints(self.path, self.metadata, arrays, self.changed, rows)[-1]
+
+    def _rows_of(self, block: int) -> slice:
+        length = self.stored.layout.block_rows
+        return slice(block * length, (block + 1) * length)
+
+    def _bits(self, name: str, rows: slice, wanted: NativeType) -> Array:
+        """Bits of some rows, in the type that they shall have."""
+        native = self.stored.layout.arrays[name].native
+        array = replace(self.stored.arrays[name], threads=default_threads())
+        bits = array.native_bits(rows, native)
+        return bits if native == wanted else widen(bits, native).view(wanted.bits)
+
+
+def _hidden(stored: ResumedRun) -> int:
+    arrays = stored.layout.arrays.values()
+    return next((array.row[-1] for array in arrays if "hidden" in array.variable.dims), 1)
+
+
+def _room(stored: ResumedRun) -> dict[str, Any]:
+    arrays = stored.layout.arrays.items()
+    return room_for_examples({name: array.row for name, array in arrays if name != STEP.name})
+
+
+def _runs_of_branch(stored: ResumedRun) -> Runs | None:
+    """Whose blocks the branch holds: those it takes over keep the identity they have."""
+    if stored.layout.runs is None:
+        return None
+    blocks = stored.rows // stored.layout.block_rows
+    # A run that was cut below its first own block, or took a wider type, has blocks before that.
+    before = ((min(number, blocks), run) for number, run in stored.layout.runs)
+    return (*before, (blocks, new_identity()))
+
+
+def _with_runs(document: dict[str, Any], runs: Runs | None) -> dict[str, Any]:
+    """The document of an array, of a run of that identity."""
+    if runs is None:
+        return document
+    codecs = [
+        codec | {"configuration": codec["configuration"] | {"runs": [list(e) for e in runs]}}
+        if codec["name"] == BLOCK
+        else codec
+        for codec in document["codecs"]
+    ]
+    return document | {"codecs": codecs}
+
+
+def _undivided(array: ArrayLayout) -> ArrayLayout:
+    """One shard a block, as format 1 has it."""
+    if array.parts == 1:
+        return array
+    tokens = array.chunk[1] * -(-array.row[0] // array.chunk[1])
+    return replace(array, shard=(array.shard[0], tokens, *array.shard[2:]))
+
+
+def _without_copy(document: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in document["attributes"].items() if key != COPY}
+    return document | {"attributes": kept}

@@ -1,0 +1,305 @@
+"""Where a run may be created, and its folder: whole and empty, or not there at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from trajstore.errors import InvalidArgument, RunExists
+from trajstore.schema import COORDINATES, STEP, VARIABLES
+from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.zarr_json import RunMetadata
+from trajstore.store.storage.atomic import PARTIAL_SUFFIX, exchange, flush_folder, put, sweep
+from trajstore.store.storage.lock import RunLock
+from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, local_path, location
+
+__all__ = [
+    "check_local_target",
+    "check_target",
+    "create_folder",
+    "remove_folder",
+    "staged_file",
+    "staged_folder",
+    "staged_run",
+]
+
+
+def check_target(path: RunPath, *, overwrite: bool = False) -> Location:
+    """Where a run may be created.
+
+    Raises
+    ------
+    RunExists
+        If something is there and `overwrite` is not set, or it is not a run, or it is a link.
+    InvalidArgument, MissingExtra
+        If it has no name, as ``/``, or is an address that cannot be written to.
+    """
+    target = location(path).absolute()
+    if isinstance(target, RemotePath):
+        if not target.listed:
+            raise InvalidArgument(f"cannot record to {path}: a web server is only read from")
+        if not target.exists() or _is_begun(target):
+            return target
+    else:
+        _check_local(path, target)
+        if not target.exists():
+            return target
+    if not overwrite:
+        raise RunExists(
+            f"{path} is already there; choose another path, or overwrite it (--overwrite)"
+        )
+    if not _is_run(target):
+        raise RunExists(f"{path} is not a run, so it is not overwritten; choose another path")
+    return target
+
+
+def check_local_target(path: RunPath, *, overwrite: bool = False) -> Path:
+    """Where a run may be made that is no recording: not in an object store.
+
+    Raises
+    ------
+    RunExists
+        As `check_target`.
+    InvalidArgument
+        If it has no name, as ``/``, or is an address.
+    """
+    target = check_target(path, overwrite=overwrite)
+    if isinstance(target, RemotePath):
+        raise InvalidArgument(
+            f"cannot make {path}: recordings can go to an object store, other runs are made in a "
+            "local folder"
+        )
+    return target
+
+
+def _check_local(path: RunPath, target: Path) -> None:
+    if not str(path) or not target.name:
+        raise InvalidArgument(f"a run needs a name of its own, got {str(path)!r}; such as run.zarr")
+    if target.is_symlink():
+        raise RunExists(
+            f"{path} is a link to {os.readlink(target)}, and links are not replaced; name what it "
+            "points to, or choose another path"
+        )
+
+
+def _is_begun(path: RemotePath) -> bool:
+    """Whether nothing is there but what the creation of a run leaves that was killed."""
+    if (path / DOCUMENT).exists():
+        return False
+    known = {STEP.name, *VARIABLES, *COORDINATES}
+    return all(entry.name in known for entry in path.iterdir())
+
+
+def _is_run(path: Location) -> bool:
+    try:
+        document = json.loads((path / DOCUMENT).read_bytes())
+        return "trajstore_format" in document["attributes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def create_folder(
+    path: Location,
+    documents: RunMetadata,
+    chunks: Mapping[str, bytes],
+    digests: Mapping[str, str],
+    *,
+    overwrite: bool,
+    fsync: bool,
+) -> None:
+    """Make the folder of a run without rows beside its place, and move it there.
+
+    In an object store, which cannot move a folder, the root comes last, and is what makes a run of
+    it; to replace one, its root goes first.
+
+    Parameters
+    ----------
+    path : Path or RemotePath
+    documents : RunMetadata
+        Of the root and every array.
+    chunks : mapping of str to bytes
+        Encoded coordinates, by their keys.
+    digests : mapping of str to str
+        Attributes of the root (`trajstore.store.metadata.fingerprint.Fingerprint.attributes`).
+    overwrite : bool
+        Replace a run that is there.
+    fsync : bool
+        Have it survive a loss of power.
+
+    Raises
+    ------
+    RunExists
+        If another process has made something at `path` meanwhile.
+    """
+    if isinstance(path, RemotePath):
+        if overwrite:
+            remove_folder(path)
+        _put_all(path, documents, chunks, digests, fsync=fsync)
+        return
+    new = _beside(path)
+    new.mkdir()
+    try:
+        for name in documents.names():
+            (new / name).mkdir()
+        _put_all(new, documents, chunks, digests, fsync=fsync)
+        if overwrite and path.exists():
+            _replace(path, new, old=new.with_suffix(".old"))
+        else:
+            new.rename(path)
+    except BaseException as error:
+        shutil.rmtree(new, ignore_errors=True)
+        if isinstance(error, OSError) and path.exists() and not overwrite:
+            raise RunExists(f"{path} has just been made by another process") from error
+        raise
+    if fsync:
+        flush_folder(path.parent)
+
+
+def remove_folder(path: Location) -> None:
+    """Remove a run; only whoever holds its lock may."""
+    if isinstance(path, RemotePath):
+        (path / DOCUMENT).unlink()
+        path.remove_below()
+    else:
+        shutil.rmtree(path)
+
+
+def _put_all(
+    path: Location,
+    documents: RunMetadata,
+    chunks: Mapping[str, bytes],
+    digests: Mapping[str, str],
+    *,
+    fsync: bool,
+) -> None:
+    for name in documents.names():
+        put(path / name / DOCUMENT, [documents.array(name, 0)], fsync=fsync)
+    for key, data in chunks.items():
+        put(path / key, [data], fsync=fsync)
+    put(path / DOCUMENT, [documents.root(0, "recording", digests)], fsync=fsync)
+
+
+@contextmanager
+def staged_file(target: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
+    """Path of an empty file that becomes `target` when the block ends well, and is removed if not.
+
+    Raises
+    ------
+    RunExists
+        If there is a folder, or a file and `overwrite` is not set.
+    """
+    path = local_path(target)
+    _check_file(path, overwrite=overwrite)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = _beside(path)
+    with _alone(path):
+        try:
+            partial.write_bytes(b"")
+            yield partial
+            _check_file(path, overwrite=overwrite)
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def staged_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
+    """Empty folder beside `target` for what is going to be put there; removed at the end.
+
+    Nobody else makes anything of that name meanwhile, and what died while it did is removed.
+
+    Raises
+    ------
+    RunLocked
+        If another process is making it.
+    """
+    path = local_path(target).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = _beside(path)
+    with _alone(path):
+        folder.mkdir()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def staged_run(
+    target: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    on_place: Callable[[], object] | None = None,
+) -> Iterator[Path]:
+    """Free path for a new run that becomes `target` when the block ends well.
+
+    Parameters
+    ----------
+    target : path-like
+    overwrite : bool
+        Replace a run that is there.
+    on_place : callable, optional
+        Called when the new run is in its place, before the old one is removed; where it fails, the
+        old one is put back.
+
+    Raises
+    ------
+    RunExists
+        If something is there and `overwrite` is not set, or it is not a run.
+    """
+    path = check_local_target(target, overwrite=overwrite)
+    with staged_folder(path) as folder:
+        new, old = folder / "new", folder / "old"
+        try:
+            yield new
+            check_target(path, overwrite=overwrite)
+            if path.exists():
+                _replace(path, new, old=old, keep=True)
+            else:
+                new.rename(path)
+            if on_place is not None:
+                try:
+                    on_place()
+                except BaseException:
+                    path.rename(new)
+                    raise
+        finally:
+            if old.exists() and not path.exists():
+                old.rename(path)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While nobody else makes anything there, and after what died while it did is removed."""
+    with RunLock.acquire(path):
+        sweep(path)
+        yield
+
+
+def _replace(path: Path, new: Path, *, old: Path, keep: bool = False) -> None:
+    """Put a folder in the place of another: at once, so that there always is one, if possible."""
+    if exchange(new, path):
+        new.rename(old)
+    else:
+        path.rename(old)
+        new.rename(path)
+    if not keep:
+        shutil.rmtree(old, ignore_errors=True)  # the new one is there; the next writer sweeps
+
+
+def _check_file(path: Path, *, overwrite: bool) -> None:
+    if path.is_dir():
+        raise RunExists(f"{path} is a folder; choose the path of a file")
+    if path.exists() and not overwrite:
+        raise RunExists(
+            f"{path} is already there; choose another path, or overwrite it (--overwrite)"
+        )
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}{PARTIAL_SUFFIX}")

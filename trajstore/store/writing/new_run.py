@@ -1,0 +1,275 @@
+"""What a new run is made of: its coordinates, checked, and all that it holds before a first row.
+
+zarr-python itself writes the documents and the coordinates, into memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import zarr
+from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec
+from zarr.storage import MemoryStore
+
+from trajstore.codec.block_codec import BlockCodec
+from trajstore.codec.block_form import Runs
+from trajstore.errors import InvalidArgument
+from trajstore.schema import (
+    COORDINATES,
+    FORMAT,
+    MODEL,
+    POPULATION,
+    STEP,
+    TRAJECTORIES,
+    Coordinate,
+    along_token,
+    coordinate,
+)
+from trajstore.store.metadata.block_plan import ArrayLayout, Layout
+from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.zarr_json import RunMetadata
+from trajstore.strict_json import utc_now
+from trajstore.version import __version__
+
+__all__ = ["check_variables", "new_arrays", "new_run", "parameter_coordinate", "token_coordinates"]
+
+_CHUNK_KEYS: Any = {"name": "default", "separator": "."}
+
+
+def token_coordinates(
+    token: npt.ArrayLike,
+    populations: Mapping[str, npt.ArrayLike] | None = None,
+    **others: npt.ArrayLike | None,
+) -> dict[str, npt.ArrayLike]:
+    """Coordinates along ``token`` of a run that is to be made, without those that are None.
+
+    Parameters
+    ----------
+    token : array_like of int, (token,)
+    populations : mapping of str to array_like of bool, (token,), optional
+        By the names of their coordinates, ``is_NAME``.
+    **others : array_like, (token,), or None
+        By name of the schema.
+
+    Raises
+    ------
+    InvalidArgument
+        If the ids are no distinct integers, there are not as many values of another, or one is no
+        population.
+    """
+    ids = np.asarray(token)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu" or len(np.unique(ids)) != ids.size:
+        raise InvalidArgument(
+            f"token: got {ids.dtype} of shape {ids.shape}, expected distinct vocabulary ids "
+            "in one dimension"
+        )
+    coordinates: dict[str, npt.ArrayLike] = {"token": ids}
+    for name, mask in (populations or {}).items():
+        if name in COORDINATES or coordinate(name) is None or np.asarray(mask).dtype != bool:
+            raise InvalidArgument(
+                f"populations: got {name!r} of {np.asarray(mask).dtype}, expected truth values "
+                f"under a name of their own that begins with {POPULATION}"
+            )
+    given: dict[str, npt.ArrayLike | None] = {**others, **(populations or {})}
+    for name, values in given.items():
+        if values is None:
+            continue
+        if np.shape(values) != ids.shape:
+            raise InvalidArgument(
+                f"{name}: got shape {np.shape(values)}, expected {ids.shape} as token has"
+            )
+        coordinates[name] = values
+    return coordinates
+
+
+def parameter_coordinate(
+    names: Sequence[str] | None, variables: Collection[str]
+) -> dict[str, npt.ArrayLike]:
+    """Coordinate of a model's parameters, where a run that is to be made has variables of them.
+
+    Parameters
+    ----------
+    names : sequence of str or None
+    variables : collection of str
+        Of the run.
+
+    Raises
+    ------
+    InvalidArgument
+        If they are missing, or one is there twice.
+    """
+    held = [name for name in MODEL if name in variables]
+    if not held:
+        return {}
+    if not names or len(set(names)) != len(names):
+        raise InvalidArgument(
+            f"parameter: got {len(names or ())} names of parameters, expected distinct ones, at "
+            f"least one, as the run is to hold {', '.join(held)}"
+        )
+    return {"parameter": list(names)}
+
+
+def check_variables(names: Collection[str]) -> None:
+    """Refuse a run that would not hold the recorded parameter.
+
+    Raises
+    ------
+    InvalidArgument
+        If there is none of ``W``, ``delta`` and ``cells``.
+    """
+    if not any(name in names for name in TRAJECTORIES):
+        raise InvalidArgument(
+            "a run always holds W, or its changes as delta, or its cells, got only "
+            f"{', '.join(names) or '—'}"
+        )
+
+
+def new_run(
+    layout: Layout,
+    coordinates: Mapping[str, npt.ArrayLike],
+    *,
+    encoding: str,
+    config: Mapping[str, Any] | None,
+    attributes: Mapping[str, Any] | None,
+) -> tuple[RunMetadata, dict[str, bytes]]:
+    """Everything that a run holds before its first row.
+
+    Parameters
+    ----------
+    layout : Layout
+    coordinates : mapping of str to array_like
+        As `token_coordinates` and `parameter_coordinate` return them.
+    encoding : {'delta', 'portable'}
+    config : mapping or None
+        Configuration of the run, JSON values only.
+    attributes : mapping or None
+        Further attributes of the root.
+
+    Returns
+    -------
+    RunMetadata
+    dict of str to bytes
+        The chunks of the coordinates, by key.
+    """
+    fixed = {
+        "trajstore_format": FORMAT,
+        "trajstore_version": __version__,
+        "runs": [list(entry) for entry in layout.runs or ()],
+        "created": utc_now(),
+        "timeline": "post-step",
+        "encoding": encoding,
+        "block_rows": layout.block_rows,
+        "config": dict(config or {}),
+        **(attributes or {}),
+    }
+    arrays, chunks = new_arrays(layout, coordinates, encoding=encoding)
+    return RunMetadata(arrays, fixed), chunks
+
+
+def new_arrays(
+    layout: Layout, coordinates: Mapping[str, npt.ArrayLike], *, encoding: str
+) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
+    """Arrays of a run that is to be made.
+
+    Parameters
+    ----------
+    layout : Layout
+    coordinates : mapping of str to array_like
+        Their values, by name of the schema.
+    encoding : {'delta', 'portable'}
+
+    Returns
+    -------
+    dict of str to dict
+        The document of each array.
+    dict of str to bytes
+        The chunks of the coordinates, by key.
+    """
+    objects: dict[str, Any] = {}
+    root = zarr.create_group(MemoryStore(objects))
+    for name, array in layout.arrays.items():
+        auxiliary = [name for name in along_token(coordinates) if name != "token"]
+        _create(root, name, array, auxiliary, encoding=encoding, runs=layout.runs)
+    for name, values in coordinates.items():
+        entry = coordinate(name)
+        assert entry is not None
+        _create_coordinate(root, entry, values)
+    documents: dict[str, dict[str, Any]] = {}
+    chunks: dict[str, bytes] = {}
+    for key, buffer in objects.items():
+        name, _, leaf = key.rpartition("/")
+        if leaf != DOCUMENT:
+            chunks[key] = buffer.to_bytes()
+        elif name:
+            documents[name] = json.loads(buffer.to_bytes())
+    return documents, chunks
+
+
+def _create(
+    root: zarr.Group,
+    name: str,
+    array: ArrayLayout,
+    auxiliary: list[str],
+    *,
+    encoding: str,
+    runs: Runs | None,
+) -> None:
+    entry = array.variable
+    attributes: dict[str, Any] = {"long_name": entry.long_name, "units": entry.units}
+    if entry is not STEP:
+        attributes["native_dtype"] = array.native.name
+    if "token" in entry.dims and auxiliary:
+        attributes["coordinates"] = " ".join(auxiliary)  # CF: xarray makes them coordinates
+    storage: dict[str, Any] = {"chunks": array.shard, "compressors": None, "filters": None}
+    if encoding == "portable" or runs is None:  # as format 1 stores all
+        storage = {
+            "chunks": array.chunk,
+            "shards": array.shard,
+            **array.chain.codecs(len(array.chunk)),
+        }
+    else:
+        storage["serializer"] = BlockCodec(
+            array=name, chunk_shape=array.chunk, chain=array.chain, runs=runs
+        )
+    root.create_array(
+        name,
+        shape=(array.shard[0], *array.row),
+        dtype=array.native.stored,
+        # A lost chunk must not read as a plausible number.
+        fill_value=-1 if array.native.stored.kind == "i" else float("nan"),
+        dimension_names=entry.dims,
+        chunk_key_encoding=_CHUNK_KEYS,
+        attributes=attributes,
+        **storage,
+    )
+
+
+def _create_coordinate(root: zarr.Group, entry: Coordinate, values: npt.ArrayLike) -> None:
+    data = np.asarray(values, None if entry.dtype == "string" else entry.dtype)
+    options: dict[str, Any] = {}
+    if entry.dtype == "string":
+        data = data.astype(np.dtypes.StringDType())
+        options["compressors"] = [Crc32cCodec()]
+    else:
+        options["serializer"] = BytesCodec(endian="little")
+        options["compressors"] = [
+            BloscCodec(cname="zstd", clevel=1, shuffle="shuffle", typesize=data.dtype.itemsize),
+            Crc32cCodec(),
+        ]
+    array = root.create_array(
+        entry.name,
+        shape=data.shape,
+        dtype=data.dtype,
+        chunks=data.shape,
+        fill_value=entry.fill_value,
+        dimension_names=entry.dims,
+        chunk_key_encoding=_CHUNK_KEYS,
+        attributes=entry.attributes,
+        config={"write_empty_chunks": True},
+        **options,
+    )
+    array[...] = data
