@@ -131,6 +131,17 @@ def test_links_and_paths_lead_to_files(page: Path) -> None:
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
+def test_contributing_has_a_line_for_every_room() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rooms = {
+        f"`{package}/{path.parent.name}/`"
+        for package in ("trajstore", "trainers", "analysis")
+        for path in (ROOT / package).glob("*/__init__.py")
+        if not path.parent.is_symlink()
+    }
+    assert {room for room in rooms if f"| {room} |" not in text} == set()
+
+
 @pytest.mark.torch
 def test_dotted_names_lead_to_something() -> None:
     pytest.importorskip("torch")
