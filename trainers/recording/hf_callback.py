@@ -18,7 +18,7 @@ from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.recording.capture import attach
 from trajstore.trainers.recording.compared_run import Comparison
 from trajstore.trainers.recording.data_set_tokens import facts_of_trainer
-from trajstore.trainers.recording.numeric_advice import tell
+from trajstore.trainers.recording.numeric_advice import report_notes
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trajstore.trainers.recording.parameters import find_parameters
 from trajstore.trainers.recording.step_hooks import Recorder, real_optimizer
@@ -161,7 +161,7 @@ class TrajectoryCallback(TrainerCallback):
             comparison=self.comparison,
         )
         if state.is_world_process_zero:
-            tell(facts.notes, self._on_note)
+            report_notes(facts.notes, self._on_note)
         # The Trainer tells no callback that it failed: what is whole is committed when the cell of
         # the notebook ends, when another callback begins the run anew or goes on with it, and at
         # the latest when the interpreter ends.

@@ -125,7 +125,7 @@ def test_without_a_checkpoint_the_steps_until_there_are_proven(
     proven: list[tuple[int, int]] = []
     other = fork(
         source, tmp_path / "other.zarr", at=6, settings=["optimizer.lr=3e-3"],
-        on_note=notes.append, on_proof=lambda *at: proven.append(at),
+        on_note=notes.append, on_retrain=lambda *at: proven.append(at),
     )  # fmt: skip
     assert proven == [(step, 6) for step in range(1, 7)]
     assert "steps 1 to 6 are trained again" in notes[0]
@@ -154,7 +154,7 @@ def test_from_the_nearest_checkpoint_before(stopped: Path, text: Path, tmp_path:
     proven: list[int] = []
     other = fork(
         path, tmp_path / "other.zarr", at=9, settings=["schedule.name=constant"],
-        on_proof=lambda step, last: proven.append(step),
+        on_retrain=lambda step, last: proven.append(step),
     )  # fmt: skip
     assert proven == [7, 8, 9]
     assert parts(path, other)["lr"] == 10
