@@ -137,6 +137,7 @@ def test_bad_texts_are_said(tmp_path: Path) -> None:
         load_corpus(gatsby, tokenizer=broken)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not SHARED.exists(), reason="the real texts are not at hand")
 def test_real_text_in_gpt2_tokens() -> None:
     corpus = load_corpus(
