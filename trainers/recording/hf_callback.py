@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from trajstore.errors import RecordingError
 from trajstore.store.storage.remote_path import RunPath
@@ -108,8 +108,7 @@ class TrajectoryCallback(TrainerCallback):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
-        *,
+        *_: Any,
         model: torch.nn.Module,
         optimizer: Any,
         **kwargs: Any,
@@ -170,9 +169,7 @@ class TrajectoryCallback(TrainerCallback):
         atexit.register(self.close)
         _at_end_of_cell(self, register=True)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Commit what is left, and mark the run complete."""
         self.close(complete=True)
 

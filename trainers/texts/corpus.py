@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from trajstore.errors import ConfigError, CorpusError, InvalidArgument
 from trajstore.trainers.config import RunConfig
-from trajstore.trainers.texts.cache import cached
+from trajstore.trainers.texts.fetch import cached
 from trajstore.trainers.texts.tokenizer import AsciiTokenizer, FileTokenizer, Tokenizer
 
 __all__ = ["Corpus", "embedded_text", "id_stream", "load_corpus", "tokenize"]

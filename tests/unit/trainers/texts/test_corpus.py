@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trajstore import ConfigError, CorpusError, InvalidArgument
 from trajstore.trainers.presets import preset
 from trajstore.trainers.recording.token_selection import read_tokens
-from trajstore.trainers.texts.cache import CACHE_VARIABLE
 from trajstore.trainers.texts.corpus import embedded_text, id_stream, load_corpus
+from trajstore.trainers.texts.fetch import CACHE_VARIABLE
 
 pytestmark = pytest.mark.torch
 
