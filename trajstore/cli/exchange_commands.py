@@ -1,4 +1,4 @@
-"""Commands that write and read the files of others, and old formats: export, import, upgrade."""
+"""Commands that write and read the files of others: export, import."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trajstore.cli.progress import BytesProgress, stopped_by_signals
 from trajstore.cli.tables import out, print_json, print_notes
 from trajstore.errors import InvalidArgument
 
-__all__ = ["export", "import_", "upgrade"]
+__all__ = ["export", "import_"]
 
 
 @click.command()
@@ -240,41 +240,3 @@ def _preview(file: str, said: dict[str, Any], *, as_json: bool) -> None:
             f"read as layout {seen.layout}."
         )
         print_notes(run["notes"])
-
-
-@click.command()
-@RUN
-@click.option("-o", "--output", type=click.Path(), required=True, help="The run to make.")
-@click.option(
-    "--memory",
-    default="1GiB",
-    show_default=True,
-    metavar="SIZE",
-    help="For a block of the run, and what encoding it takes.",
-)
-@click.option("--overwrite", is_flag=True, help="Replace a run, and checkpoints, that are there.")
-@JSON
-@sentences
-def upgrade(run: str, output: str, as_json: bool, **options: Any) -> None:
-    """Make a run of the present store format of one of format 1: the same rows, bit for bit.
-
-    The old run stays as it is. It keeps being read; the new one is read faster by plain
-    xr.open_zarr, and knows of each block where it belongs.
-
-    \b
-    Example:
-      trajstore upgrade gatsby.zarr -o gatsby2.zarr
-    """
-    from trajstore.exchange.exporting.upgrade_run import upgrade as make
-
-    with stopped_by_signals(), BytesProgress("upgrading") as progress:
-        done = make(run, output, on_progress=progress.show, **options)
-    if as_json:
-        print_json(dataclasses.asdict(done) | {"path": str(done.path)})
-        return
-    checkpoints = f"{done.checkpoints} checkpoint{'s' * (done.checkpoints != 1)}"
-    out.print(
-        f"Upgraded to {done.path}: format {done.to_format} of {done.from_format}, "
-        f"{done.rows} rows, {format_bytes(done.bytes)}, {checkpoints}, {done.status}."
-    )
-    print_notes(done.notes)
