@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.text import Text
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY, format_bytes
-from trajstore.cli.exchange_tables import print_taken, print_understood
 from trajstore.cli.options import JSON, RUN, sentences
 from trajstore.cli.progress import BytesProgress, stopped_by_signals
-from trajstore.cli.tables import out, print_json, print_notes
+from trajstore.cli.tables import out, print_json, print_notes, print_table, table
 from trajstore.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from trajstore.exchange.guessing.array_roles import Taken
 
 __all__ = ["export", "import_"]
 
@@ -171,7 +175,7 @@ def import_(
       trajstore import mine.npz --dry-run --map W=weights_0 --labels steps=0:2001:50
     """
     if file is None:
-        print_understood(as_json=as_json)
+        print_importable(as_json=as_json)
         return
     roles: dict[str, tuple[str, ...]] = {}
     for role, name in map(_assignment, mapped):
@@ -192,7 +196,7 @@ def import_(
         facts = [dataclasses.asdict(one) | {"path": str(one.path), "others": []} for one in runs]
         print_json(facts[0] | {"others": facts[1:]})
         return
-    print_taken(done.table)
+    print_matches(done.table)
     for one in runs:
         held = ", ".join(f"{name} ({dtype})" for name, dtype in one.variables.items())
         out.print(
@@ -229,7 +233,7 @@ def _preview(file: str, said: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(dataclasses.asdict(seen))
         return
-    print_taken(seen.table)
+    print_matches(seen.table)
     for label, run in seen.runs.items():
         held = ", ".join(f"{name} ({dtype})" for name, dtype in run["variables"].items())
         dead = "" if run["dead"] is None else f", {run['dead']} of them dead"
@@ -239,3 +243,59 @@ def _preview(file: str, said: dict[str, Any], *, as_json: bool) -> None:
             f"read as layout {seen.layout}."
         )
         print_notes(run["notes"])
+
+
+def print_matches(lines: Iterable[Taken]) -> None:
+    """Print what each array and number of a file was taken for."""
+    printed = table("", "in the file", "type", "shape", "taken as", "")
+    for column in printed.columns[1:]:
+        column.justify = "left"
+    for line in lines:
+        shape = "×".join(map(str, line.shape)) or "—"
+        taken = Text(line.role) if line.role else Text("left out", style="dim")
+        printed.add_row(Text(line.name), line.dtype, shape, taken, Text(line.why))
+    print_table(printed)
+
+
+def print_importable(*, as_json: bool) -> None:
+    """Print what can be imported: formats, roles with the names in use, and layouts."""
+    from trajstore.exchange.guessing.role_table import ROLES, SCALARS
+    from trajstore.exchange.layouts import EXPORT_LAYOUTS
+    from trajstore.formats.open_file import FORMATS
+
+    if as_json:
+        roles = {
+            role.name: {"names": list(role.names), "dims": list(role.dims), "kind": role.kind}
+            for role in ROLES.values()
+        }
+        scalars = {
+            scalar.name: {"names": list(scalar.names), "goes_to": ".".join(scalar.paths[0])}
+            for scalar in SCALARS.values()
+        }
+        facts = {"formats": FORMATS, "roles": roles, "scalars": scalars}
+        print_json(facts | {"layouts": list(EXPORT_LAYOUTS)})
+        return
+    out.print("Read are", style="bold")
+    for name, what in FORMATS.items():
+        out.print(Text(f"  {name}: {what}"))
+    printed = table("Arrays", "taken as", "dimensions", "names in use")
+    for role in ROLES.values():
+        names = [name for name in role.names if name != "steps_of_the_names"]
+        printed.add_row(role.name, ", ".join(role.dims), Text(", ".join(names)))
+    for column in printed.columns[1:]:
+        column.justify = "left"
+    print_table(printed)
+    out.print(
+        Text(
+            "Case does not matter; run_0_… before a name, and _history, _bits, _E, _W or _U behind "
+            "it, and dead_… or live_… for the rows of some tokens, are understood. An array of "
+            "(step, token, hidden) that is alone needs no name; uint16 are the bits of bfloat16."
+        )
+    )
+    printed = table("Numbers", "name", "names in use", "goes to")
+    for scalar in SCALARS.values():
+        printed.add_row(scalar.name, ", ".join(scalar.names), ".".join(scalar.paths[0]))
+    for column in printed.columns[1:]:
+        column.justify = "left"
+    print_table(printed)
+    out.print(Text(f"Layouts, of exports and imports: {', '.join(EXPORT_LAYOUTS)}"))
