@@ -11,8 +11,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from trajstore.cli.printable import PlainConsole
-from trajstore.cli.tables import err, out, print_table, table
+from trajstore.cli.tables import PlainConsole, err, out, print_table, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
