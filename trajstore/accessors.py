@@ -25,7 +25,7 @@ def register_accessors() -> None:
     package. The class of an accessor is imported when ``ds.NAME`` is first used.
     """
     global _registered  # noqa: PLW0603
-    xarray = sys.modules.get("xarray")
+    xarray: Any = sys.modules.get("xarray")
     if _registered or not hasattr(xarray, "register_dataset_accessor"):
         return
     from importlib.metadata import entry_points
