@@ -142,6 +142,12 @@ def test_contributing_has_a_line_for_every_room() -> None:
     assert {room for room in rooms if f"| {room} |" not in text} == set()
 
 
+def test_contributing_names_modules_that_there_are() -> None:
+    named = re.findall(r"`(?:\w+/)*(\w+\.py)`", (ROOT / "CONTRIBUTING.md").read_text())
+    folders = [ROOT / name for name in FOLDERS.split("|")]
+    assert {*named} <= {path.name for folder in folders for path in folder.rglob("*.py")}
+
+
 def test_dotted_names_lead_to_something() -> None:
     groups = {"trajstore.commands", "trajstore.accessors", "trajstore.replays"}
     known = {point.name for point in entry_points(group="zarr.codecs")} | groups
