@@ -22,7 +22,7 @@ from crashing import KillAt, Reader, killed
 from trajstore import FormatError, verify
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.nightly]
 
 STEPS = 26
 SIZES = [
