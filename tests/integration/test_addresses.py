@@ -82,8 +82,6 @@ LOCAL = "read and written in local folders; name one"
         ("export {here} -o {out}/a.safetensors", LOCAL),
         ("export {here} -o {out}/a.zarr", "other runs are made in a local folder"),
         ("import {out}/a.safetensors -o a.zarr", LOCAL),
-        ("upgrade {here} -o {out}/newer.zarr", LOCAL),
-        ("upgrade {run} -o newer.zarr", "copy the run to a local folder first"),
         ("annotate {run} --masks {here}/../dead_mask.npy", "and copy it to a new address"),
     ],
 )

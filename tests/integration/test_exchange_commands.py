@@ -39,7 +39,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokens=TOKENS,
         hidden=8,
         block_rows=16,
-        encoding="delta",
         config={"initialisation": {"kind": "point", "sigma": 1e-5}},
         attributes={"optimizer": {"hyperparameters": {"lr": 1e-3, "betas": [0.9, 0.999]}}},
     )

@@ -33,7 +33,6 @@ def runs(draw: st.DrawFn) -> dict:
         "block_rows": draw(st.integers(1, 6)),
         "ids": np.array(draw(st.permutations(range(0, 3 * tokens, 3)))),
         "steps": np.cumsum(draw(st.lists(st.integers(1, 5), min_size=rows, max_size=rows))) - 1,
-        "encoding": draw(st.sampled_from(["delta", "portable"])),
     }
 
 

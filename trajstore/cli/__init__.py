@@ -1,7 +1,7 @@
 """The command line: each command opens a library object, calls one method, prints the result.
 
 ``exchange_commands``
-    Commands that write and read the files of others, and old formats: export, import, upgrade.
+    Commands that write and read the files of others: export, import.
 ``exchange_tables``
     What the commands about the files of others print: what was taken for what, what is read.
 ``info_command``

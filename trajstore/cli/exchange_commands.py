@@ -1,4 +1,4 @@
-"""Commands that write and read the files of others, and old formats: export, import, upgrade."""
+"""Commands that write and read the files of others: export, import."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trajstore.cli.progress import BytesProgress, stopped_by_signals
 from trajstore.cli.tables import out, print_json, print_notes
 from trajstore.errors import InvalidArgument
 
-__all__ = ["export", "import_", "upgrade"]
+__all__ = ["export", "import_"]
 
 
 @click.command()
@@ -40,7 +40,6 @@ __all__ = ["export", "import_", "upgrade"]
 @click.option("--tokens", metavar="TOKENS", help="all, dead, live, ids such as 1,2,3, or a FILE.")
 @click.option("--vars", "variables", metavar="W,grad,…", help="Variables; default: all.")
 @click.option("--block-rows", type=int, help="Rows of a block of zarr; default: planned.")
-@click.option("--encoding", default="portable", show_default=True, help="Of zarr.")
 @click.option(
     "--memory",
     default=EXCHANGE_MEMORY,
@@ -59,7 +58,7 @@ def export(run: str, format_name: str | None, output: str, as_json: bool, **opti
       trajstore export gatsby.zarr --format safetensors --layout 15.1a -o gatsby.safetensors
       trajstore export gatsby.zarr --format hdf5 --steps 0:1000:10 --tokens dead -o dead.h5
       trajstore export gatsby.zarr --layout thimble-7 -o thimble.h5
-      trajstore export gatsby.zarr --format zarr --block-rows 64 -o portable.zarr
+      trajstore export gatsby.zarr --format zarr --block-rows 64 -o blocks.zarr
     """
     from trajstore.exchange.exporting.export_run import export as write
 
@@ -138,7 +137,6 @@ def _format_of(output: str) -> str:
     type=click.Path(),
     help="A file that tells the dead tokens: masks, lists of ids, or counts of occurrences.",
 )
-@click.option("--encoding", help="Of the run; default: as it is recorded.")
 @click.option("--block-rows", type=int, help="Rows of a block; default: planned from the memory.")
 @click.option(
     "--memory",
@@ -223,7 +221,7 @@ def _bits(texts: tuple[str, ...]) -> dict[str, str]:
 def _preview(file: str, said: dict[str, Any], *, as_json: bool) -> None:
     from trajstore.exchange.importing.import_file import preview_import
 
-    unused = ("encoding", "block_rows", "overwrite")
+    unused = ("block_rows", "overwrite")
     seen = preview_import(
         file, **{name: value for name, value in said.items() if name not in unused}
     )
@@ -240,41 +238,3 @@ def _preview(file: str, said: dict[str, Any], *, as_json: bool) -> None:
             f"read as layout {seen.layout}."
         )
         print_notes(run["notes"])
-
-
-@click.command()
-@RUN
-@click.option("-o", "--output", type=click.Path(), required=True, help="The run to make.")
-@click.option(
-    "--memory",
-    default="1GiB",
-    show_default=True,
-    metavar="SIZE",
-    help="For a block of the run, and what encoding it takes.",
-)
-@click.option("--overwrite", is_flag=True, help="Replace a run, and checkpoints, that are there.")
-@JSON
-@sentences
-def upgrade(run: str, output: str, as_json: bool, **options: Any) -> None:
-    """Make a run of the present store format of one of format 1: the same rows, bit for bit.
-
-    The old run stays as it is. It keeps being read; the new one is read faster by plain
-    xr.open_zarr, and knows of each block where it belongs.
-
-    \b
-    Example:
-      trajstore upgrade gatsby.zarr -o gatsby2.zarr
-    """
-    from trajstore.exchange.exporting.upgrade_run import upgrade as make
-
-    with stopped_by_signals(), BytesProgress("upgrading") as progress:
-        done = make(run, output, on_progress=progress.show, **options)
-    if as_json:
-        print_json(dataclasses.asdict(done) | {"path": str(done.path)})
-        return
-    checkpoints = f"{done.checkpoints} checkpoint{'s' * (done.checkpoints != 1)}"
-    out.print(
-        f"Upgraded to {done.path}: format {done.to_format} of {done.from_format}, "
-        f"{done.rows} rows, {format_bytes(done.bytes)}, {checkpoints}, {done.status}."
-    )
-    print_notes(done.notes)

@@ -9,13 +9,11 @@
 ``export_run``
     Runs as files for other programs: safetensors, HDF5, or Zarr with other chunks.
 ``export_zarr``
-    A selection of a run as a run again, with other chunks and another encoding.
+    A selection of a run as a run again, with other chunks.
 ``exported_file``
     What a file will hold of a run, whatever its format: tensors, texts, and what to say of them.
 ``to_torch``
     A selection of a run as torch tensors. The only place of the store that needs torch.
-``upgrade_run``
-    Runs of an older format as runs of the present one: the same rows, bit for bit.
 ``variable_tensor``
     A selection of a recorded variable as the tensor of a file.
 """

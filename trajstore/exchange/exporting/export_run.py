@@ -76,7 +76,6 @@ def export(
     tokens: Tokens = None,
     variables: str | Iterable[str] | None = None,
     block_rows: int | None = None,
-    encoding: str = "portable",
     memory: int | str = EXCHANGE_MEMORY,
     overwrite: bool = False,
     on_progress: Progress | None = None,
@@ -91,8 +90,7 @@ def export(
         Made beside its place, then moved there.
     format : {'safetensors', 'hdf5', 'zarr'}, optional
         That of the layout without it, safetensors for ``native``. ``hdf5`` keeps 16-bit types as
-        uint16 bits and needs the extra ``hdf5``; ``zarr`` is a run again, with other chunks and
-        another encoding.
+        uint16 bits and needs the extra ``hdf5``; ``zarr`` is a run again, with other chunks.
     layout : str, default 'native'
         ``native`` keeps names and native types and all that an import needs; the others
         are those of the notebooks' files, as ``trajstore import`` lists them. What of a layout the
@@ -106,8 +104,6 @@ def export(
         Names, also as one text with commas. All without it.
     block_rows : int, optional
         Rows of a block of ``zarr``; planned without it.
-    encoding : str, default 'portable'
-        Of ``zarr``.
     memory : int or str, default 320 MiB
         For the buffer of ``zarr``. The other formats need a few tiles of 16 MiB.
     overwrite : bool
@@ -151,7 +147,6 @@ def export(
                 recorded,
                 selection,
                 block_rows=block_rows,
-                encoding=encoding,
                 memory=memory,
                 attributes={
                     name: recorded.attributes[name]

@@ -1,4 +1,4 @@
-"""A selection of a run as a run again, with other chunks and another encoding."""
+"""A selection of a run as a run again, with other chunks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def write_zarr(
     selection: Selection,
     *,
     block_rows: int | None,
-    encoding: str,
     memory: int | str,
     attributes: Mapping[str, Any],
     status: Literal["complete", "interrupted"] = "complete",
@@ -47,7 +46,6 @@ def write_zarr(
     run : TiledRun
     selection : Selection
     block_rows : int, optional
-    encoding : str
     memory : int or str
         For the buffer of the writer, and what is held between.
     attributes : mapping
@@ -73,7 +71,6 @@ def write_zarr(
         variables={name: run.series[name].native.name for name in selection.variables},
         memory=memory,
         block_rows=block_rows,
-        encoding=encoding,
         buffers=1,
         commit_every=None,
         attributes=attributes,

@@ -152,11 +152,8 @@ def test_scalars_of_a_step(dtype: Any, recorded: Any) -> None:
     assert run.counts["named"] == sum(run.counts.values()), run.counts
 
 
-@pytest.mark.parametrize("encoding", ["delta", "portable"])
-def test_weights_and_gradients_alone(encoding: str, tmp_path: Path) -> None:
-    path = tiny_run(
-        tmp_path / "run.zarr", dtype=torch.bfloat16, record="weights+grads", encoding=encoding
-    )
+def test_weights_and_gradients_alone(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, record="weights+grads")
     run, rng = Altered(path), np.random.default_rng(5)
     for where in places(rng):
         run.check("W", where, int(rng.integers(3, 16)))

@@ -146,12 +146,11 @@ def test_autocast(tmp_path: Path) -> None:
     proven(path, 20, "W", "exp_avg")
 
 
-@pytest.mark.parametrize("encoding", ["delta", "portable"])
 @DTYPES
 def test_runs_that_only_zarr_reads(
-    encoding: str, dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tiny_run(tmp_path / "run.zarr", dtype=dtype, encoding=encoding)
+    path = tiny_run(tmp_path / "run.zarr", dtype=dtype)
     proven(path, 20, "W")
     monkeypatch.setattr("trajstore.store.reading.tiled_reader.stored_array", lambda *_: None)
     proven(path, 20, "W", "exp_avg")

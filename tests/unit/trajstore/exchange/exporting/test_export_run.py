@@ -110,7 +110,7 @@ def test_blocks_of_any_size_within_any_memory(
     path, _ = small_run
     variables = {"W": "bfloat16", "grad": "float16", "logits": "bfloat16", "loss": "float32"}
     sizes = {"tokens": 10, "hidden": 6, "block_rows": block_rows, "buffers": 1}
-    layout = plan(variables, encoding="portable", **sizes)  # type: ignore[arg-type]
+    layout = plan(variables, **sizes)  # type: ignore[arg-type]
     row = sum(array.row_bytes for array in layout.arrays.values())
     out = tmp_path / "out.zarr"
     trajstore.export(
