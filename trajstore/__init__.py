@@ -29,7 +29,7 @@ TYPE_CHECKING = False  # of typing, whose import would take most of the time tha
 if TYPE_CHECKING:
     from typing import Any
 
-    from trajstore.exchange.exporting.export_run import Exported, export
+    from trajstore.exchange.exporting.export import Exported, export
     from trajstore.exchange.exporting.to_torch import to_torch
     from trajstore.exchange.importing.import_file import Imported, import_file
     from trajstore.integrity.repair import Repair, repair
@@ -70,12 +70,12 @@ __all__ = [
 ]
 
 _HOME = {
-    "Exported": "trajstore.exchange.exporting.export_run",
+    "Exported": "trajstore.exchange.exporting.export",
     "Imported": "trajstore.exchange.importing.import_file",
     "Repair": "trajstore.integrity.repair",
     "RunWriter": "trajstore.store.writing.writer",
     "Verification": "trajstore.integrity.verify",
-    "export": "trajstore.exchange.exporting.export_run",
+    "export": "trajstore.exchange.exporting.export",
     "import_file": "trajstore.exchange.importing.import_file",
     "open_run": "trajstore.store.reading.open_run",
     "open_runs": "trajstore.store.reading.open_runs",

@@ -80,7 +80,7 @@ LOCAL = "read and written in local folders; name one"
         ("plot {here} loss -o {out}/loss.png", LOCAL),
         ("report {here} -o {out}/page.html", LOCAL),
         ("export {here} -o {out}/a.safetensors", LOCAL),
-        ("export {here} -o {out}/a.zarr", "other runs are made in a local folder"),
+        ("export {here} -o {out}/a.zarr", LOCAL),
         ("import {out}/a.safetensors -o a.zarr", LOCAL),
         ("annotate {run} --masks {here}/../dead_mask.npy", "and copy it to a new address"),
     ],

@@ -230,7 +230,6 @@ def import_file(
         masks=masks,
         schedule=schedule,
     )
-    options: dict[str, Any] = {"memory": memory}
     with ExitStack() as stack:
         held = stack.enter_context(opened_file(file, said, memory))
         targets = [_target(local_path(path), run.label) for run in held.runs]
@@ -241,7 +240,7 @@ def import_file(
         for run, place in zip(held.runs, places, strict=True):
             origin = _origin(file, masks, held, run)
             rows = block_rows or _block_rows(run, parse_bytes(memory))
-            _write(place, run, origin, progress.of_next(), {**options, "block_rows": rows})
+            _write(place, run, origin, progress.of_next(), {"memory": memory, "block_rows": rows})
     done = [_imported(target, held, run) for target, run in zip(targets, held.runs, strict=True)]
     return replace(done[0], others=tuple(done[1:]))
 
