@@ -42,7 +42,7 @@ def run_dataset(
 
     Its steps are read past zarr, which takes longer for each of their blocks than for a matrix. Of
     a run that is at an address, steps that follow upon each other are not read one block after
-    the other: the first and the last tell them all.
+    the other: the first and the last give them all.
     """
     store = ZarrStore(group, mode="r", consolidate_on_close=False)
     dropped = {drop_variables} if isinstance(drop_variables, str) else {*(drop_variables or ())}
@@ -50,7 +50,7 @@ def run_dataset(
     if STEP.name not in dropped:
         array = cast(Any, group[STEP.name])
         if isinstance(location(place), RemotePath):
-            steps = _told_by_the_ends(array)
+            steps = _steps_by_the_ends(array)
         else:
             stored = stored_array(place, STEP.name, array)
             if stored is not None:
@@ -64,7 +64,7 @@ def run_dataset(
     return ds.assign_coords({STEP.name: variable})
 
 
-def _told_by_the_ends(array: Any) -> npt.NDArray[np.int64] | None:
+def _steps_by_the_ends(array: Any) -> npt.NDArray[np.int64] | None:
     """Steps of a run of three blocks or more, if there is none between them that was left out.
 
     As steps increase strictly, as many as lie from the first to the last are all of these.

@@ -11,7 +11,7 @@
 ``object_file``
     An object of a run, open to be read in parts: a file, or what an object store holds.
 ``object_requests``
-    How obstore is asked: what its errors become, and what is asked for once more.
+    Requests to obstore: errors in one line, one retry, and a store for zarr.
 ``remote_lock``
     One writer at a time where there are no file locks: an object that is made only if there is none
 ``remote_path``

@@ -1,7 +1,7 @@
 """Writing a run.
 
 ``annotated_run``
-    A run whose tokens are told about afterwards: the same rows, with more coordinates.
+    Annotations: a run gets more coordinates of its tokens; its rows stay.
 ``block_buffers``
     The blocks of a run that are in memory: one is filled, those before it are on their way to disk.
 ``block_commits``

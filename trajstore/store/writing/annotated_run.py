@@ -1,4 +1,4 @@
-"""A run whose tokens are told about afterwards: the same rows, with more coordinates.
+"""Annotations: a run gets more coordinates of its tokens; its rows stay.
 
 The run is made anew beside its place, of hard links, and exchanged with the old one: a reader sees
 the one or the other. Coordinates are part of what the content digest is made of, so that of the new

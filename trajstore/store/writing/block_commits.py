@@ -118,7 +118,7 @@ class BlockCommits:
         """How long `places` has waited for the disk, because all buffers were full."""
         return self._buffers.seconds_waited
 
-    def take_up(self, kept: ResumedRun) -> None:
+    def load_rows(self, kept: ResumedRun) -> None:
         """Have the rows that are kept behind those to come; the run is as it was."""
         self.rows = kept.rows
         self._block_writer.bytes_written += kept.load(self._block())
@@ -156,8 +156,8 @@ class BlockCommits:
             self._buffers.make_room()
         return {name: self._next(array)[:most] for name, array in self._block().items()}
 
-    def take(self, steps: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
-        """Take the rows of these steps, whose places are filled, and hand over a full block."""
+    def add(self, steps: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
+        """Add the rows of these steps, whose places are filled, and hand over a full block."""
         if STEP.name in self._block():  # or another process writes it
             self._next(self._block()[STEP.name])[: len(steps)] = steps
         with self._rows_lock:

@@ -170,9 +170,9 @@ class _Branch:
         fsync: bool,
     ) -> _Branch:
         root = json.loads((stored.path / DOCUMENT).read_bytes())
-        documents = root["consolidated_metadata"]["metadata"]
-        coordinates = [name for name in documents if coordinate(name)]
-        lengths = {name: documents[name]["shape"][0] for name in coordinates}
+        stored_metadata = root["consolidated_metadata"]["metadata"]
+        coordinates = [name for name in stored_metadata if coordinate(name)]
+        lengths = {name: stored_metadata[name]["shape"][0] for name in coordinates}
         layout = plan(
             types,
             tokens=lengths["token"],
@@ -196,7 +196,7 @@ class _Branch:
         changed = replace(layout, arrays=anew, runs=runs)
         made, _ = new_arrays(changed, placeholders)
         kept = (STEP.name, *(name for name in types if name not in anew))
-        arrays = {name: _with_runs(documents[name], runs) for name in (*kept, *coordinates)}
+        arrays = {name: _with_runs(stored_metadata[name], runs) for name in (*kept, *coordinates)}
         arrays |= {name: made[name] for name in anew}
         arrays[STEP.name] = _without_copy(arrays[STEP.name])
         fixed = {key: value for key, value in root["attributes"].items() if key not in CHANGING}

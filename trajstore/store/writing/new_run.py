@@ -196,15 +196,15 @@ def new_arrays(
         entry = coordinate(name)
         assert entry is not None
         _create_coordinate(root, entry, values)
-    documents: dict[str, dict[str, Any]] = {}
+    arrays: dict[str, dict[str, Any]] = {}
     chunks: dict[str, bytes] = {}
     for key, buffer in objects.items():
         name, _, leaf = key.rpartition("/")
         if leaf != DOCUMENT:
             chunks[key] = buffer.to_bytes()
         elif name:
-            documents[name] = json.loads(buffer.to_bytes())
-    return documents, chunks
+            arrays[name] = json.loads(buffer.to_bytes())
+    return arrays, chunks
 
 
 def _create(
