@@ -20,9 +20,7 @@ from trajstore.store.reading.run_info import stored_bytes
 from trajstore.store.storage.lock import is_written_to
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.values.native_types import NATIVE_TYPES
-from trajstore.watching.bounded_curve import BoundedCurve
-from trajstore.watching.recording_pace import RecordingPace
-from trajstore.watching.row_measures import Measured, RowMeasures
+from trajstore.watching.measures import BoundedCurve, Measured, RecordingPace, RowMeasures
 
 __all__ = ["Look", "RunFollower", "Standing"]
 

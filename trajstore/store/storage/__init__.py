@@ -1,11 +1,9 @@
 """Places that hold a run: folders, object stores, locks.
 
 ``atomic``
-    Objects of a run: each is replaced whole, or not at all.
+    Objects of a run: each is replaced whole, or not at all, and never through a link.
 ``hub_address``
     Addresses on the hub of Hugging Face, as huggingface_hub writes them: ``hf://datasets/…``.
-``inner_links``
-    Links inside a run: they are read through, and never written, removed or repaired through.
 ``lock``
     One writer at a time.
 ``object_file``

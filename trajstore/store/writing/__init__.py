@@ -2,8 +2,6 @@
 
 ``annotated_run``
     Annotations: a run gets more coordinates of its tokens; its rows stay.
-``block_buffers``
-    The blocks of a run that are in memory: one is filled, those before it are on their way to disk.
 ``block_commits``
     The rows of an open run on their way to readers: blocks that are full, and the unfinished one.
 ``block_writer``

@@ -28,8 +28,7 @@ from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.zarr_json import CHANGING, COPY, RunMetadata
 from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.reading.open_group import open_group
-from trajstore.store.storage.atomic import link_or_copy
-from trajstore.store.storage.inner_links import refuse_links
+from trajstore.store.storage.atomic import link_or_copy, refuse_links
 from trajstore.store.writing.block_writer import BlockWriter
 from trajstore.store.writing.commit import Committer
 from trajstore.store.writing.create import create_folder
