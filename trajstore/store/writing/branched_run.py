@@ -25,7 +25,7 @@ from trajstore.schema import STEP, coordinate, room_for_examples
 from trajstore.store.metadata.block_plan import Layout, plan
 from trajstore.store.metadata.fingerprint import Fingerprint
 from trajstore.store.metadata.object_keys import DOCUMENT
-from trajstore.store.metadata.zarr_json import CHANGING, COPY, RunMetadata
+from trajstore.store.metadata.zarr_json import CHANGING, RunMetadata
 from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.atomic import link_or_copy, refuse_links
@@ -197,7 +197,6 @@ class _Branch:
         kept = (STEP.name, *(name for name in types if name not in anew))
         arrays = {name: _with_runs(stored_metadata[name], runs) for name in (*kept, *coordinates)}
         arrays |= {name: made[name] for name in anew}
-        arrays[STEP.name] = _without_copy(arrays[STEP.name])
         fixed = {key: value for key, value in root["attributes"].items() if key not in CHANGING}
         fixed["runs"] = [list(entry) for entry in runs]
         return cls(
@@ -305,8 +304,3 @@ def _with_runs(document: dict[str, Any], runs: Runs) -> dict[str, Any]:
         for codec in document["codecs"]
     ]
     return document | {"codecs": codecs}
-
-
-def _without_copy(document: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in document["attributes"].items() if key != COPY}
-    return document | {"attributes": kept}
