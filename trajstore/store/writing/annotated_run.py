@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from trajstore.errors import FormatError, InvalidArgument, RunExists
 from trajstore.schema import ALONG_TOKEN, along_token
-from trajstore.store.metadata.block_plan import Layout
 from trajstore.store.metadata.fingerprint import coordinate_digests
 from trajstore.store.metadata.object_keys import DOCUMENT, chunk_key
 from trajstore.store.metadata.zarr_json import RunMetadata
@@ -28,7 +27,7 @@ from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.atomic import link_or_copy, put
 from trajstore.store.storage.remote_path import RemotePath
 from trajstore.store.writing.create import staged_run
-from trajstore.store.writing.new_run import new_arrays, token_coordinates
+from trajstore.store.writing.new_run import coordinate_objects, token_coordinates
 from trajstore.store.writing.resumed_run import check_run, resumed_run, stored_fingerprints
 
 __all__ = ["annotate_run"]
@@ -112,18 +111,12 @@ def _make(
     if taken and not overwrite:
         raise RunExists(f"{run} has {', '.join(taken)} already; replace them with --overwrite")
     coordinates = _in_order({**there, **wanted})
-    only = Layout(
-        block_rows=stored.layout.block_rows,
-        threads=1,
-        arrays={},
-        runs=stored.layout.runs,
-    )
-    made, chunks = new_arrays(only, coordinates)
+    made, chunks = coordinate_objects({name: coordinates[name] for name in wanted})
     before = root["consolidated_metadata"]["metadata"]
     # Also the populations, which stay as they are.
     auxiliary = " ".join(name for name in along_token({*before, *wanted}) if name != "token")
     arrays = {name: _with_coordinates(before[name], auxiliary) for name in before}
-    arrays |= {name: made[name] for name in wanted}
+    arrays |= made
     metadata = RunMetadata(arrays, stored.metadata.attributes)
     replaced = {f"{name}/{DOCUMENT}" for name in arrays} | {DOCUMENT}
     replaced |= {chunk_key(name, 0, 1) for name in wanted}

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import parse_bytes
@@ -32,7 +31,7 @@ from trajstore.store.storage.atomic import link_or_copy, refuse_links
 from trajstore.store.writing.block_writer import BlockWriter
 from trajstore.store.writing.commit import Committer
 from trajstore.store.writing.create import create_folder
-from trajstore.store.writing.new_run import check_variables, new_arrays
+from trajstore.store.writing.new_run import check_variables, series_metadata
 from trajstore.store.writing.resumed_run import ResumedRun, resumed_run, stored_fingerprints
 from trajstore.store.writing.writer import RunWriter
 from trajstore.strict_json import utc_now
@@ -186,17 +185,11 @@ class _Branch:
             for name, array in layout.arrays.items()
             if name != STEP.name and array.native != stored.layout.arrays[name].native
         }
-        # Their values are not used: the chunks of the coordinates are those of the other.
-        placeholders = {
-            name: np.zeros(length, "U1" if name in ("token_text", "parameter") else "i4")
-            for name, length in lengths.items()
-        }
         runs = _runs_of_branch(stored)
         changed = replace(layout, arrays=anew, runs=runs)
-        made, _ = new_arrays(changed, placeholders)
         kept = (STEP.name, *(name for name in types if name not in anew))
         arrays = {name: _with_runs(stored_metadata[name], runs) for name in (*kept, *coordinates)}
-        arrays |= {name: made[name] for name in anew}
+        arrays |= series_metadata(changed, coordinates)
         fixed = {key: value for key, value in root["attributes"].items() if key not in CHANGING}
         fixed["runs"] = [list(entry) for entry in runs]
         return cls(
