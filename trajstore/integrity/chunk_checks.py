@@ -12,22 +12,14 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import zarr
 
-from trajstore.errors import FormatError, ObjectStoreError
+from trajstore.errors import ObjectStoreError
 from trajstore.integrity.array_json_checks import block_rows, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
-from trajstore.integrity.decode_with_zarr import note_on_fallback, open_with_zarr
-from trajstore.integrity.problem import Problem
-from trajstore.integrity.shard_checks import (
-    NOT_NATIVE,
-    CheckedChunks,
-    check_shard,
-    is_native,
-    row0_notes,
-)
+from trajstore.integrity.problem import FOREIGN, Problem
+from trajstore.integrity.shard_checks import CheckedChunks, check_shard
 from trajstore.schema import STEP
-from trajstore.store.metadata.object_keys import chunk_key
+from trajstore.store.metadata.object_keys import DOCUMENT, chunk_key
 from trajstore.store.storage.object_file import size_of
 from trajstore.store.storage.remote_path import REMOTE_REQUESTS, Location, RemotePath
 from trajstore.threads import Progress, in_parallel
@@ -102,7 +94,7 @@ def _jobs(metadata: CheckedMetadata) -> Iterator[Job]:
     for name in filter(is_series, metadata.arrays):
         stored = metadata.stored(name)
         if stored is None:
-            yield from _jobs_through_zarr(metadata, name)
+            yield partial(_foreign, metadata, name)
             continue
         declared = metadata.arrays[name]["attributes"].get("native_dtype")
         native = NATIVE_TYPES.get(declared, stored.chain.native)
@@ -112,48 +104,10 @@ def _jobs(metadata: CheckedMetadata) -> Iterator[Job]:
                 yield partial(check_shard, stored, native, block, part, finished=finished)
 
 
-def _jobs_through_zarr(metadata: CheckedMetadata, name: str) -> Iterator[Job]:
-    """Checks of an array that is stored in a way of its own, block by block."""
-    if metadata.own[name] is None:
-        return  # which is a problem of its own
-    found = CheckedChunks(notes=[note_on_fallback(name)])
-    try:
-        array = open_with_zarr(metadata, name)
-    except FormatError as error:
-        path = metadata.path / name
-        found.problems.append(Problem(array=name, path=path, message=str(error)))
-        yield lambda: found
-        return
-    yield lambda: found
-    rows = block_rows(metadata.arrays[name])
-    for block in range(-(-metadata.rows // rows)):
-        span = slice(block * rows, min((block + 1) * rows, metadata.rows))
-        yield partial(_check_block, metadata.path / name, array, block, span)
-
-
-def _check_block(path: Location, array: zarr.Array[Any], block: int, span: slice) -> CheckedChunks:
-    found = CheckedChunks(chunks=1)
-    name = path.name
-    native = NATIVE_TYPES.get(str(array.attrs.get("native_dtype")))
-    try:
-        values = np.asarray(array[span])
-        if len(values) != span.stop - span.start:
-            raise ValueError(f"{len(values)} rows of {span.stop - span.start} are there")
-    except ObjectStoreError:
-        raise
-    except Exception as error:  # whatever its codecs raise
-        message = f"cannot be read ({error})"
-        found.problems.append(Problem(array=name, block=block, path=path, message=message))
-        return found
-    widened = native is not None and native.itemsize < values.itemsize
-    if native and widened and not is_native(values.view(f"u{values.itemsize}"), native):
-        message = NOT_NATIVE.format(native.name)
-        found.problems.append(Problem(array=name, block=block, path=path, message=message))
-    elif name == STEP.name:
-        found.steps[span.start] = values
-    elif block == 0:
-        found.row0 += row0_notes(name, values[0])
-    return found
+def _foreign(metadata: CheckedMetadata, name: str) -> CheckedChunks:
+    """What is known of an array whose chunks no recorder wrote."""
+    path = metadata.path / name / DOCUMENT
+    return CheckedChunks(problems=[Problem(array=name, path=path, message=FOREIGN)])
 
 
 def _check_steps(metadata: CheckedMetadata, steps: dict[int, Array]) -> Iterator[Problem]:

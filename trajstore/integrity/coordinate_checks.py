@@ -1,4 +1,4 @@
-"""Checks of the coordinates: readable, distinct, and of one mind."""
+"""Checks of the coordinates: each can be read, names are distinct, and masks fit the counts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.codec.crc32c_check import is_intact
-from trajstore.errors import FormatError, ObjectStoreError
+from trajstore.errors import ObjectStoreError
 from trajstore.integrity.array_json_checks import open_document
 from trajstore.integrity.checked_metadata import CheckedMetadata
-from trajstore.integrity.decode_with_zarr import note_on_fallback, open_with_zarr
-from trajstore.integrity.problem import Problem
+from trajstore.integrity.problem import FOREIGN, Problem
 from trajstore.schema import along_token
-from trajstore.store.metadata.object_keys import chunk_key
+from trajstore.store.metadata.object_keys import DOCUMENT, chunk_key
 from trajstore.store.storage.object_file import size_of
 from trajstore.strict_json import Document
 
@@ -35,14 +34,12 @@ class CheckedCoordinates:
     ----------
     values : dict of str to ndarray
     problems : list of Problem
-    notes : list of str
     chunks, bytes : int
         Checked.
     """
 
     values: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     chunks: int = 0
     bytes: int = 0
 
@@ -56,7 +53,8 @@ def check_coordinates(metadata: CheckedMetadata) -> CheckedCoordinates:
         if _is_as_recorded(metadata.arrays[name]):
             _read(metadata, name, found)
         else:
-            _read_through_zarr(metadata, name, found)
+            path = metadata.path / name / DOCUMENT
+            found.problems.append(Problem(array=name, path=path, message=FOREIGN))
     _compare(metadata, found)
     return found
 
@@ -105,25 +103,6 @@ def _read(metadata: CheckedMetadata, name: str, found: CheckedCoordinates) -> No
                 message=f"its values are broken ({error})",
             )
         )
-
-
-def _read_through_zarr(metadata: CheckedMetadata, name: str, found: CheckedCoordinates) -> None:
-    if metadata.own[name] is None:
-        return  # which is a problem of its own
-    found.notes.append(note_on_fallback(name))
-    path = metadata.path / name
-    try:
-        array = open_with_zarr(metadata, name)
-    except FormatError as error:
-        found.problems.append(Problem(array=name, path=path, message=str(error)))
-        return
-    try:
-        found.values[name] = np.asarray(array[...])
-    except ObjectStoreError:
-        raise
-    except Exception as error:  # whatever its codecs raise
-        message = f"its values cannot be read ({error})"
-        found.problems.append(Problem(array=name, path=path, message=message))
 
 
 def _compare(metadata: CheckedMetadata, found: CheckedCoordinates) -> None:

@@ -21,7 +21,6 @@ from trajstore.integrity.root_attribute_checks import (
     STATUSES,
     fixed_attributes,
     is_digest,
-    is_labelled,
     is_possible,
 )
 from trajstore.integrity.verify import CheckedRun
@@ -201,8 +200,6 @@ def _digests(
     Those of the root where they can be right: what has changed in secret is not made good.
     """
     metadata = checked.metadata
-    if not is_labelled(attributes):
-        return {}, []
     kept = {key: metadata.attributes.get(key) for key in (CONTENT, FINGERPRINT)}
     lost = not all(map(is_digest, kept.values()))
     as_before = {key: str(value) for key, value in kept.items()}

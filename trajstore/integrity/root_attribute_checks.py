@@ -21,7 +21,6 @@ __all__ = [
     "check_attributes",
     "fixed_attributes",
     "is_digest",
-    "is_labelled",
     "is_possible",
     "parsed_copy",
     "settle_announced",
@@ -38,10 +37,11 @@ REQUIRED = (
     "encoding",
     "block_rows",
     "config",
+    "runs",
+    CONTENT,
+    FINGERPRINT,
 )
 """Attributes that every root has."""
-
-_OF_FORMAT_2 = ("runs", CONTENT, FINGERPRINT)
 
 STATUSES: tuple[Status, ...] = get_args(Status)
 
@@ -129,7 +129,7 @@ def check_attributes(found: CheckedMetadata) -> None:
                     f"{', '.join(differences(fixed[key], found.copy[key], key))}",
                 )
     _check_identity(found)
-    for key in (*REQUIRED, *(_OF_FORMAT_2 if is_labelled(attributes) else ())):
+    for key in REQUIRED:
         if key not in attributes and not (found.copy and key in found.copy):
             found.report(None, f"the attribute {key} is missing")
     number = attributes.get("trajstore_format")
@@ -144,12 +144,6 @@ def check_attributes(found: CheckedMetadata) -> None:
     for key, what in _EXPECTED.items():
         if key in attributes and not is_possible(key, attributes[key]):
             found.report(None, f"the attribute {key} is {attributes[key]!r}, expected {what}")
-
-
-def is_labelled(attributes: Document) -> bool:
-    """Whether it is a run whose blocks have labels, and that has a fingerprint."""
-    number = attributes.get("trajstore_format")
-    return type(number) is int and number >= 2
 
 
 def _check_identity(found: CheckedMetadata) -> None:
