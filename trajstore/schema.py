@@ -15,7 +15,7 @@ from trajstore.nearest_name import did_you_mean
 __all__ = [
     "ALONG_TOKEN",
     "COORDINATES",
-    "ENCODINGS",
+    "ENCODING",
     "FORMAT",
     "IMPORTED",
     "LATTICES",
@@ -39,13 +39,13 @@ __all__ = [
 ]
 
 FORMAT = 2
-"""Number of the store format that this version writes."""
+"""Number of the store format, which `trajstore_format` of a root says."""
 
 OF_RUN = "of_run"
 """Attribute of several runs in one Dataset: what each has of its own."""
 
-ENCODINGS = ("delta", "portable")
-"""How arrays are encoded: smaller and faster, or for any reader of Zarr v3."""
+ENCODING = "delta"
+"""How arrays are encoded, as every root says it."""
 
 LATTICES = ("native", "bfloat16", "float16", "float32")
 """Lattices on which a question can be asked: that of the values' own type, or of another."""

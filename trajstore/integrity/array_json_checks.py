@@ -159,7 +159,7 @@ def faults(name: str, document: Any) -> list[str]:
         except FormatError as error:
             return [str(error)]
         if name in VARIABLES:
-            form = block_form(name, opened, None)
+            form = block_form(opened)
             if form and form.chain.kind == "delta" and form.chain.native.name != native:
                 wrong.append(f"it is encoded as {form.chain.native.name}, declared as {native}")
             if form and form.array != name:

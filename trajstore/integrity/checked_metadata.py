@@ -64,7 +64,7 @@ class CheckedMetadata:
 
     def stored(self, name: str) -> StoredArray | None:
         """Fast reader of an array; None where only zarr can read it."""
-        return stored_array(self.path, name, open_document(self.arrays[name]), self.runs())
+        return stored_array(self.path, name, open_document(self.arrays[name]))
 
     def runs(self) -> Runs | None:
         """Identity of the run; None in format 1, and where it is lost."""

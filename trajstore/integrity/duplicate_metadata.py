@@ -112,7 +112,7 @@ def _rank(
         odd += not same(parsed_copy(attributes[COPY]), fixed_attributes(found.attributes))
     unreadable = 0
     if is_series(name):
-        stored = stored_array(found.path, name, open_document(document), found.runs())
+        stored = stored_array(found.path, name, open_document(document))
         odd += stored is None
         if stored is not None and document["shape"][0]:
             try:

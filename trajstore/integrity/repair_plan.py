@@ -24,7 +24,7 @@ from trajstore.integrity.root_attribute_checks import (
     is_possible,
 )
 from trajstore.integrity.verify import CheckedRun
-from trajstore.schema import FORMAT, STEP
+from trajstore.schema import ENCODING, FORMAT, STEP
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.zarr_json import COPY, RunMetadata, Status
@@ -176,15 +176,14 @@ def _least_attributes(metadata: CheckedMetadata) -> Document:
     """What every root says at least, as far as the arrays tell it."""
     stored = metadata.stored(STEP.name)
     chains = [metadata.stored(name) for name in metadata.arrays if is_series(name)]
-    delta = any(item is not None and item.chain.kind == "delta" for item in chains)
     rows = stored.shard[0] if stored else block_rows(metadata.arrays[STEP.name])
     runs = next((item.form.runs for item in chains if item is not None), None)
     values = {
-        "trajstore_format": 1 if runs is None else FORMAT,
+        "trajstore_format": FORMAT,
         "trajstore_version": __version__,
         "created": utc_now(),
         "timeline": "post-step",
-        "encoding": "delta" if delta else "portable",
+        "encoding": ENCODING,
         "block_rows": rows,
         "config": {},
     }

@@ -15,8 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.codec.block_form import Tail
-from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel, LabelError, digest_of
+from trajstore.codec.block_label import ANYWHERE, BlockLabel, LabelError, digest_of
 from trajstore.codec.delta import unfold
 from trajstore.errors import InvalidArgument, ObjectStoreError
 from trajstore.integrity.problem import Problem
@@ -208,14 +207,9 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
         data = shard.file.read(end, form.tail_length)
         tail = form.read_tail(data, (shard.block, shard.part))
     except LabelError as error:
-        # Without a label nothing says that its chunks are wrong; without the codec nothing reads.
-        is_readable = form.chain.kind != "delta"
         fault = f"{error}; another program may have written it"
-        problems.append(shard.problem(fault, end, size, "none" if is_readable else "cut"))
-        if not is_readable:
-            return chunks
-        tail = Tail(label=None, index=form.read_index(data))
-        end = size - form.index_length
+        problems.append(shard.problem(fault, end, size))
+        return chunks
     except ValueError as error:
         problems.append(shard.problem(str(error), end, size))
         return chunks
@@ -224,23 +218,22 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
     except OSError as error:
         problems.append(shard.problem(f"the index cannot be read: {error}", end, size, "none"))
         return chunks
-    if tail.label is not None:
-        shard.label = found.labels[shard.place] = tail.label
-        if tail.label.block == ANYWHERE:
-            fault = "its label does not say where it belongs; another program has written it"
-            problems.append(shard.problem(fault, end, size, "none"))
-        needed = min(stored.shape[0] - shard.block * stored.shard[0], stored.shard[0])
-        if tail.label.rows < needed:
-            short = f"it holds {tail.label.rows} rows of the block, {needed} are committed"
-            problems.append(shard.problem(short, end, size))
-            return chunks
-        written_by_us = tail.label.block != ANYWHERE
-        if tail.label.rows > needed and shard.finished and written_by_us:
-            longer = (
-                f"it holds {tail.label.rows} rows of the block, {needed} are committed, in a run "
-                "that is complete: documents of an older state have come back"
-            )
-            problems.append(shard.problem(longer, end, size, "none"))
+    shard.label = found.labels[shard.place] = tail.label
+    if tail.label.block == ANYWHERE:
+        fault = "its label does not say where it belongs; another program has written it"
+        problems.append(shard.problem(fault, end, size, "none"))
+    needed = min(stored.shape[0] - shard.block * stored.shard[0], stored.shard[0])
+    if tail.label.rows < needed:
+        short = f"it holds {tail.label.rows} rows of the block, {needed} are committed"
+        problems.append(shard.problem(short, end, size))
+        return chunks
+    written_by_us = tail.label.block != ANYWHERE
+    if tail.label.rows > needed and shard.finished and written_by_us:
+        longer = (
+            f"it holds {tail.label.rows} rows of the block, {needed} are committed, in a run "
+            "that is complete: documents of an older state have come back"
+        )
+        problems.append(shard.problem(longer, end, size, "none"))
     index = tail.index
     found.bytes += form.tail_length
     entries = [(int(offset), int(length)) for offset, length in index]
@@ -259,8 +252,7 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
             problems.append(shard.problem(fault, min(at, offset), max(at, offset), "none"))
         at = max(at, offset + length)
         chunks.append(_Chunk(number=number, offset=offset, length=length))
-    unlabelled = LABEL if tail.label is None and form.runs is not None else 0
-    if at < end and end - at != unlabelled:  # a broken label is a problem already
+    if at < end:
         problems.append(shard.problem("bytes of the shard belong to no chunk", at, end, "none"))
     return chunks
 

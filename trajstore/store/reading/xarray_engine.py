@@ -21,8 +21,7 @@ from xarray.backends import BackendEntrypoint, StoreBackendEntrypoint, ZarrStore
 from trajstore.schema import STEP
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.array_reader import stored_array
-from trajstore.store.reading.block_view import as_blocks
-from trajstore.store.reading.open_group import ends, open_group, run_identity
+from trajstore.store.reading.open_group import ends, open_checked_group
 from trajstore.store.storage.remote_path import RemotePath, RunPath, location
 from trajstore.threads import default_threads
 
@@ -71,7 +70,7 @@ def run_dataset(
         if isinstance(location(place), RemotePath):
             steps = _told_by_the_ends(array)
         else:
-            stored = stored_array(place, STEP.name, array, run_identity(group.attrs))
+            stored = stored_array(place, STEP.name, array)
             if stored is not None:
                 steps = replace(stored, threads=default_threads()).values(())
     if steps is None:
@@ -96,7 +95,7 @@ def _told_by_the_ends(array: Any) -> npt.NDArray[np.int64] | None:
 
 
 class TrajstoreBackend(BackendEntrypoint):
-    """Opens runs, each array by one codec: also those of format 1, and of ``portable``."""
+    """Opens runs."""
 
     description = "Histories of training that trajstore has recorded"
     open_dataset_parameters = ("filename_or_obj", "drop_variables")
@@ -114,7 +113,7 @@ class TrajstoreBackend(BackendEntrypoint):
         RunNotFound, FormatError, MissingExtra
             See `trajstore.store.reading.open_group.open_group`.
         """
-        group = as_blocks(open_group(filename_or_obj))
+        group = open_checked_group(filename_or_obj)
         reader = StoreBackendEntrypoint().open_dataset  # indices are made by who calls this
         return run_dataset(group, filename_or_obj, drop_variables, reader=reader)
 

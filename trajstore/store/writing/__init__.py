@@ -20,10 +20,8 @@
     What a new run is made of: its coordinates, checked, and all that it holds before a first row.
 ``resumed_run``
     A run that is there, as a writer goes on with it: what is kept of it, and how it is stored.
-``shared_commits``
-    The commit of a run that several processes write: by the first of them, when all have written.
-``shared_plan``
-    The planner where several processes write a run: no shard has tokens of two of them.
+``shared_run``
+    A run that several processes write: planned, begun and committed by the first of them.
 ``token_share``
     The tokens of a run that one of several processes writes.
 ``writer``

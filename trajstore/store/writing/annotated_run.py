@@ -121,7 +121,7 @@ def _make(
         arrays={},
         runs=stored.layout.runs,
     )
-    made, chunks = new_arrays(only, coordinates, encoding=str(root["attributes"]["encoding"]))
+    made, chunks = new_arrays(only, coordinates)
     before = root["consolidated_metadata"]["metadata"]
     auxiliary = " ".join(name for name in coordinates if name != "token")
     arrays = {name: _with_coordinates(before[name], auxiliary) for name in before}
@@ -137,12 +137,9 @@ def _make(
         put(new / key, [chunks[key]], fsync=fsync)
     for name in metadata.names():
         put(new / name / DOCUMENT, [metadata.array(name, stored.rows)], fsync=fsync)
-    digests = {}
-    if stored.fingerprint is not None:
-        held = stored_fingerprints(new, metadata, stored.arrays, stored.layout, stored.rows)
-        digests = held[-1].attributes()
+    held = stored_fingerprints(new, metadata, stored.arrays, stored.layout, stored.rows)
     status = root["attributes"]["status"]
-    put(new / DOCUMENT, [metadata.root(stored.rows, status, digests)], fsync=fsync)
+    put(new / DOCUMENT, [metadata.root(stored.rows, status, held[-1].attributes())], fsync=fsync)
     _check_kept(new, metadata, run, wanted)
 
 

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from trajstore.schema import STEP
 from trajstore.store.metadata.block_plan import Layout
-from trajstore.store.metadata.fingerprint import Fingerprint, block_digest
-from trajstore.store.metadata.zarr_json import RunMetadata, Status
+from trajstore.store.metadata.fingerprint import block_digest
+from trajstore.store.metadata.zarr_json import Status
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_lock import RemoteLock
 from trajstore.store.storage.remote_path import Location
@@ -30,7 +30,7 @@ from trajstore.store.writing.block_writer import BlockWriter
 from trajstore.store.writing.commit import Committer
 from trajstore.store.writing.commit_timer import CommitTimer
 from trajstore.store.writing.resumed_run import ResumedRun
-from trajstore.store.writing.shared_commits import SharedCommits, Written
+from trajstore.store.writing.shared_run import SharedCommits, Written
 from trajstore.store.writing.token_share import TokenShare
 
 __all__ = ["BlockCommits"]
@@ -44,10 +44,8 @@ class BlockCommits:
     path : Path or RemotePath
     layout : Layout
         Of what this process holds of the run.
-    metadata : RunMetadata or None
+    committer : Committer or None
         None where another process commits.
-    fingerprint : Fingerprint or None
-        Of the rows that are there; None in format 1.
     commit_every : float or None
         Seconds after a commit at which the rows of the unfinished block are committed, once
         `start` was called; None for whole blocks only.
@@ -74,8 +72,7 @@ class BlockCommits:
         self,
         path: Location,
         layout: Layout,
-        metadata: RunMetadata | None,
-        fingerprint: Fingerprint | None,
+        committer: Committer | None,
         *,
         commit_every: float | None,
         fsync: bool,
@@ -86,10 +83,8 @@ class BlockCommits:
         self._lock = lock
         self._layout = layout
         self._rows_lock = threading.Lock()  # the timer's thread asks how many there are
-        self._committer = (
-            None if metadata is None else Committer(path, metadata, fingerprint, fsync=fsync)
-        )
-        self._shared = None if share is None else SharedCommits(share, self._committer)
+        self._committer = committer
+        self._shared = None if share is None else SharedCommits(share, committer)
         # Not by time where others write, too: they would have to stop at the same row.
         self._timer = self._made_timer(commit_every if share is None else None)
         self._block_writer = BlockWriter(
@@ -136,7 +131,7 @@ class BlockCommits:
             return
         unfinished = kept.rows % self._layout.block_rows
         last = None
-        if unfinished and self._layout.runs is not None:
+        if unfinished:
             last = (unfinished, kept.digest_of_unfinished())
         self._committer.cut(kept.rows, last)
 

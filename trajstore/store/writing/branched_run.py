@@ -22,7 +22,7 @@ from trajstore.codec.block_form import Runs
 from trajstore.codec.block_label import new_identity
 from trajstore.errors import InvalidArgument
 from trajstore.schema import STEP, coordinate, room_for_examples
-from trajstore.store.metadata.block_plan import ArrayLayout, Layout, plan
+from trajstore.store.metadata.block_plan import Layout, plan
 from trajstore.store.metadata.fingerprint import Fingerprint
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.zarr_json import CHANGING, COPY, RunMetadata
@@ -66,7 +66,7 @@ def branch_run(
 ) -> None:
     """Make a run of the first rows of another, to be gone on with; its status is ``interrupted``.
 
-    It has the blocks, the encoding and the coordinates of the other. Whole blocks of variables that
+    It has the blocks and the coordinates of the other. Whole blocks of variables that
     keep their type are hard links, or copies where the file system makes none; what gets a wider
     type is encoded anew, block by block, and so is the last block if it is not whole.
 
@@ -181,10 +181,9 @@ class _Branch:
             parameters=lengths.get("parameter", 1),
             memory=parse_bytes(memory),
             block_rows=stored.layout.block_rows,
-            encoding=str(root["attributes"]["encoding"]),
         )
         anew = {
-            name: array if stored.layout.runs is not None else _undivided(array)
+            name: array
             for name, array in layout.arrays.items()
             if name != STEP.name and array.native != stored.layout.arrays[name].native
         }
@@ -195,15 +194,13 @@ class _Branch:
         }
         runs = _runs_of_branch(stored)
         changed = replace(layout, arrays=anew, runs=runs)
-        encoding = str(root["attributes"]["encoding"])
-        made, _ = new_arrays(changed, placeholders, encoding=encoding)
+        made, _ = new_arrays(changed, placeholders)
         kept = (STEP.name, *(name for name in types if name not in anew))
         arrays = {name: _with_runs(documents[name], runs) for name in (*kept, *coordinates)}
         arrays |= {name: made[name] for name in anew}
         arrays[STEP.name] = _without_copy(arrays[STEP.name])
         fixed = {key: value for key, value in root["attributes"].items() if key not in CHANGING}
-        if runs is not None:
-            fixed["runs"] = [list(entry) for entry in runs]
+        fixed["runs"] = [list(entry) for entry in runs]
         return cls(
             stored=stored,
             path=path,
@@ -258,10 +255,8 @@ class _Branch:
         finally:
             writer.close("interrupted")
 
-    def _fingerprint(self, rows: int) -> Fingerprint | None:
+    def _fingerprint(self, rows: int) -> Fingerprint:
         runs = self.changed.runs
-        if runs is None:
-            return None
         arrays: dict[str, StoredArray] = {}
         for name in self.kept:
             stored = self.stored.arrays[name]
@@ -294,20 +289,16 @@ def _room(stored: ResumedRun) -> dict[str, Any]:
     return room_for_examples({name: array.row for name, array in arrays if name != STEP.name})
 
 
-def _runs_of_branch(stored: ResumedRun) -> Runs | None:
+def _runs_of_branch(stored: ResumedRun) -> Runs:
     """Whose blocks the branch holds: those it takes over keep the identity they have."""
-    if stored.layout.runs is None:
-        return None
     blocks = stored.rows // stored.layout.block_rows
     # A run that was cut below its first own block, or took a wider type, has blocks before that.
     before = ((min(number, blocks), run) for number, run in stored.layout.runs)
     return (*before, (blocks, new_identity()))
 
 
-def _with_runs(document: dict[str, Any], runs: Runs | None) -> dict[str, Any]:
+def _with_runs(document: dict[str, Any], runs: Runs) -> dict[str, Any]:
     """The document of an array, of a run of that identity."""
-    if runs is None:
-        return document
     codecs = [
         codec | {"configuration": codec["configuration"] | {"runs": [list(e) for e in runs]}}
         if codec["name"] == BLOCK
@@ -315,14 +306,6 @@ def _with_runs(document: dict[str, Any], runs: Runs | None) -> dict[str, Any]:
         for codec in document["codecs"]
     ]
     return document | {"codecs": codecs}
-
-
-def _undivided(array: ArrayLayout) -> ArrayLayout:
-    """One shard a block, as format 1 has it."""
-    if array.parts == 1:
-        return array
-    tokens = array.chunk[1] * -(-array.row[0] // array.chunk[1])
-    return replace(array, shard=(array.shard[0], tokens, *array.shard[2:]))
 
 
 def _without_copy(document: dict[str, Any]) -> dict[str, Any]:

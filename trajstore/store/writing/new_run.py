@@ -20,6 +20,7 @@ from trajstore.codec.block_form import Runs
 from trajstore.errors import InvalidArgument
 from trajstore.schema import (
     COORDINATES,
+    ENCODING,
     FORMAT,
     MODEL,
     POPULATION,
@@ -132,7 +133,6 @@ def new_run(
     layout: Layout,
     coordinates: Mapping[str, npt.ArrayLike],
     *,
-    encoding: str,
     config: Mapping[str, Any] | None,
     attributes: Mapping[str, Any] | None,
 ) -> tuple[RunMetadata, dict[str, bytes]]:
@@ -143,7 +143,6 @@ def new_run(
     layout : Layout
     coordinates : mapping of str to array_like
         As `token_coordinates` and `parameter_coordinate` return them.
-    encoding : {'delta', 'portable'}
     config : mapping or None
         Configuration of the run, JSON values only.
     attributes : mapping or None
@@ -158,20 +157,20 @@ def new_run(
     fixed = {
         "trajstore_format": FORMAT,
         "trajstore_version": __version__,
-        "runs": [list(entry) for entry in layout.runs or ()],
+        "runs": [list(entry) for entry in layout.runs],
         "created": utc_now(),
         "timeline": "post-step",
-        "encoding": encoding,
+        "encoding": ENCODING,
         "block_rows": layout.block_rows,
         "config": dict(config or {}),
         **(attributes or {}),
     }
-    arrays, chunks = new_arrays(layout, coordinates, encoding=encoding)
+    arrays, chunks = new_arrays(layout, coordinates)
     return RunMetadata(arrays, fixed), chunks
 
 
 def new_arrays(
-    layout: Layout, coordinates: Mapping[str, npt.ArrayLike], *, encoding: str
+    layout: Layout, coordinates: Mapping[str, npt.ArrayLike]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
     """Arrays of a run that is to be made.
 
@@ -180,7 +179,6 @@ def new_arrays(
     layout : Layout
     coordinates : mapping of str to array_like
         Their values, by name of the schema.
-    encoding : {'delta', 'portable'}
 
     Returns
     -------
@@ -193,7 +191,7 @@ def new_arrays(
     root = zarr.create_group(MemoryStore(objects))
     for name, array in layout.arrays.items():
         auxiliary = [name for name in along_token(coordinates) if name != "token"]
-        _create(root, name, array, auxiliary, encoding=encoding, runs=layout.runs)
+        _create(root, name, array, auxiliary, layout.runs)
     for name, values in coordinates.items():
         entry = coordinate(name)
         assert entry is not None
@@ -214,9 +212,7 @@ def _create(
     name: str,
     array: ArrayLayout,
     auxiliary: list[str],
-    *,
-    encoding: str,
-    runs: Runs | None,
+    runs: Runs,
 ) -> None:
     entry = array.variable
     attributes: dict[str, Any] = {"long_name": entry.long_name, "units": entry.units}
@@ -224,27 +220,19 @@ def _create(
         attributes["native_dtype"] = array.native.name
     if "token" in entry.dims and auxiliary:
         attributes["coordinates"] = " ".join(auxiliary)  # CF: xarray makes them coordinates
-    storage: dict[str, Any] = {"chunks": array.shard, "compressors": None, "filters": None}
-    if encoding == "portable" or runs is None:  # as format 1 stores all
-        storage = {
-            "chunks": array.chunk,
-            "shards": array.shard,
-            **array.chain.codecs(len(array.chunk)),
-        }
-    else:
-        storage["serializer"] = BlockCodec(
-            array=name, chunk_shape=array.chunk, chain=array.chain, runs=runs
-        )
     root.create_array(
         name,
         shape=(array.shard[0], *array.row),
         dtype=array.native.stored,
+        chunks=array.shard,
+        filters=None,
+        serializer=BlockCodec(array=name, chunk_shape=array.chunk, chain=array.chain, runs=runs),
+        compressors=None,
         # A lost chunk must not read as a plausible number.
         fill_value=-1 if array.native.stored.kind == "i" else float("nan"),
         dimension_names=entry.dims,
         chunk_key_encoding=_CHUNK_KEYS,
         attributes=attributes,
-        **storage,
     )
 
 

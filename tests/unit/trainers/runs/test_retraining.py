@@ -27,7 +27,7 @@ VARIANTS = {
         "gatsby", "recording.every=3", "training.accumulation=2", "recording.tokens=live",
         "recording.record=['all','W_step_norm','hidden_mean','batch','hidden_states']",
     ],
-    "plain": ["gatsby-adam", "schedule.name=linear", "recording.encoding=portable"],
+    "plain": ["gatsby-adam", "schedule.name=linear"],
     "plain, float16, first steps skipped": [
         "gatsby-adam", "training.autocast=float16", "model.dtype=float32",
         "initialisation.kind=normal", "initialisation.sigma=300", "optimizer.lr=1",

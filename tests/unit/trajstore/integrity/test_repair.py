@@ -24,16 +24,15 @@ from trajstore import (
     repair,
     verify,
 )
-from trajstore.schema import ENCODINGS
 
 DATA = Path(__file__).parents[3] / "data"
 SERIES = ("step", "W", "grad", "exp_avg", "loss")
 BLOCK = 4
 
 
-@pytest.fixture(scope="module", params=ENCODINGS)
-def whole(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    return wide_run(tmp_path_factory.mktemp("whole") / "run.zarr", request.param)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wide_run(tmp_path_factory.mktemp("whole") / "run.zarr")
 
 
 @pytest.fixture
@@ -93,12 +92,6 @@ def test_a_sound_run_is_left_alone(run: Path, yes: bool) -> None:
     assert (found.actions, found.unrepaired, found.rows) == ((), (), 11)
     assert contents(run) == before
     assert list(run.parent.iterdir()) == [run]
-
-
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_sound_run_of_the_first_version_is_left_alone(tmp_path: Path, encoding: str) -> None:
-    run = shutil.copytree(DATA / f"format1-{encoding}.zarr", tmp_path / "run.zarr")
-    assert repair(run).actions == ()
 
 
 @pytest.mark.parametrize(
@@ -209,21 +202,6 @@ def test_a_lost_root_is_rebuilt(run: Path, whole: Path, damage: Callable[[Path],
     assert_first_rows(run, whole, 11)
     expected = attributes(whole) | {"status": "interrupted", "updated": attributes(run)["updated"]}
     assert attributes(run) == expected
-
-
-def test_without_a_copy_a_rebuilt_root_says_what_is_lost(tmp_path: Path) -> None:
-    for encoding in ENCODINGS:
-        source = DATA / f"format1-{encoding}.zarr"
-        run = shutil.copytree(source, tmp_path / encoding)
-        (run / "zarr.json").unlink()
-        found = repair(run, yes=True)
-        assert "what config, optimizer and provenance said is gone" in found.actions[0]
-        assert verify(run).clean
-        got, expected = attributes(run), attributes(source)
-        for name in ("encoding", "block_rows", "timeline", "committed_rows", "trajstore_format"):
-            assert got[name] == expected[name]
-        assert got["config"] == {}
-        assert open_run(run).W.values.tobytes() == open_run(source).W.values.tobytes()
 
 
 @pytest.mark.parametrize("name", ["step", "W", "token", "token_text"])

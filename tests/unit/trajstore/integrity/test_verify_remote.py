@@ -32,7 +32,7 @@ pytest.importorskip("obstore")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return wide_run(tmp_path_factory.mktemp("whole") / "run.zarr", "delta")
+    return wide_run(tmp_path_factory.mktemp("whole") / "run.zarr")
 
 
 @pytest.fixture

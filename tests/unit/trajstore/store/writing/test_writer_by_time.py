@@ -15,7 +15,6 @@ from bits_and_calls import random_bits
 from still_timer import StillTimer, commit_now
 
 from trajstore import InvalidArgument, RunWriter, repair, verify
-from trajstore.schema import ENCODINGS
 
 TYPES = {"W": "bfloat16", "grad": "float16", "loss": "float32"}
 
@@ -154,14 +153,13 @@ def test_an_impossible_time_is_refused_before_anything_is_made(
         RunWriter.resume(path, commit_every=wrong)
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_the_end_is_that_of_a_run_without(
-    tmp_path: Path, encoding: str, buffers: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, buffers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Object by object, with a commit after every row and the last block left as it was."""
     monkeypatch.setattr("trajstore.store.writing.writer.new_identity", lambda: "0" * 32)
-    options: dict[str, Any] = {"encoding": encoding, "buffers": buffers}
+    options: dict[str, Any] = {"buffers": buffers}
     with create(tmp_path / "whole.zarr", **options, commit_every=None) as whole:
         for step in range(11):
             whole.append(**row(step))

@@ -24,7 +24,7 @@ pytest.importorskip("numba")
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """How many values the loop went through each time; it is compiled at once."""
     monkeypatch.setattr(compiled_loop, "_ENOUGH", 0)
-    loop, made = CompiledLoop("trajstore.codec.unfold_loop", "unfold_rows"), []
+    loop, made = CompiledLoop("trajstore.codec.delta", "unfold_rows"), []
 
     class Spy:
         def is_worth(self, count: int) -> bool:

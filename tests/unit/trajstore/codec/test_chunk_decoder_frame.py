@@ -1,3 +1,5 @@
+"""Part of a Blosc frame, as a frame of its own."""
+
 from __future__ import annotations
 
 import itertools
@@ -9,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numcodecs import blosc
 
-from trajstore.codec.blosc_frame import HEADER, cut
+from trajstore.codec.chunk_decoder import cut_frame
+
+HEADER = 16
 
 SIZE = 200_003
 
@@ -45,7 +49,7 @@ def test_a_cut_holds_the_stretch(
 ) -> None:
     data, (start, stop) = content(kind), sorted(ends)
     whole = frame(data, compressor, shuffle, typesize, blocksize)
-    part, skip = cut(memoryview(whole), start, stop)
+    part, skip = cut_frame(memoryview(whole), start, stop)
     assert len(part) <= len(whole)
     assert blosc.decompress(part)[skip : skip + stop - start] == data[start:stop]
 
@@ -54,11 +58,11 @@ def test_a_cut_holds_the_stretch(
 def test_a_cut_is_as_small_as_blocks_allow(kind: str) -> None:
     data = content(kind)
     whole = frame(data, "zstd", blosc.Blosc.BITSHUFFLE, 2, 1 << 12)
-    part, skip = cut(memoryview(whole), 50_000, 50_100)
+    part, skip = cut_frame(memoryview(whole), 50_000, 50_100)
     assert skip < 1 << 12
     assert len(blosc.decompress(part)) <= 2 << 12
     # Also of the last block, which is short.
-    part, _ = cut(memoryview(whole), SIZE - 1, SIZE)
+    part, _ = cut_frame(memoryview(whole), SIZE - 1, SIZE)
     assert len(blosc.decompress(part)) <= 2 << 12
 
 
@@ -76,7 +80,7 @@ def test_blocks_in_another_order_are_left_alone() -> None:
         at += len(blocks[number])
     struct.pack_into(f"<{count}i", whole, HEADER, *(moved[number] for number in range(count)))
     assert blosc.decompress(bytes(whole)) == data
-    part, skip = cut(memoryview(whole), 70_000, 70_010)
+    part, skip = cut_frame(memoryview(whole), 70_000, 70_010)
     assert blosc.decompress(part)[skip : skip + 10] == data[70_000:70_010]
 
 
@@ -84,14 +88,14 @@ def test_blocks_in_another_order_are_left_alone() -> None:
 def test_a_torn_frame_is_an_error(keep: int) -> None:
     whole = frame(content("some"), "lz4", blosc.Blosc.SHUFFLE, 2, 0)
     with pytest.raises(ValueError, match="not a whole Blosc frame"):
-        cut(memoryview(whole[:keep]), 0, 10)
+        cut_frame(memoryview(whole[:keep]), 0, 10)
 
 
 def test_what_lies_outside_is_an_error() -> None:
     whole = memoryview(frame(content("some"), "lz4", blosc.Blosc.SHUFFLE, 2, 0))
     for start, stop in ((0, SIZE + 1), (-1, 5), (7, 7)):
         with pytest.raises(ValueError, match=f"it holds {SIZE} bytes"):
-            cut(whole, start, stop)
+            cut_frame(whole, start, stop)
 
 
 @given(st.data())
@@ -103,7 +107,7 @@ def test_a_broken_header_is_an_error_or_harmless(draw: st.DataObject) -> None:
         whole[at] = draw.draw(st.integers(0, 255))
     start = draw.draw(st.integers(0, SIZE - 2))
     try:
-        part, skip = cut(memoryview(whole), start, start + 2)
+        part, skip = cut_frame(memoryview(whole), start, start + 2)
         out = np.empty(SIZE, np.uint8)
         blosc.decompress(part, out)
     except (ValueError, RuntimeError):
