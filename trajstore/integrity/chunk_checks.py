@@ -16,10 +16,10 @@ import numpy.typing as npt
 from trajstore.errors import ObjectStoreError
 from trajstore.integrity.array_json_checks import block_rows, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
-from trajstore.integrity.problem import FOREIGN, Problem
+from trajstore.integrity.problem import Problem
 from trajstore.integrity.shard_checks import CheckedChunks, check_shard
 from trajstore.schema import STEP
-from trajstore.store.metadata.object_keys import DOCUMENT, chunk_key
+from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.storage.object_file import size_of
 from trajstore.store.storage.remote_path import REMOTE_REQUESTS, Location, RemotePath
 from trajstore.threads import Progress, in_parallel
@@ -67,9 +67,8 @@ def _size_of_shards(metadata: CheckedMetadata) -> int:
     sizes = metadata.objects
     keys = [
         stored.key(block, part)
-        for name, document in metadata.arrays.items()
-        if is_series(name) and (stored := metadata.stored(name)) is not None
-        for block in range(-(-metadata.rows // block_rows(document)))
+        for stored in map(metadata.stored, filter(is_series, metadata.arrays))
+        for block in range(-(-metadata.rows // stored.shard[0]))
         for part in range(stored.parts)
     ]
     if sizes is not None:
@@ -93,21 +92,12 @@ def _size(path: Location) -> int:
 def _jobs(metadata: CheckedMetadata) -> Iterator[Job]:
     for name in filter(is_series, metadata.arrays):
         stored = metadata.stored(name)
-        if stored is None:
-            yield partial(_foreign, metadata, name)
-            continue
         declared = metadata.arrays[name]["attributes"].get("native_dtype")
         native = NATIVE_TYPES.get(declared, stored.chain.native)
         finished = metadata.attributes.get("status") == "complete"
         for block in range(-(-metadata.rows // stored.shard[0])):
             for part in range(stored.parts):
                 yield partial(check_shard, stored, native, block, part, finished=finished)
-
-
-def _foreign(metadata: CheckedMetadata, name: str) -> CheckedChunks:
-    """What is known of an array whose chunks no recorder wrote."""
-    path = metadata.path / name / DOCUMENT
-    return CheckedChunks(problems=[Problem(array=name, path=path, message=FOREIGN)])
 
 
 def _check_steps(metadata: CheckedMetadata, steps: dict[int, Array]) -> Iterator[Problem]:

@@ -13,11 +13,10 @@ from trajstore.codec.crc32c_check import is_intact
 from trajstore.errors import ObjectStoreError
 from trajstore.integrity.array_json_checks import open_document
 from trajstore.integrity.checked_metadata import CheckedMetadata
-from trajstore.integrity.problem import FOREIGN, Problem
+from trajstore.integrity.problem import Problem
 from trajstore.schema import along_token
-from trajstore.store.metadata.object_keys import DOCUMENT, chunk_key
+from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.storage.object_file import size_of
-from trajstore.strict_json import Document
 
 __all__ = ["CheckedCoordinates", "check_coordinates"]
 
@@ -48,27 +47,10 @@ def check_coordinates(metadata: CheckedMetadata) -> CheckedCoordinates:
     """Read every coordinate of a run against its checksum, and compare them."""
     found = CheckedCoordinates()
     for name in (*along_token(metadata.arrays), "parameter"):
-        if name not in metadata.arrays:
-            continue
-        if _is_as_recorded(metadata.arrays[name]):
+        if name in metadata.arrays:
             _read(metadata, name, found)
-        else:
-            path = metadata.path / name / DOCUMENT
-            found.problems.append(Problem(array=name, path=path, message=FOREIGN))
     _compare(metadata, found)
     return found
-
-
-def _is_as_recorded(document: Document) -> bool:
-    """Whether a coordinate is stored as a recorder stores it: one chunk, with a checksum."""
-    described = open_document(document)
-    return (
-        tuple(described.chunks) == tuple(described.shape)
-        and described.shards is None
-        and document["chunk_key_encoding"]
-        == {"name": "default", "configuration": {"separator": "."}}
-        and document["codecs"][-1].get("name") == "crc32c"
-    )
 
 
 def _read(metadata: CheckedMetadata, name: str, found: CheckedCoordinates) -> None:

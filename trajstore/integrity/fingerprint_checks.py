@@ -78,9 +78,8 @@ def made_again(
     FormatError, OSError
         If the last block has to be read again, and cannot be.
     """
-    arrays = {name: metadata.stored(name) for name in metadata.arrays if is_series(name)}
-    stored = {name: array for name, array in arrays.items() if array is not None}
-    if len(stored) < len(arrays) or STEP.name not in stored:
+    stored = {name: metadata.stored(name) for name in metadata.arrays if is_series(name)}
+    if STEP.name not in stored:
         return None
     length = stored[STEP.name].shard[0]
     digests = coordinate_digests(metadata.path, metadata.arrays)

@@ -7,13 +7,7 @@ from typing import Literal
 
 from trajstore.store.storage.remote_path import Location
 
-__all__ = ["FOREIGN", "Problem"]
-
-FOREIGN = (
-    "it is not stored as a recorder stores it, so it cannot be checked; another program has "
-    "written it, or its metadata have been changed"
-)
-"""Message about an array that the decoder of this package does not read."""
+__all__ = ["Problem"]
 
 
 @dataclass(frozen=True, kw_only=True)

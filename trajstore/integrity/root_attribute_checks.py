@@ -103,16 +103,10 @@ def check_attributes(found: CheckedMetadata) -> None:
         If the run is one of another format.
     """
     step = found.arrays.get(STEP.name)
-    text = None if step is None else step["attributes"].get(COPY)
-    if text is not None:
-        found.copy = parsed_copy(text)
+    if step is not None:
+        found.copy = parsed_copy(step["attributes"].get(COPY))
         if found.copy is None:
-            found.report(STEP.name, f"its attribute {COPY} is no JSON object")
-    elif step is not None:
-        found.notes.append(
-            "there is no copy of the root's attributes in step, as older versions left it out; "
-            "whether one has changed since cannot be told"
-        )
+            found.report(STEP.name, f"its attribute {COPY} is missing, or is no JSON object")
     if found.root is None:
         return
     attributes = found.attributes
@@ -154,8 +148,7 @@ def _check_identity(found: CheckedMetadata) -> None:
         found.report(None, str(error))
         return
     for name in filter(is_series, found.arrays):
-        stored = found.stored(name)
-        if stored is not None and stored.form.runs != runs:
+        if found.stored(name).form.runs != runs:
             found.report(name, "its metadata say it is of another run than the root says")
 
 
