@@ -73,6 +73,17 @@ def finish(path: Path) -> None:
     assert not [file for file in path.parent.iterdir() if file.name.startswith(".")]
 
 
+@pytest.mark.parametrize("move", [1, A_COMMIT])
+def test_killed_at_the_first_and_the_last_move_of_a_commit(tmp_path: Path, move: int) -> None:
+    path = tmp_path / "run.zarr"
+    assert killed(write_rows, path, ROWS, KillAt(A_COMMIT + 8, after=True))
+    before = committed(path)
+    assert killed(write_rows, path, ROWS, KillAt(OBJECTS + 1 + move, after=True))
+    assert check_whole(path) == before + (BLOCK if move == A_COMMIT else 0)
+    finish(path)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("after", [False, True])
 def test_killed_at_every_move_of_a_commit(tmp_path: Path, after: bool) -> None:
     path = tmp_path / "run.zarr"
@@ -89,6 +100,7 @@ def test_killed_at_every_move_of_a_commit(tmp_path: Path, after: bool) -> None:
     assert reader.most == ROWS
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("after", [False, True])
 def test_killed_at_every_move_of_a_commit_by_time(tmp_path: Path, after: bool) -> None:
     """Of a block that is there already, with fewer rows, and is replaced."""
@@ -111,7 +123,9 @@ def test_killed_at_every_move_of_a_commit_by_time(tmp_path: Path, after: bool) -
     assert reader.most == ROWS
 
 
-@pytest.mark.parametrize("move", range(1, 10))
+@pytest.mark.parametrize(
+    "move", [pytest.param(n, marks=() if n == 5 else pytest.mark.nightly) for n in range(1, 10)]
+)
 def test_killed_while_it_is_made_there_is_no_run_or_an_empty_one(tmp_path: Path, move: int) -> None:
     path = tmp_path / "run.zarr"
     assert killed(write_rows, path, ROWS, KillAt(move, after=True))
@@ -119,6 +133,7 @@ def test_killed_while_it_is_made_there_is_no_run_or_an_empty_one(tmp_path: Path,
     finish(path)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TRAJSTORE_KILLS", "4"))))
 def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
     """Also more than once, until the run is through."""
