@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 import trajstore
 from trajstore.errors import TrajstoreError
-from trajstore.exchange.importing.read_runs import understood
+from trajstore.exchange.importing.read_runs import read_runs
 from trajstore.exchange.layouts import EXPORT_LAYOUTS, LAYOUTS
 from trajstore.formats.open_file import open_file
 
@@ -101,7 +101,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 def read_all(path: Path) -> None:
     """Everything that an import reads of a file, but for writing the run."""
     with open_file(path) as file:
-        for run in understood(file).runs:
+        for run in read_runs(file).runs:
             for held in run.variables:
                 assert held.rows in (len(run.steps), len(run.steps) - 1)
                 held.read(0, held.rows)
@@ -254,7 +254,7 @@ FUZZ = """
 import random, resource, sys
 from pathlib import Path
 from trajstore.errors import TrajstoreError
-from trajstore.exchange.importing.read_runs import understood
+from trajstore.exchange.importing.read_runs import read_runs
 from trajstore.formats.open_file import open_file
 
 good, path, most = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2]), int(sys.argv[5])
@@ -272,7 +272,7 @@ for number in range(first, last):
     print(number, flush=True)
     try:
         with open_file(path) as file:
-            for run in understood(file).runs:
+            for run in read_runs(file).runs:
                 for held in run.variables:
                     held.read(0, held.rows)
         accepted += 1

@@ -2,8 +2,6 @@
 
 ``exchange_commands``
     Commands that write and read the files of others: export, import.
-``exchange_tables``
-    What the commands about the files of others print: what was taken for what, what is read.
 ``info_command``
     The command `info`.
 ``integrity_commands``

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.text import Text
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY, format_bytes
-from trajstore.cli.exchange_tables import print_taken, print_understood
 from trajstore.cli.options import JSON, RUN, sentences
 from trajstore.cli.progress import BytesProgress, stopped_by_signals
-from trajstore.cli.tables import out, print_json, print_notes
+from trajstore.cli.tables import out, print_json, print_notes, print_table, table
 from trajstore.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from trajstore.exchange.guessing.detect_arrays import Detection
 
 __all__ = ["export", "import_"]
 
@@ -105,9 +109,9 @@ def _format_of(output: str) -> str:
 @click.option(
     "--map",
     "mapped",
-    metavar="ROLE=NAME",
+    metavar="KIND=NAME",
     multiple=True,
-    help="The array that has a role, such as W=embedding_history; ignore=NAME leaves one out. "
+    help="The array that has a kind, such as W=embedding_history; ignore=NAME leaves one out. "
     "Repeatable.",
 )
 @click.option(
@@ -171,28 +175,28 @@ def import_(
       trajstore import mine.npz --dry-run --map W=weights_0 --labels steps=0:2001:50
     """
     if file is None:
-        print_understood(as_json=as_json)
+        _print_supported(as_json=as_json)
         return
-    roles: dict[str, tuple[str, ...]] = {}
-    for role, name in map(_assignment, mapped):
-        roles[role] = (*roles.get(role, ()), name)
+    kinds: dict[str, tuple[str, ...]] = {}
+    for kind, name in map(_assignment, mapped):
+        kinds[kind] = (*kinds.get(kind, ()), name)
     labelled = dict([_assignment(labels)]) if labels else None
-    said = options | {"map": roles, "labels": labelled, "bits": _bits(bits)}
+    given = options | {"map": kinds, "labels": labelled, "bits": _bits(bits)}
     if dry_run:
-        _preview(file, said, as_json=as_json)
+        _preview(file, given, as_json=as_json)
         return
     if output is None:
         raise InvalidArgument("say where the run is to be with -o NAME.zarr, or add --dry-run")
     from trajstore.exchange.importing.import_file import import_file
 
     with stopped_by_signals(), BytesProgress("importing") as progress:
-        done = import_file(file, output, on_progress=progress.show, **said)
+        done = import_file(file, output, on_progress=progress.show, **given)
     runs = (done, *done.others)
     if as_json:
         facts = [dataclasses.asdict(one) | {"path": str(one.path), "others": []} for one in runs]
         print_json(facts[0] | {"others": facts[1:]})
         return
-    print_taken(done.table)
+    _print_detections(done.table)
     for one in runs:
         held = ", ".join(f"{name} ({dtype})" for name, dtype in one.variables.items())
         out.print(
@@ -205,31 +209,31 @@ def import_(
 def _assignment(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        raise InvalidArgument(f"got {text!r}, expected ROLE=NAME, such as W=embedding_history")
+        raise InvalidArgument(f"got {text!r}, expected KIND=NAME, such as W=embedding_history")
     return name, value
 
 
 def _bits(texts: tuple[str, ...]) -> dict[str, str]:
     """What 16 bits are, by variable; of those that are not named under ``*``."""
-    said: dict[str, str] = {}
+    types: dict[str, str] = {}
     for text in texts:
         name, type = _assignment(text) if "=" in text else ("*", text)
-        if said.setdefault(name, type) != type:
-            raise InvalidArgument(f"got --bits {said[name]} and {type} of the same; name one")
-    return said
+        if types.setdefault(name, type) != type:
+            raise InvalidArgument(f"got --bits {types[name]} and {type} of the same; name one")
+    return types
 
 
-def _preview(file: str, said: dict[str, Any], *, as_json: bool) -> None:
+def _preview(file: str, given: dict[str, Any], *, as_json: bool) -> None:
     from trajstore.exchange.importing.import_file import preview_import
 
     unused = ("block_rows", "overwrite")
     seen = preview_import(
-        file, **{name: value for name, value in said.items() if name not in unused}
+        file, **{name: value for name, value in given.items() if name not in unused}
     )
     if as_json:
         print_json(dataclasses.asdict(seen))
         return
-    print_taken(seen.table)
+    _print_detections(seen.table)
     for label, run in seen.runs.items():
         held = ", ".join(f"{name} ({dtype})" for name, dtype in run["variables"].items())
         dead = "" if run["dead"] is None else f", {run['dead']} of them dead"
@@ -239,3 +243,59 @@ def _preview(file: str, said: dict[str, Any], *, as_json: bool) -> None:
             f"read as layout {seen.layout}."
         )
         print_notes(run["notes"])
+
+
+def _print_detections(lines: Iterable[Detection]) -> None:
+    """Print what each array and number of a file was taken for."""
+    printed = table("", "in the file", "type", "shape", "taken as", "")
+    for column in printed.columns[1:]:
+        column.justify = "left"
+    for line in lines:
+        shape = "×".join(map(str, line.shape)) or "—"
+        taken = Text(line.kind) if line.kind else Text("left out", style="dim")
+        printed.add_row(Text(line.name), line.dtype, shape, taken, Text(line.why))
+    print_table(printed)
+
+
+def _print_supported(*, as_json: bool) -> None:
+    """Print what an import reads: formats, kinds with the names in use, and layouts."""
+    from trajstore.exchange.guessing.kind_table import ARRAY_KINDS, SCALARS
+    from trajstore.exchange.layouts import EXPORT_LAYOUTS
+    from trajstore.formats.open_file import FORMATS
+
+    if as_json:
+        kinds = {
+            kind.name: {"names": list(kind.names), "dims": list(kind.dims), "values": kind.values}
+            for kind in ARRAY_KINDS.values()
+        }
+        scalars = {
+            scalar.name: {"names": list(scalar.names), "goes_to": ".".join(scalar.paths[0])}
+            for scalar in SCALARS.values()
+        }
+        facts = {"formats": FORMATS, "kinds": kinds, "scalars": scalars}
+        print_json(facts | {"layouts": list(EXPORT_LAYOUTS)})
+        return
+    out.print("Read are", style="bold")
+    for name, what in FORMATS.items():
+        out.print(Text(f"  {name}: {what}"))
+    printed = table("Arrays", "taken as", "dimensions", "names in use")
+    for kind in ARRAY_KINDS.values():
+        names = [name for name in kind.names if name != "steps_of_the_names"]
+        printed.add_row(kind.name, ", ".join(kind.dims), Text(", ".join(names)))
+    for column in printed.columns[1:]:
+        column.justify = "left"
+    print_table(printed)
+    out.print(
+        Text(
+            "Case does not matter; run_0_… before a name, and _history, _bits, _E, _W or _U behind "
+            "it, and dead_… or live_… for the rows of some tokens, are understood. An array of "
+            "(step, token, hidden) that is alone needs no name; uint16 are the bits of bfloat16."
+        )
+    )
+    printed = table("Numbers", "name", "names in use", "goes to")
+    for scalar in SCALARS.values():
+        printed.add_row(scalar.name, ", ".join(scalar.names), ".".join(scalar.paths[0]))
+    for column in printed.columns[1:]:
+        column.justify = "left"
+    print_table(printed)
+    out.print(Text(f"Layouts, of exports and imports: {', '.join(EXPORT_LAYOUTS)}"))

@@ -1,7 +1,7 @@
 """The layouts of the notebooks' files: names, types, alignment, what is beside the arrays.
 
-One table serves both ways out and in; `roles` is what every file is recognised by, of a layout or
-not. What differs between the layouts and a run:
+One table serves both ways out and in. Arrays of every file, of a layout or not, are detected by
+`trajstore.exchange.guessing.kind_table`. What differs between the layouts and a run:
 
 * Most hold the state after each step, as a run does, and zeros where no step had been taken yet,
   where a run has NaN. 14.1a holds changes of W, not W; its first form those of the dead tokens.
@@ -16,7 +16,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["EXPORT_LAYOUTS", "IMPORT_LAYOUTS", "LAYOUTS", "POPULATIONS", "Column", "Layout"]
+__all__ = [
+    "EXPORT_LAYOUTS",
+    "HDF5_KEYS",
+    "HDF5_TEXTS",
+    "IMPORT_LAYOUTS",
+    "KEPT_ATTRIBUTES",
+    "LAYOUTS",
+    "POPULATIONS",
+    "Column",
+    "Layout",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +79,7 @@ class Layout:
     counts : dict of str to bool
         Keys of the numbers of dead (True) and live tokens.
     scalars : dict of str to str
-        Type of each number beside the arrays; the names are those of `roles`.
+        Type of each number beside the arrays; the names are those of the table of kinds.
     as_texts : tuple of str
         Numbers that its metadata repeat as texts instead.
     chunk_rows : int
@@ -92,7 +102,7 @@ class Layout:
     gzip: int = 0
 
     @property
-    def tells_dead(self) -> bool:
+    def marks_dead(self) -> bool:
         """Whether it tells dead tokens from live ones."""
         return bool(self.populations or self.counts or self.only_dead)
 
@@ -296,3 +306,24 @@ EXPORT_LAYOUTS = ("native", *LAYOUTS)
 
 IMPORT_LAYOUTS = (*EXPORT_LAYOUTS, "hdf5")
 """Those, and HDF5 of any."""
+
+HDF5_KEYS = {
+    "W": "W",
+    "grad": "grad_W",
+    "exp_avg": "momentum_W",
+    "exp_avg_sq": "variance_W",
+    "logits": "logits",
+    "loss": "losses",
+}
+"""Names of variables in HDF5 files; the others keep theirs."""
+
+HDF5_TEXTS = {
+    "attributes": "trajstore_json",
+    "variables": "variables_json",
+    "token_text": "token_text_json",
+    "parameter": "parameter_json",
+}
+"""Names of texts in HDF5 files: attributes of the run and its variables, tokens, parameters."""
+
+KEPT_ATTRIBUTES = ("config", "optimizer", "recording", "provenance", "imported", "created")
+"""Attributes of the root that say where the values come from, and stay true of a copy."""

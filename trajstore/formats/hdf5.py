@@ -109,13 +109,13 @@ class Hdf5File:
     def dtype(self, key: str) -> str:
         """Type of a dataset; of bits, what an attribute says that they mean."""
         dtype: np.dtype[Any] = self._datasets[key].dtype
-        said = self._native_dtype(key)
-        if said is None or dtype.name == said:
+        stated = self._native_dtype(key)
+        if stated is None or dtype.name == stated:
             return dtype.name
-        if dtype == np.uint16 and said in ("bfloat16", "float16"):
-            return said
+        if dtype == np.uint16 and stated in ("bfloat16", "float16"):
+            return stated
         raise FormatError(
-            f"{self.path}: {key} is of type {dtype} (native_dtype: {said}), expected uint16 bits "
+            f"{self.path}: {key} is of type {dtype} (native_dtype: {stated}), expected uint16 bits "
             f"of bfloat16 or float16, or {', '.join(NATIVE_TYPES)}"
         )
 
@@ -226,7 +226,7 @@ class Hdf5File:
             link = group.get(name, getlink=True)
             if not isinstance(link, h5py.HardLink):
                 # An external one would read another file.
-                self.passed_over[f"{prefix}{name}"] = _told(h5py, link)
+                self.passed_over[f"{prefix}{name}"] = _destination(h5py, link)
                 continue
             item = group[name]
             if isinstance(item, h5py.Group) and depth < _DEEPEST_GROUP:
@@ -260,7 +260,7 @@ class Hdf5File:
         return FormatError(f"{self.path} is not a sound HDF5 file: {key} cannot be read ({error})")
 
 
-def _told(h5py: Any, link: Any) -> str:
+def _destination(h5py: Any, link: Any) -> str:
     """Where a link leads, which is not followed."""
     if isinstance(link, h5py.ExternalLink):
         return f"a link to {link.path} of {link.filename}, which is not followed"
@@ -321,9 +321,9 @@ def _check_stored(path: Path, name: str, dataset: Any) -> None:
                 raise ValueError(f"{name} has a chunk of {stored} bytes, {chunk} are announced")
 
 
-def _unwritten(path: Path, name: str, told: str) -> FormatError:
+def _unwritten(path: Path, name: str, detail: str) -> FormatError:
     return FormatError(
-        f"{path}: {name} was not written to its end: {told}, and HDF5 would make up the others; "
+        f"{path}: {name} was not written to its end: {detail}, and HDF5 would make up the others; "
         "copy the rows that are there to a file of their own"
     )
 

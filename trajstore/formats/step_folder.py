@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from trajstore.errors import FormatError
 from trajstore.formats.array_file import ArrayFile, is_number, plain_number, values_of
-from trajstore.formats.step_numbers import common_numbers, numbers_of_steps
-from trajstore.formats.trainer_state import logged_rows
+from trajstore.formats.folder_numbers import common_numbers, logged_rows, numbers_of_steps
 from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["STEPS", "StepFolder", "TrainerCheckpoint", "is_checkpoint", "step_entries"]
@@ -197,7 +196,7 @@ class StepFolder:
     def _agreed(self) -> dict[str, tuple[tuple[int, ...], str, int]]:
         """Shape, type and first row of each array; and what else the files say, row by row."""
         kinds: dict[str, tuple[tuple[int, ...], str, int]] = {}
-        told: list[dict[str, Any]] = []
+        attributes: list[dict[str, Any]] = []
         tables: dict[str, Array] = {}
         unread: dict[tuple[str, str], list[str]] = {}
         for row, (_, path) in enumerate(self._entries):
@@ -221,7 +220,7 @@ class StepFolder:
                     raise FormatError(f"{self.path}: {key} is in {first} and not in {path.name}")
             if row < 2:
                 kinds |= {key: (*kind, row) for key, kind in here.items() if key not in kinds}
-            told.append(dict(file.attributes))
+            attributes.append(dict(file.attributes))
             for key, why in file.passed_over.items():
                 unread.setdefault((key, why), []).append(path.name)
             self._compare_tables(tables, file, here, row)
@@ -230,9 +229,9 @@ class StepFolder:
             if values.ndim:
                 self._once[key] = values
             elif np.isfinite(values):
-                told = [each | {key: plain_number(values[()])} for each in told]
-        self.attributes = common_numbers(told)
-        series, left = numbers_of_steps(told, lambda row: self._entries[row][1].name)
+                attributes = [each | {key: plain_number(values[()])} for each in attributes]
+        self.attributes = common_numbers(attributes)
+        series, left = numbers_of_steps(attributes, lambda row: self._entries[row][1].name)
         self._series = {key: each for key, each in series.items() if key not in kinds}
         self.passed_over |= left
         for (key, why), names in unread.items():

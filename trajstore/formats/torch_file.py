@@ -151,16 +151,16 @@ class TorchFile:
             except Exception as error:  # whatever its unpickler meets in a damaged file
                 # Files of torch before 1.6 cannot be mapped, and are read as a whole.
                 if not in_place or "mmap can only be used" not in str(error):
-                    told = str(error).strip().partition("\n")[0]
+                    text = str(error).strip().partition("\n")[0]
                     if isinstance(error, pickle.UnpicklingError):
                         # Its own advice is to allow what would run the code of the file.
-                        told = (
+                        text = (
                             "it is damaged, or holds objects of Python, which could run code and "
                             "are never loaded; save a dictionary of its tensors"
                         )
                     raise FormatError(
                         f"torch cannot read {self.path} ({size} bytes) as tensors and plain "
-                        f"values: {told or type(error).__name__}"
+                        f"values: {text or type(error).__name__}"
                     ) from None
         raise AssertionError("one of the two ways returns or raises")
 

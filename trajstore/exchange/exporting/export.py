@@ -16,14 +16,12 @@ import xarray as xr
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
-from trajstore.exchange.exporting.export_hdf5 import hdf5_file
 from trajstore.exchange.exporting.export_layout import layout_file
-from trajstore.exchange.exporting.export_native import native_file
+from trajstore.exchange.exporting.export_native import hdf5_file, native_file
 from trajstore.exchange.exporting.export_run import write_run
 from trajstore.exchange.exporting.export_zarr import staged_zarr, write_zarr
 from trajstore.exchange.exporting.exported_file import ExportedFile
-from trajstore.exchange.key_names import KEPT_ATTRIBUTES
-from trajstore.exchange.layouts import EXPORT_LAYOUTS, LAYOUTS
+from trajstore.exchange.layouts import EXPORT_LAYOUTS, KEPT_ATTRIBUTES, LAYOUTS
 from trajstore.exchange.selection import Selection, Steps, Tokens, select
 from trajstore.formats.hdf5_writing import write_hdf5
 from trajstore.formats.safetensors import write_safetensors

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY, parse_bytes
-from trajstore.exchange.guessing.array_roles import Taken
-from trajstore.exchange.importing.import_options import overrules
-from trajstore.exchange.importing.imported_file import ImportedRun, ImportedVariable, Understood
+from trajstore.exchange.guessing.detect_arrays import Detection
+from trajstore.exchange.importing.import_options import import_options
+from trajstore.exchange.importing.imported_file import ImportedFile, ImportedRun, ImportedVariable
 from trajstore.exchange.importing.read_runs import opened_file
 from trajstore.schema import STEP, room_for_examples
 from trajstore.store.storage.remote_path import local_path
@@ -55,7 +55,7 @@ class Imported:
         Native type of each.
     notes : tuple of str
         What was corrected, left out or is not known.
-    table : tuple of Taken
+    table : tuple of Detection
         What each array and number of the file was taken for.
     others : tuple of Imported
         The further runs of a file that holds several.
@@ -69,7 +69,7 @@ class Imported:
     last_step: int
     variables: dict[str, str]
     notes: tuple[str, ...]
-    table: tuple[Taken, ...] = ()
+    table: tuple[Detection, ...] = ()
     others: tuple[Imported, ...] = ()
 
 
@@ -84,16 +84,16 @@ class Preview:
         ``rows``, ``tokens``, ``hidden``, ``first_step``, ``last_step``, ``dead`` (a number, or None
         where it is not known), ``variables`` and ``notes`` of each run, by its label, which is
         empty for a single one.
-    table : tuple of Taken
+    table : tuple of Detection
     """
 
     layout: str
     runs: dict[str, dict[str, Any]]
-    table: tuple[Taken, ...]
+    table: tuple[Detection, ...]
 
 
 def preview_import(
-    file: str | os.PathLike[str], *, memory: int | str = EXCHANGE_MEMORY, **said: Any
+    file: str | os.PathLike[str], *, memory: int | str = EXCHANGE_MEMORY, **options: Any
 ) -> Preview:
     """What `import_file` would make of a file; nothing is written.
 
@@ -101,7 +101,7 @@ def preview_import(
     ----------
     file : path-like
     memory : int or str
-    **said
+    **options
         As `import_file` takes it: layout, map, bits, labels, first_row, masks, schedule.
 
     Raises
@@ -113,10 +113,10 @@ def preview_import(
     --------
     >>> from trajstore import export
     >>> file = export("gatsby.zarr", "gatsby.safetensors", layout="15.1a")
-    >>> [(line.name, line.role) for line in preview_import(file).table if line.name == "momentum"]
+    >>> [(line.name, line.kind) for line in preview_import(file).table if line.name == "momentum"]
     [('momentum', 'exp_avg')]
     """
-    with opened_file(file, overrules(**said), memory) as held:
+    with opened_file(file, import_options(**options), memory) as held:
         return Preview(
             layout=held.layout,
             runs={
@@ -167,7 +167,7 @@ def import_file(
         native, hdf5 or one of the notebooks', as ``trajstore import`` lists them, whose keys and
         alignment it then has; recognised without it.
     map : mapping of str to str or iterable of str, optional
-        Arrays by their roles, such as ``{"W": "weights_0", "loss": "nll"}``; those of ``ignore``
+        Arrays by their kinds, such as ``{"W": "weights_0", "loss": "nll"}``; those of ``ignore``
         are left out.
     bits : {'bfloat16', 'float16'} or mapping of str to them, optional
         What uint16 are bits of (bfloat16 without it), and what float16 was before: of all arrays,
@@ -221,7 +221,7 @@ def import_file(
     >>> imported.layout, imported.rows, imported.variables["W"]
     ('native', 21, 'bfloat16')
     """
-    said = overrules(
+    options = import_options(
         layout=layout,
         map=map,
         bits=bits,
@@ -231,7 +231,7 @@ def import_file(
         schedule=schedule,
     )
     with ExitStack() as stack:
-        held = stack.enter_context(opened_file(file, said, memory))
+        held = stack.enter_context(opened_file(file, options, memory))
         targets = [_target(local_path(path), run.label) for run in held.runs]
         places = [
             stack.enter_context(staged_run(target, overwrite=overwrite)) for target in targets
@@ -263,7 +263,7 @@ def _target(path: Path, label: str) -> Path:
     return path.with_name(f"{path.name.removesuffix('.zarr')}.{label}.zarr")
 
 
-def _imported(target: Path, held: Understood, run: ImportedRun) -> Imported:
+def _imported(target: Path, held: ImportedFile, run: ImportedRun) -> Imported:
     return Imported(
         path=target,
         layout=held.layout,
@@ -289,7 +289,7 @@ def _dead(run: ImportedRun) -> int | None:
 def _origin(
     file: str | os.PathLike[str],
     masks: str | os.PathLike[str] | None,
-    held: Understood,
+    held: ImportedFile,
     run: ImportedRun,
 ) -> dict[str, Any]:
     """What the attribute `imported` of a run says."""
@@ -338,11 +338,11 @@ class _Parts:
     def of_next(self) -> Progress | None:
         """Callback of the next run."""
         self._at += 1
-        told = self._on_progress
-        if told is None:
+        show = self._on_progress
+        if show is None:
             return None
         before, size, total = sum(self._sizes[: self._at]), self._sizes[self._at], sum(self._sizes)
-        return lambda done, whole: told(before + size * done // max(whole, 1), total)
+        return lambda done, whole: show(before + size * done // max(whole, 1), total)
 
 
 def _write(
