@@ -65,7 +65,7 @@ def train(
     options: dict[str, Any] = {"corpus": corpus}
     if told is not None:
         options["on_step"] = lambda recorder: told.send(recorder.step)
-        options["on_proof"] = lambda step, last: told.send(step)
+        options["on_retrain"] = lambda step, last: told.send(step)
     trainers.record(config, path, resume=True, **options)
 
 

@@ -69,7 +69,11 @@ def line_after_notes(stream: IO[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGINT, "gatsby"), (signal.SIGTERM, "gatsby-adam")]
+    ("number", "name"),
+    [
+        (signal.SIGINT, "gatsby"),
+        pytest.param(signal.SIGTERM, "gatsby-adam", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_signal_interrupts_and_the_command_it_names_goes_on(
     number: int,
@@ -110,6 +114,7 @@ def test_a_signal_interrupts_and_the_command_it_names_goes_on(
     ]
 
 
+@pytest.mark.nightly
 def test_the_second_signal_ends_it_at_once(text: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     # It works on its first step for as long as it is let: there is no end to be waited for.
@@ -136,6 +141,7 @@ def test_the_second_signal_ends_it_at_once(text: Path, tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.nightly
 def test_a_killed_recording_goes_on_from_its_checkpoint(
     text: Path,
     tmp_path: Path,

@@ -12,7 +12,6 @@ from trajstore.argument_types import checks_types
 from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
 from trajstore.store.metadata.fingerprint import FINGERPRINT
-from trajstore.store.reading.run_info import digest_of_files
 from trajstore.store.reading.tiled_reader import attribute, open_tiled
 from trajstore.store.writing.create import check_local_target, staged_run
 from trajstore.store.writing.writer import RunWriter
@@ -132,7 +131,7 @@ def what_if(
         origin: dict[str, Any] = {
             "run": os.path.basename(os.path.normpath(run)),
             "created": source.attributes.get("created"),
-            **_digest(run, source.attributes),
+            FINGERPRINT: source.attributes.get(FINGERPRINT),
             "tokens": tokens if isinstance(tokens, str) else "a list of ids",
         }
         earlier = attribute(source.attributes, "provenance", "what_if")
@@ -161,13 +160,6 @@ def _nothing_changed(first_difference: int | None) -> str:
         f"step {first_difference} on. Either the run is no more as it was recorded, which "
         "`trajstore verify` tells, or another machine or version of torch rounds otherwise"
     )
-
-
-def _digest(run: str | os.PathLike[str], attributes: Mapping[str, Any]) -> dict[str, str]:
-    """What tells which run it was: its fingerprint, or of one of format 1 a digest of its files."""
-    if FINGERPRINT in attributes:
-        return {FINGERPRINT: attributes[FINGERPRINT]}
-    return {"sha256": digest_of_files(run)}
 
 
 def _write(

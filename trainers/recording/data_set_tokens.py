@@ -16,7 +16,7 @@ from transformers import BatchEncoding
 
 from trajstore.trainers.recording.options import RecordingOptions
 from trajstore.trainers.recording.parameters import RecordedParameter, unwrap
-from trajstore.trainers.token_texts import token_texts
+from trajstore.trainers.texts.tokenizer import token_texts
 
 __all__ = ["COUNTING_SECONDS", "TokenFacts", "facts_of_trainer"]
 

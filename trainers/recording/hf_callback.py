@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from trajstore.errors import RecordingError
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.recording.capture import attach
 from trajstore.trainers.recording.compared_run import Comparison
 from trajstore.trainers.recording.data_set_tokens import facts_of_trainer
-from trajstore.trainers.recording.numeric_advice import tell
+from trajstore.trainers.recording.numeric_advice import report_notes
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trajstore.trainers.recording.parameters import find_parameters
 from trajstore.trainers.recording.step_hooks import Recorder, real_optimizer
@@ -108,8 +108,7 @@ class TrajectoryCallback(TrainerCallback):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
-        *,
+        *_: Any,
         model: torch.nn.Module,
         optimizer: Any,
         **kwargs: Any,
@@ -161,7 +160,7 @@ class TrajectoryCallback(TrainerCallback):
             comparison=self.comparison,
         )
         if state.is_world_process_zero:
-            tell(facts.notes, self._on_note)
+            report_notes(facts.notes, self._on_note)
         # The Trainer tells no callback that it failed: what is whole is committed when the cell of
         # the notebook ends, when another callback begins the run anew or goes on with it, and at
         # the latest when the interpreter ends.
@@ -170,9 +169,7 @@ class TrajectoryCallback(TrainerCallback):
         atexit.register(self.close)
         _at_end_of_cell(self, register=True)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Commit what is left, and mark the run complete."""
         self.close(complete=True)
 

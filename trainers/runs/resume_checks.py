@@ -21,16 +21,16 @@ from trajstore.trainers.runs.training_setup import find_device
 from trajstore.trainers.texts.corpus import Corpus
 
 __all__ = [
-    "Standing",
+    "ResumePoint",
     "check_device",
     "check_recorded",
     "check_text",
     "complete",
     "decay_note",
+    "find_resume_point",
     "flat",
     "notes",
     "recorded_config",
-    "standing",
 ]
 
 
@@ -61,7 +61,7 @@ def recorded_config(path: RunPath) -> RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Standing:
+class ResumePoint:
     """How far a run has come that is to go on.
 
     Attributes
@@ -88,7 +88,7 @@ class Standing:
         return self.complete or self.taken is None or self.taken.step >= steps
 
 
-def standing(path: Location, config: RunConfig) -> Standing:
+def find_resume_point(path: Location, config: RunConfig) -> ResumePoint:
     """How far a run has come.
 
     Parameters
@@ -132,7 +132,7 @@ def standing(path: Location, config: RunConfig) -> Standing:
             f"{path} is a fork of {fork.get('run')} at step {fork.get('step')} and has no "
             f"checkpoint in {checkpoint_folder(path).name}; fork that run again"
         )
-    return Standing(
+    return ResumePoint(
         rows=rows, last_step=last, complete=attributes["status"] == "complete", taken=taken
     )
 

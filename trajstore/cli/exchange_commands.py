@@ -175,7 +175,7 @@ def import_(
       trajstore import mine.npz --dry-run --map W=weights_0 --labels steps=0:2001:50
     """
     if file is None:
-        _print_supported(as_json=as_json)
+        _print_importable(as_json=as_json)
         return
     kinds: dict[str, tuple[str, ...]] = {}
     for kind, name in map(_assignment, mapped):
@@ -196,7 +196,7 @@ def import_(
         facts = [dataclasses.asdict(one) | {"path": str(one.path), "others": []} for one in runs]
         print_json(facts[0] | {"others": facts[1:]})
         return
-    _print_detections(done.table)
+    _print_matches(done.table)
     for one in runs:
         held = ", ".join(f"{name} ({dtype})" for name, dtype in one.variables.items())
         out.print(
@@ -233,7 +233,7 @@ def _preview(file: str, given: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(dataclasses.asdict(seen))
         return
-    _print_detections(seen.table)
+    _print_matches(seen.table)
     for label, run in seen.runs.items():
         held = ", ".join(f"{name} ({dtype})" for name, dtype in run["variables"].items())
         dead = "" if run["dead"] is None else f", {run['dead']} of them dead"
@@ -245,7 +245,7 @@ def _preview(file: str, given: dict[str, Any], *, as_json: bool) -> None:
         print_notes(run["notes"])
 
 
-def _print_detections(lines: Iterable[Detection]) -> None:
+def _print_matches(lines: Iterable[Detection]) -> None:
     """Print what each array and number of a file was taken for."""
     printed = table("", "in the file", "type", "shape", "taken as", "")
     for column in printed.columns[1:]:
@@ -257,7 +257,7 @@ def _print_detections(lines: Iterable[Detection]) -> None:
     print_table(printed)
 
 
-def _print_supported(*, as_json: bool) -> None:
+def _print_importable(*, as_json: bool) -> None:
     """Print what an import reads: formats, kinds with the names in use, and layouts."""
     from trajstore.exchange.guessing.kind_table import ARRAY_KINDS, SCALARS
     from trajstore.exchange.layouts import EXPORT_LAYOUTS

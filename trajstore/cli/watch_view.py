@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trajstore.byte_sizes import format_bytes
-from trajstore.cli.printable import printable
+from trajstore.cli.tables import printable
 
 if TYPE_CHECKING:
     from trajstore.watching.bounded_curve import BoundedCurve

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from trajstore.store.storage.lock import is_written_to
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["digest_of_files", "information", "object_sizes", "stored_bytes"]
+__all__ = ["information", "object_sizes", "stored_bytes"]
 
 
 def information(path: RunPath) -> dict[str, Any]:
@@ -110,31 +109,6 @@ def _stored(sizes: Mapping[str, int] | None, prefix: str) -> int | None:
     if sizes is None:
         return None
     return sum(size for key, size in sizes.items() if key.startswith(prefix))
-
-
-def digest_of_files(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of all that is stored of a run: names, lengths and contents of its files, in order.
-
-    A run has it as long as nobody writes to it.
-
-    Parameters
-    ----------
-    path : path-like
-        A local run.
-
-    Returns
-    -------
-    str
-        64 hexadecimal digits.
-    """
-    root = Path(path)
-    files = sorted(file for file in root.rglob("*") if file.is_file())
-    total = hashlib.sha256()
-    for file in files:
-        with open(file, "rb") as opened:
-            content = hashlib.file_digest(opened, "sha256").hexdigest()
-        total.update(f"{file.relative_to(root).as_posix()} {content}\n".encode())
-    return total.hexdigest()
 
 
 def _order(name: str) -> tuple[int, str]:

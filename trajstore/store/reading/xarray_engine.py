@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +17,7 @@ import xarray as xr
 import zarr
 from xarray.backends import BackendEntrypoint, StoreBackendEntrypoint, ZarrStore
 
+from trajstore.accessors import register_accessors
 from trajstore.schema import STEP
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.array_reader import stored_array
@@ -29,25 +29,7 @@ from trajstore.threads import default_threads
 __all__ = ["TrajstoreBackend", "run_dataset"]
 
 
-def _register_accessors() -> None:
-    """Register the entry points of the group ``trajstore.accessors`` as accessors of Datasets.
-
-    xarray imports this module when a Dataset is first opened. The class of an accessor is imported
-    when ``ds.NAME`` is first used.
-    """
-    for point in entry_points(group="trajstore.accessors"):
-        if not hasattr(xr.Dataset, point.name):
-            xr.register_dataset_accessor(point.name)(_accessor(point))  # type: ignore[no-untyped-call]
-
-
-def _accessor(point: EntryPoint) -> Callable[[xr.Dataset], Any]:
-    def load(ds: xr.Dataset) -> Any:
-        return point.load()(ds)
-
-    return load
-
-
-_register_accessors()
+register_accessors()
 
 
 def run_dataset(

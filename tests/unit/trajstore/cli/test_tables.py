@@ -8,7 +8,7 @@ import sys
 import pytest
 from rich.text import Text
 
-from trajstore.cli.printable import PlainConsole, PlainTable, printable
+from trajstore.cli.tables import PlainConsole, PlainTable, printable
 
 HOSTILE = "\x1b[31mred\x1b]0;t [bold]<b>[/bold] :smile: \u202e\ud800\x9b"
 
