@@ -74,85 +74,39 @@ _NAMES = {
     "lr": "lr lrs learning_rate learning_rates",
     "hidden_mean": "hidden_mean hidden_means h_mean h_means mean_h mean_hidden",
     "grad_norm": "grad_norm grad_norms gradient_norm gradient_norms",
+    "step": "step steps recorded_step recorded_steps step_number step_numbers global_step "
+    "global_steps iteration iterations checkpoint_steps steps_of_the_names",
+    "token": "token recorded_tokens token_id vocab_ids vocabulary_ids",
+    "dead_mask": "dead_mask untrained_mask is_dead is_untrained dead_token_mask",
+    "live_mask": "live_mask trained_mask is_live is_trained live_token_mask",
+    "dead_ids": "dead_ids dead_token_ids dead_indices dead_token_indices dead_tokens untrained_ids "
+    "untrained_token_ids untrained_indices untrained_tokens untrained_token_indices",
+    "live_ids": "live_ids live_token_ids live_indices live_token_indices live_tokens trained_ids "
+    "trained_token_ids trained_indices trained_tokens trained_token_indices",
+    "token_ids": "token_ids tokens ids indices token_indices",
+    "token_count": "token_count token_counts counts count occurrences frequencies "
+    "token_frequencies token_frequency appearances vocab_counts",
+}
+"""Names in use; a variable that is not here has its own in lower case only."""
+
+_DIMS: dict[str, tuple[str, ...]] = {
+    # MODEL: nobody else has them. OF_EXAMPLES: no file but our own says whose they are.
+    **{name: entry.dims for name, entry in VARIABLES.items() if name not in (*MODEL, *OF_EXAMPLES)},
+    STEP.name: ("step",),
+    "token": ("token",),
+    **dict.fromkeys(("dead_mask", "live_mask"), ("vocabulary",)),
+    **dict.fromkeys(("dead_ids", "live_ids", "token_ids"), ("tokens",)),
+    "token_count": ("vocabulary",),
 }
 
 ARRAY_KINDS: dict[str, ArrayKind] = {
-    kind.name: kind
-    for kind in (
-        *(
-            ArrayKind(
-                name=name,
-                names=tuple(_NAMES.get(name, name.lower()).split()),
-                dims=entry.dims,
-            )
-            for name, entry in VARIABLES.items()
-            if name not in MODEL  # nobody else has them
-            if name not in OF_EXAMPLES  # no file but our own says whose they are
-        ),
-        ArrayKind(
-            name=STEP.name,
-            names=(
-                *"step steps recorded_step recorded_steps step_number step_numbers".split(),
-                *"global_step global_steps iteration iterations checkpoint_steps".split(),
-                "steps_of_the_names",
-            ),
-            dims=("step",),
-            values="whole",
-        ),
-        ArrayKind(
-            name="token",
-            names=("token", "recorded_tokens", "token_id", "vocab_ids", "vocabulary_ids"),
-            dims=("token",),
-            values="whole",
-        ),
-        ArrayKind(
-            name="dead_mask",
-            names=("dead_mask", "untrained_mask", "is_dead", "is_untrained", "dead_token_mask"),
-            dims=("vocabulary",),
-            values="truth",
-        ),
-        ArrayKind(
-            name="live_mask",
-            names=("live_mask", "trained_mask", "is_live", "is_trained", "live_token_mask"),
-            dims=("vocabulary",),
-            values="truth",
-        ),
-        ArrayKind(
-            name="dead_ids",
-            names=(
-                *"dead_ids dead_token_ids dead_indices dead_token_indices dead_tokens".split(),
-                *"untrained_ids untrained_token_ids untrained_indices untrained_tokens".split(),
-                "untrained_token_indices",
-            ),
-            dims=("tokens",),
-            values="whole",
-        ),
-        ArrayKind(
-            name="live_ids",
-            names=(
-                *"live_ids live_token_ids live_indices live_token_indices live_tokens".split(),
-                *"trained_ids trained_token_ids trained_indices trained_tokens".split(),
-                "trained_token_indices",
-            ),
-            dims=("tokens",),
-            values="whole",
-        ),
-        ArrayKind(
-            name="token_ids",
-            names=("token_ids", "tokens", "ids", "indices", "token_indices"),
-            dims=("tokens",),
-            values="whole",
-        ),
-        ArrayKind(
-            name="token_count",
-            names=(
-                *"token_count token_counts counts count occurrences frequencies".split(),
-                *"token_frequencies token_frequency appearances vocab_counts".split(),
-            ),
-            dims=("vocabulary",),
-            values="whole",
-        ),
+    name: ArrayKind(
+        name=name,
+        names=tuple(_NAMES.get(name, name.lower()).split()),
+        dims=dims,
+        values="float" if name in VARIABLES else "truth" if name.endswith("mask") else "whole",
     )
+    for name, dims in _DIMS.items()
 }
 """By name."""
 
@@ -321,44 +275,38 @@ class Scalar:
 RULE = ("optimizer", "hyperparameters")
 """Where the attributes of a run have the numbers of the optimizer's rule."""
 
-
-def _scalar(names: str, *paths: tuple[str, ...], **codes: int) -> Scalar:
-    in_use = tuple(names.split())
-    return Scalar(name=in_use[0], names=in_use, paths=paths, codes=codes)
+_RULE, _MODEL = ".".join(RULE), "config.model"
 
 
+def _scalar(names: str, paths: str, **codes: int) -> Scalar:
+    in_use, places = tuple(names.split()), tuple(tuple(path.split(".")) for path in paths.split())
+    return Scalar(name=in_use[0], names=in_use, paths=places, codes=codes)
+
+
+_INIT = "config.initialisation"
 SCALARS: dict[str, Scalar] = {
     scalar.name: scalar
     for scalar in (
         _scalar(
             "learning_rate lr peak_lr base_lr",
-            (*RULE, "initial_lr"),
-            ("config", "optimizer", "lr"),
-            (*RULE, "lr"),
+            f"{_RULE}.initial_lr config.optimizer.lr {_RULE}.lr",
         ),
-        _scalar("weight_decay wd", (*RULE, "weight_decay")),
-        _scalar("adam_beta1 beta1 beta_1 betas[0] adam_betas[0]", (*RULE, "betas", "0")),
-        _scalar("adam_beta2 beta2 beta_2 betas[1] adam_betas[1]", (*RULE, "betas", "1")),
-        _scalar("adam_epsilon adam_eps epsilon eps", (*RULE, "eps")),
-        _scalar("init_sigma init_scale init_std", ("config", "initialisation", "sigma")),
+        _scalar("weight_decay wd", f"{_RULE}.weight_decay"),
+        _scalar("adam_beta1 beta1 beta_1 betas[0] adam_betas[0]", f"{_RULE}.betas.0"),
+        _scalar("adam_beta2 beta2 beta_2 betas[1] adam_betas[1]", f"{_RULE}.betas.1"),
+        _scalar("adam_epsilon adam_eps epsilon eps", f"{_RULE}.eps"),
+        _scalar("init_sigma init_scale init_std", f"{_INIT}.sigma"),
         # How the start was drawn: 0 in float32, then rounded, as a point is unless it says so; 1 in
         # bfloat16.
-        _scalar(
-            "init_method_code",
-            ("config", "initialisation", "dtype"),
-            ("config", "initialisation", "kind"),
-            float32=0,
-            bfloat16=1,
-            point=0,
-        ),
-        _scalar("seed random_seed", ("config", "training", "seed")),
-        _scalar("vocab_size n_vocab vocabulary_size", ("config", "model", "vocab_size")),
-        _scalar("hidden_dim hidden_size d_model n_embd", ("config", "model", "hidden")),
-        _scalar("n_layers n_layer num_layers", ("config", "model", "layers")),
-        _scalar("n_heads n_head num_heads", ("config", "model", "heads")),
-        _scalar("num_steps n_steps total_steps", ("config", "training", "steps")),
-        _scalar("batch_size", ("config", "training", "batch_size")),
-        _scalar("tied_weights tie_weights", ("config", "model", "tied")),
+        _scalar("init_method_code", f"{_INIT}.dtype {_INIT}.kind", float32=0, bfloat16=1, point=0),
+        _scalar("seed random_seed", "config.training.seed"),
+        _scalar("vocab_size n_vocab vocabulary_size", f"{_MODEL}.vocab_size"),
+        _scalar("hidden_dim hidden_size d_model n_embd", f"{_MODEL}.hidden"),
+        _scalar("n_layers n_layer num_layers", f"{_MODEL}.layers"),
+        _scalar("n_heads n_head num_heads", f"{_MODEL}.heads"),
+        _scalar("num_steps n_steps total_steps", "config.training.steps"),
+        _scalar("batch_size", "config.training.batch_size"),
+        _scalar("tied_weights tie_weights", f"{_MODEL}.tied"),
     )
 }
 """By name; whatever other numbers a file holds go to ``config.scalars`` under their own names."""
