@@ -10,14 +10,14 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import DEFAULT_MEMORY, format_bytes
-from trajstore.errors import FormatError, InvalidArgument, MissingExtra, RunNotFound
-from trajstore.formats.array_file import check_expansion
+from trajstore.errors import FormatError, InvalidArgument, MissingExtra
+from trajstore.formats.array_file import OpenedFile, check_expansion
 from trajstore.formats.hdf5_chunks import LARGE_CHUNK, ChunkStream, filters, is_streamed
 from trajstore.values.native_types import NATIVE_TYPES
 
@@ -36,7 +36,7 @@ _LONGEST_TEXT = 1 << 12
 _COPIES_OF_A_CHUNK = 2
 
 
-class Hdf5File:
+class Hdf5File(OpenedFile):
     """An HDF5 file, open for reading, every dataset of which is really in it; a context manager.
 
     Parameters
@@ -71,9 +71,7 @@ class Hdf5File:
 
     def __init__(self, path: str | os.PathLike[str], memory: int = DEFAULT_MEMORY) -> None:
         h5py = load_h5py()
-        self.path = Path(path)
-        if not self.path.is_file():
-            raise RunNotFound(f"there is no file at {path}")
+        super().__init__(path)
         try:
             self._file = h5py.File(self.path, "r")
         except (OSError, ValueError, RuntimeError) as error:
@@ -82,8 +80,6 @@ class Hdf5File:
         self._memory = memory
         self._streams: dict[str, ChunkStream] = {}
         self._held: dict[str, tuple[tuple[int, ...], Array]] = {}
-        self.passed_over: dict[str, str] = {}
-        self.attributes: dict[str, Any] = {}
         try:
             self._datasets = dict(self._sound(h5py))
             check_expansion(self.path, sum(one.nbytes for one in self._datasets.values()))
@@ -91,12 +87,6 @@ class Hdf5File:
             self._close()
             raise
         self.keys = tuple(self._datasets)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._close()
 
     def _close(self) -> None:
         self._raw.close()

@@ -6,13 +6,13 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
-from trajstore.formats.array_file import ArrayFile, is_number, plain_number, values_of
+from trajstore.formats.array_file import ArrayFile, OpenedFile, is_number, plain_number, values_of
 from trajstore.formats.folder_numbers import common_numbers, logged_rows, numbers_of_steps
 from trajstore.values.native_types import NATIVE_TYPES
 
@@ -89,7 +89,7 @@ def _why_none(entry: Path) -> str:
     return "its name says no step" if is_known else "no file of arrays"
 
 
-class StepFolder:
+class StepFolder(OpenedFile):
     """A folder of files with the same arrays, one file per step.
 
     Parameters
@@ -118,9 +118,8 @@ class StepFolder:
     format = "folder"
 
     def __init__(self, path: Path, opened: Callable[[Path], ArrayFile]) -> None:
-        self.path = path
+        super().__init__(path, is_folder=True)
         self._opened = opened
-        self.passed_over: dict[str, str] = {}
         self._entries = step_entries(path, self.passed_over)
         self._once: dict[str, Array] = {}
         self._series: dict[str, tuple[int, Array]] = {}
@@ -133,12 +132,6 @@ class StepFolder:
             self._close()
             raise
         self.keys = (STEPS, *self._kinds, *self._once, *self._series)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._close()
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of an array, its rows first."""
@@ -267,7 +260,7 @@ class StepFolder:
             self._cache.popitem()[1].__exit__()
 
 
-class TrainerCheckpoint:
+class TrainerCheckpoint(OpenedFile):
     """A `checkpoint-N` folder of Hugging Face's Trainer: its model, and its optimizer's state.
 
     Parameters
@@ -294,21 +287,19 @@ class TrainerCheckpoint:
     format = "checkpoint"
 
     def __init__(self, path: Path, opened: Callable[[Path], ArrayFile]) -> None:
-        self.path = path
+        super().__init__(path, is_folder=True)
         models = _model_files(path)
         if not models:
             raise FormatError(f"{path} holds no model, that is {' or '.join(_MODELS)}")
         self._files: list[ArrayFile] = []
         self._where: dict[str, tuple[ArrayFile, str]] = {}
-        self.attributes: dict[str, Any] = {}
-        self.passed_over: dict[str, str] = {}
         try:
             for model in models:
                 self._add(opened(model), "")
             if (path / "optimizer.pt").is_file():
                 self._add(opened(path / "optimizer.pt"), "optimizer.")
         except BaseException:
-            self.__exit__()
+            self._close()
             raise
         self.keys = tuple(self._where)
 
@@ -318,10 +309,7 @@ class TrainerCheckpoint:
         self.attributes |= {f"{prefix}{key}": value for key, value in file.attributes.items()}
         self.passed_over |= {f"{prefix}{key}": why for key, why in file.passed_over.items()}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def _close(self) -> None:
         for file in self._files:
             file.__exit__()
 
