@@ -204,6 +204,11 @@ class ImportedRun:
         """Length of the hidden dimension."""
         return next(v.row_shape[1] for v in self.variables if v.variable in TRAJECTORIES)
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of all variables in the file, at least 1."""
+        return sum(held.row_bytes for held in self.variables) or 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImportedFile:
