@@ -21,7 +21,7 @@ from measure import cache, machine, save, table
 from trajstore.codec.chunk_decoder import Decoder
 from trajstore.codec.codec_chain import Chain
 from trajstore.store.reading.array_reader import stored_array
-from trajstore.store.reading.open_group import open_group, run_identity
+from trajstore.store.reading.open_group import open_group
 from trajstore.values.native_types import native_type
 
 NATIVE = native_type("bfloat16")
@@ -115,7 +115,7 @@ def _gatsby(run: Path | None) -> dict[str, np.ndarray]:
     group = open_group(run)
     history = {}
     for name in MATRICES:
-        array = stored_array(run, name, group[name], run_identity(group.attrs))
+        array = stored_array(run, name, group[name])
         history[name] = np.concatenate(
             [array.bits((slice(at, at + 256),)) for at in (1, 800, array.shape[0] - 256)]
         )

@@ -16,7 +16,6 @@ from forked_processes import run_command
 from hypothesis import settings
 
 from trajstore import RunWriter, compiled_loop
-from trajstore.schema import ENCODINGS
 
 # The models of the tests are tiny. Several threads of torch would wait for each other most of the
 # time, above all on a busy machine.
@@ -54,9 +53,9 @@ def trajstore_cli(tmp_path_factory: pytest.TempPathFactory) -> Cli:
     return run
 
 
-@pytest.fixture(params=ENCODINGS)
-def small_run(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, dict[str, np.ndarray]]:
-    """A run of 11 rows in blocks of 4, every third token dead, and its bits; in both encodings."""
+@pytest.fixture
+def small_run(tmp_path: Path) -> tuple[Path, dict[str, np.ndarray]]:
+    """A run of 11 rows in blocks of 4, every third token dead, and its bits."""
     rows = 11
     values = {
         "W": random_bits((rows, 10, 6), 1),
@@ -75,7 +74,6 @@ def small_run(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, dic
         token_text=[f"<{number}>" for number in range(9)] + ["é\n"],
         config={"why": "a test"},
         block_rows=4,
-        encoding=request.param,
     ) as run:
         for row in range(rows):
             run.append(

@@ -215,8 +215,6 @@ class RecordingConfig(_Section):
     """For all buffers of the recorder together."""
     block_rows: int | None = Field(default=None, ge=1)
     """Rows of a block; planned from the memory without it."""
-    encoding: Literal["delta", "portable"] = "delta"
-    """portable is read by any reader of Zarr v3, delta is smaller and faster."""
     commit_every: float = Field(default=COMMIT_EVERY, ge=0)
     """Seconds after a commit at which rows are committed that are no whole block yet; 0 for whole
     blocks only."""

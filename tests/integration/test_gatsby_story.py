@@ -13,8 +13,10 @@ import pytest
 import tensorstore
 import xarray as xr
 from bits_and_calls import Cli
+from click.testing import CliRunner, Result
 
 import trajstore
+from trajstore.cli.main import main
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -204,13 +206,20 @@ def test_the_same_seed_gives_the_same_bits(
         assert a[name].values.tobytes() == b[name].values.tobytes(), name
 
 
+def call(*arguments: object, rc: int) -> Result:
+    """Call a command in this process."""
+    done = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert done.exit_code == rc, done.output
+    return done
+
+
 def test_an_unusable_text_is_one_sentence_and_nothing_is_made(
-    trajstore_cli: Cli, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     corpus = tmp_path / "text.txt"
     corpus.write_bytes(b"caf\xc3\xa9 " * 100)
     out = tmp_path / "run.zarr"
-    done = trajstore_cli("record", "--preset", "gatsby", "--corpus", corpus, "-o", out, rc=1)
+    done = call("record", "--preset", "gatsby", "--corpus", corpus, "-o", out, rc=1)
     assert "200 bytes that are not ASCII" in done.stderr
     assert done.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
@@ -225,10 +234,8 @@ def test_an_unusable_text_is_one_sentence_and_nothing_is_made(
         (["--preset", "gatsby", "--corpus", "nowhere.txt"], "cannot read the corpus"),
     ],
 )
-def test_a_wrong_call_is_one_sentence(
-    trajstore_cli: Cli, tmp_path: Path, arguments: list[str], complaint: str
-) -> None:
-    done = trajstore_cli("record", *arguments, "-o", tmp_path / "run.zarr", rc=2)
+def test_a_wrong_call_is_one_sentence(tmp_path: Path, arguments: list[str], complaint: str) -> None:
+    done = call("record", *arguments, "-o", tmp_path / "run.zarr", rc=2)
     assert complaint in done.stderr
     assert done.stderr.startswith("trajstore: ")
     assert list(tmp_path.iterdir()) == []

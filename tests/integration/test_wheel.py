@@ -94,7 +94,6 @@ def test_reading_and_analysing_need_only_the_wheel(
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("small_run", ["delta"], indirect=True)  # each command imports everything
 def test_commands_need_only_the_wheel_or_name_what_is_missing(
     python: Path, small_run: tuple[Path, Any], tmp_path: Path
 ) -> None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.cli.options import RECORD, Choice
+from trajstore.cli.options import RECORD
 from trajstore.errors import InvalidArgument, MissingExtra
-from trajstore.schema import ENCODINGS
 
 if TYPE_CHECKING:
     from trajstore.store.storage.remote_path import Location
@@ -78,11 +77,6 @@ def configuration(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--block-rows", type=int, help="Rows of a block; default: planned from the memory."
         ),
-        click.option(
-            "--encoding",
-            type=Choice(ENCODINGS),
-            help="delta (default): smaller, faster; portable: for any reader of Zarr v3.",
-        ),
     )
     for option in reversed(options):
         command = option(command)
@@ -98,7 +92,6 @@ _PLACES = {
     "populations": "recording.populations",
     "memory": "recording.memory",
     "block_rows": "recording.block_rows",
-    "encoding": "recording.encoding",
     "commit_every": "recording.commit_every",
     "checkpoint_every": "recording.checkpoint_every",
 }

@@ -105,7 +105,7 @@ def sweep(
 
 
 _FIELDS = {
-    "steps", "device", "every", "tokens", "memory", "block_rows", "encoding", "commit_every",
+    "steps", "device", "every", "tokens", "memory", "block_rows", "commit_every",
     "checkpoint_every",
 }  # fmt: skip
 """Options that are fields of a configuration."""

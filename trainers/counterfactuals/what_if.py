@@ -53,7 +53,6 @@ def what_if(
     from_step: int | None = None,
     tokens: Tokens = "all",
     seed: int | None = None,
-    encoding: str | None = None,
     memory: int | str = EXCHANGE_MEMORY,
     overwrite: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
@@ -81,8 +80,6 @@ def what_if(
         Whose rows are calculated: each element of W goes its own way.
     seed : int, optional
         Of stochastic rounding; 0 without it.
-    encoding : {'delta', 'portable'}, optional
-        Of the new run; the writer's own choice without it.
     memory : int or str, default 320 MiB
         For the buffer of the writer.
     overwrite : bool
@@ -138,9 +135,7 @@ def what_if(
         if earlier is not None:
             origin["earlier"] = earlier
         with staged_run(target, overwrite=overwrite) as new:
-            first_difference = _write(
-                new, planned, origin, encoding=encoding, memory=memory, on_progress=on_progress
-            )
+            first_difference = _write(new, planned, origin, memory=memory, on_progress=on_progress)
     again = () if planned.settings.given else (_nothing_changed(first_difference),)
     return WhatIf(
         path=target,
@@ -167,7 +162,6 @@ def _write(
     planned: PlannedCounterfactual,
     origin: Mapping[str, Any],
     *,
-    encoding: str | None,
     memory: int | str,
     on_progress: Callable[[int, int], None] | None,
 ) -> int | None:
@@ -182,8 +176,6 @@ def _write(
     chosen["populations"] = {
         name: planned.of_tokens(values) for name, values in planned.source.populations.items()
     }
-    if encoding is not None:
-        chosen["encoding"] = encoding
     with RunWriter.create(
         path,
         hidden=planned.source.series["W"].shape[2],

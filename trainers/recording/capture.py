@@ -11,7 +11,7 @@ import torch
 from trajstore.errors import RecordingError
 from trajstore.optimizer_advice import require_sound
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.store.writing.token_share import together
+from trajstore.store.writing.token_share import in_all_processes
 from trajstore.trainers.recording.compared_run import Comparison
 from trajstore.trainers.recording.model_parameters import ModelParameters
 from trajstore.trainers.recording.numeric_advice import optimizer_advice, report_notes
@@ -82,7 +82,7 @@ def attach(
     all_tokens = isinstance(options.tokens, str) and options.tokens == "all"
     shares = find_shares(model, parameters, options.variables, all_tokens=all_tokens)
     try:
-        with together(shares[0]):
+        with in_all_processes(shares[0]):
             if _is_first_process() or shares[0] is not None:
                 device = parameters[0].tensor.device
                 whole = ModelParameters.of_recording(model, real, device, options.variables)

@@ -117,8 +117,6 @@ class PlannedRun:
         """
         options = self.options
         chosen: dict[str, Any] = {**self.coordinates, **room}
-        if options.encoding is not None:
-            chosen["encoding"] = options.encoding
         return RunWriter.create(
             self.path,
             token=self.token,

@@ -58,7 +58,6 @@ def recording_options(config: RunConfig, text: Corpus, **choices: Any) -> Record
         origin=text.provenance(),
         memory=recording.memory,
         block_rows=recording.block_rows,
-        encoding=recording.encoding,
         commit_every=recording.commit_every or None,
         schedule={
             "name": config.schedule.name,

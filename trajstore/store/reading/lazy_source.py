@@ -81,4 +81,4 @@ def _of_run(array: zarr.Array[Any]) -> StoredArray | None:
     # A copy has another name than the codec knows, which refuses it.
     if folder is None or not isinstance(codec, BlockCodec) or codec.array != name:
         return None
-    return stored_array((Path(folder) / array.path).parent, name, array, codec.runs)
+    return stored_array((Path(folder) / array.path).parent, name, array)

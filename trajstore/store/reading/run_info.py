@@ -13,8 +13,7 @@ import numpy as np
 from trajstore.optimizer_advice import advise_run
 from trajstore.schema import COORDINATES, POPULATION, STEP, VARIABLES, along_token
 from trajstore.store.reading.array_reader import block_form
-from trajstore.store.reading.block_view import as_blocks
-from trajstore.store.reading.open_group import ends, open_group
+from trajstore.store.reading.open_group import ends, open_checked_group
 from trajstore.store.storage.lock import is_written_to
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.values.native_types import NATIVE_TYPES
@@ -48,7 +47,7 @@ def information(path: RunPath) -> dict[str, Any]:
     """
     # Before the root is read: whoever ends a recording says so there, and then lets go of the lock.
     written_to = is_written_to(path)
-    group = open_group(path)
+    group = open_checked_group(path)
     place = location(path)
     sizes = object_sizes(place) if _says_sizes(place) else None
     arrays: dict[str, dict[str, Any]] = {}
@@ -57,7 +56,7 @@ def information(path: RunPath) -> dict[str, Any]:
         itemsize = NATIVE_TYPES[native].itemsize if native in NATIVE_TYPES else array.dtype.itemsize
         raw = math.prod(array.shape) * itemsize
         stored = _stored(sizes, f"{name}/")
-        form = block_form(name, array, None)
+        form = block_form(array)
         arrays[name] = {
             "shape": list(array.shape),
             "chunk": list(array.chunks if form is None else form.chunk),
@@ -67,7 +66,7 @@ def information(path: RunPath) -> dict[str, Any]:
             "bytes_on_disk": stored,
             "ratio": raw / stored if stored else None,
         }
-    step: Any = as_blocks(group)[STEP.name]
+    step: Any = group[STEP.name]
     first_last = ends(step) if step.shape[0] else None
     total = _stored(sizes, "")
     raw = sum(array["bytes_native"] for array in arrays.values())

@@ -47,7 +47,7 @@ def asked(monkeypatch):
 @pytest.mark.parametrize("order", [1, 2, np.inf])
 @pytest.mark.parametrize("open_it", [xr.open_zarr, open_run], ids=["xarray", "trajstore"])
 def test_norms_of_a_run_are_measured_where_it_is_read(tmp_path, asked, open_it, order):
-    path = wide_run(tmp_path / "run.zarr", "delta")
+    path = wide_run(tmp_path / "run.zarr")
     ds = open_it(path)
     got = analysis.grad_norms(ds, ord=order)
     assert got.chunks == ds.grad.chunks[:2]
@@ -69,7 +69,7 @@ def test_norms_of_a_run_are_measured_where_it_is_read(tmp_path, asked, open_it, 
 
 @pytest.mark.parametrize("open_it", [xr.open_zarr, open_run], ids=["xarray", "trajstore"])
 def test_norms_of_what_was_selected_without_dask(tmp_path, open_it):
-    path = wide_run(tmp_path / "run.zarr", "delta")
+    path = wide_run(tmp_path / "run.zarr")
     ds = open_it(path, chunks=None)
     expected = analysis.grad_norms(ds.load())
     ds = open_it(path, chunks=None)
@@ -79,7 +79,7 @@ def test_norms_of_what_was_selected_without_dask(tmp_path, open_it):
 
 
 def test_who_needs_the_gradients_too_reads_them_once(tmp_path, asked):
-    path = wide_run(tmp_path / "run.zarr", "delta")
+    path = wide_run(tmp_path / "run.zarr")
     whole = open_run(path).load()
     for names in (["grad_norms", "alignment"], ["grad_norms"]):
         asked.clear()
@@ -90,7 +90,7 @@ def test_who_needs_the_gradients_too_reads_them_once(tmp_path, asked):
 
 @pytest.mark.parametrize("open_it", [xr.open_zarr, open_run], ids=["xarray", "trajstore"])
 def test_norms_of_a_damaged_run_are_an_error(tmp_path, open_it):
-    path = wide_run(tmp_path / "run.zarr", "delta")
+    path = wide_run(tmp_path / "run.zarr")
     norms = analysis.grad_norms(open_it(path))
     chunk, _ = shard_index(path, "grad", 1)
     flip(chunk, 8 * 40)

@@ -16,7 +16,6 @@ from trajstore.codec.chunk_decoder import Decoder
 from trajstore.codec.chunk_norms import ChunkNorms
 from trajstore.codec.codec_chain import Chain, chain
 from trajstore.compiled_loop import CompiledLoop
-from trajstore.schema import ENCODINGS
 from trajstore.values.native_types import NATIVE_TYPES, narrow, native_type, widen
 from trajstore.values.token_norms import token_norm
 
@@ -99,21 +98,20 @@ def agree(coding: Chain, name: str, shape: tuple[int, ...], order: float) -> Non
 def test_by_the_loop_they_are_those_of_the_values(
     name: str, shape: tuple[int, ...], calls: Calls
 ) -> None:
-    agree(chain("delta", native_type(name), 3, small=True), name, shape, 2)
+    agree(chain(native_type(name), 3, small=True), name, shape, 2)
     can_be = NATIVE_TYPES[name].is_cut_off and name != "float64"
     assert bool(calls) == can_be
 
 
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("order", [1, 2, np.inf])
-@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32"])
-def test_without_it_they_are_the_same(name: str, encoding: str, order: float) -> None:
-    agree(chain(encoding, native_type(name), 3, small=True), name, (4, 9, 6), order)
+def test_without_it_they_are_the_same(name: str, order: float) -> None:
+    agree(chain(native_type(name), 3, small=True), name, (4, 9, 6), order)
 
 
 def test_chunks_that_lie_token_by_token_are_decoded_first(calls: Calls) -> None:
-    coding = replace(chain("delta", native_type("bfloat16"), 3, small=True), token_first=True)
+    coding = replace(chain(native_type("bfloat16"), 3, small=True), token_first=True)
     agree(coding, "bfloat16", (7, 30, 64), 2)
     assert not calls, "of several steps and tokens the vectors do not lie side by side"
 
@@ -127,7 +125,7 @@ def test_where_the_order_of_adding_up_may_matter_they_are_measured_again(calls: 
     vectors = np.zeros((2, 3, 8), "f4")
     vectors[1, 2, [1, 6]] = tie[:2]
     vectors[0, 0] = 1.5
-    coding = chain("delta", native_type("float32"), 3, small=True)
+    coding = chain(native_type("float32"), 3, small=True)
     got, expected = measured(coding, vectors.view("u4"), (slice(0, 2), slice(0, 3), slice(0, 8)), 2)
     np.testing.assert_array_equal(got, expected)
     assert got[1, 2] == np.float32(np.float64(tie[2]))
@@ -137,7 +135,7 @@ def test_where_the_order_of_adding_up_may_matter_they_are_measured_again(calls: 
 
 
 def test_a_broken_chunk_is_an_error(calls: Calls) -> None:
-    coding = chain("delta", native_type("bfloat16"), 3, small=True)
+    coding = chain(native_type("bfloat16"), 3, small=True)
     shape = (4, 9, 6)
     data = bytearray(coding.encode(random_bits(shape, 1), shape))
     data[40] ^= 1

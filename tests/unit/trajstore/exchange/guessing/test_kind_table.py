@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from trajstore.exchange.guessing.kind_table import (
+    AMBIGUOUS,
+    ARRAY_KINDS,
+    SCALARS,
+    described_population,
+    is_derived,
+    named,
+    scalar_of,
+)
+from trajstore.schema import MODEL, OF_EXAMPLES, VARIABLES
+
+
+def test_no_name_has_two_roles() -> None:
+    for table in (ARRAY_KINDS, SCALARS):
+        for one, other in combinations(table.values(), 2):
+            assert not set(one.names) & set(other.names), (one.name, other.name)
+    assert not set(AMBIGUOUS) & {name for kind in ARRAY_KINDS.values() for name in kind.names}
+
+
+def test_every_variable_has_a_role_under_its_own_name() -> None:
+    for name, entry in VARIABLES.items():
+        kind = named(name).kind
+        if name in MODEL or name in OF_EXAMPLES:  # which nobody else has, or says whose they are
+            assert kind is None
+            continue
+        assert kind is not None
+        assert (kind.name, kind.dims) == (name, entry.dims)
+        assert not is_derived(name)
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "run", "matrix", "population"),
+    [
+        ("embedding_history", "W", None, None, None),
+        ("W", "W", None, None, None),
+        ("embeddings_E", "W", None, "E", None),
+        ("lm_head.weight", "W", None, "W", None),
+        ("model_state_dict.transformer.wte.weight", "W", None, "E", None),
+        ("run_12_momentum_W", "exp_avg", 12, "W", None),
+        ("run3/grad_W_history", "grad", 3, "W", None),
+        ("dead_grads", "grad", None, None, "dead"),
+        ("untrained_deltas", "delta", None, None, "dead"),
+        ("live_W_history", "W", None, None, "live"),
+        ("V", "exp_avg_sq", None, None, None),
+        ("delta_W", "delta", None, "W", None),
+        ("Losses", "loss", None, None, None),
+        ("h_mean", "hidden_mean", None, None, None),
+        ("dead_mask", "dead_mask", None, None, None),
+        ("untrained_indices", "dead_ids", None, None, None),
+        ("token_frequencies", "token_count", None, None, None),
+    ],
+)
+def test_what_names_say(key: str, kind: str, run: object, matrix: object, population: str) -> None:
+    name = named(key)
+    assert name.kind is not None
+    assert (name.kind.name, name.run, name.population) == (kind, run, population)
+    assert name.matrix == matrix
+
+
+@pytest.mark.parametrize(
+    "key", ["h.0.attn.c_attn.weight", "h.0.mlp.weight", "bias", "foo", "delta_W_prime", "centroid"]
+)
+def test_names_that_say_nothing(key: str) -> None:
+    assert named(key).kind is None
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["delta_W_prime", "centroid", "last_motion_step", "L1_history", "freeze_times", "phases",
+     "bh_center", "Linf_history"],
+)  # fmt: skip
+def test_what_follows_from_the_rest(key: str) -> None:
+    assert is_derived(key)
+
+
+def test_numbers_by_their_names() -> None:
+    found = {key: scalar_of(key) for key in ("learning_rate", "init_scales", "n_steps", "foo")}
+    names = {key: scalar.name if scalar else None for key, scalar in found.items()}
+    assert names == {
+        "learning_rate": "learning_rate", "init_scales": "init_sigma", "n_steps": "num_steps",
+        "foo": None,
+    }  # fmt: skip
+
+
+def test_descriptions_of_lists() -> None:
+    assert described_population("ids of dead tokens") == "dead"
+    assert described_population("Trained token ids") == "live"
+    assert described_population("untrained and trained") is None
+    assert described_population("of the vocabulary") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["tokens not seen during training", "tokens never seen", "Trained on Gatsby", "dead weight",
+     "ids of a tokenizer trained on Gatsby", "non-trained tokens", "tokens that aren't dead",
+     "reachable tokens", "un-trained token ids", "token ids, untrained and trained"],
+)  # fmt: skip
+def test_descriptions_that_say_nothing_plain(text: str) -> None:
+    assert described_population(text) is None

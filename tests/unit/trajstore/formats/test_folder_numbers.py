@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import trajstore
+from trajstore.errors import FormatError
+from trajstore.formats.folder_numbers import common_numbers, numbers_of_steps
+from trajstore.formats.open_file import open_file
+
+DEAD = np.array([True, False, False, True])
+
+
+def test_what_differs_and_what_does_not() -> None:
+    told = [
+        {"seed": 1, "note": "a"},
+        {"seed": 1, "note": "b", "loss": 2, "lr": "0.5", "a.b": 1},
+        {"seed": 1, "loss": 3.5, "lr": "0.25", "a.b": 2},
+    ]
+    assert common_numbers(told) == {"seed": 1}
+    series, left = numbers_of_steps(told, "file {}".format)
+    assert {key: (first, rows.tolist()) for key, (first, rows) in series.items()} == {
+        "loss": (1, [2, 3.5]),
+        "lr": (1, [0.5, 0.25]),
+    }
+    assert left == {"note": "no number that is the same in all files"}
+    told[2].pop("loss")
+    series, left = numbers_of_steps(told, "file {}".format)
+    assert np.isnan(series["loss"][1][1])
+    assert left["loss of file 2"] == "not there, so NaN in the run"
+    with_large = [{"n": 1 << 63}, {"n": 2}]
+    assert numbers_of_steps(with_large, str) == ({}, {"n": "a number too large"})
+
+
+def files(path: Path, form: str = "npz") -> Path:
+    path.mkdir()
+    for step in (0, 10, 20):
+        W = np.full((4, 3), step, "f4")
+        loss = {"loss": np.float32(5 - step / 10)} if step else {}
+        np.savez(
+            path / f"step_{step:05}.npz",
+            W=W, dead_mask=DEAD, vocab_size=4, learning_rate=1e-3, step=step, **loss,
+        )  # fmt: skip
+    np.savez(path / "step_final.npz", W=W)
+    (path / "notes_3.md").write_text("mine")
+    return path
+
+
+def test_masks_and_numbers_in_each_file(tmp_path: Path) -> None:
+    done = trajstore.import_file(files(tmp_path / "steps"), tmp_path / "run.zarr")
+    ds = trajstore.open_run(done.path).load()
+    assert ds.step.values.tolist() == [0, 10, 20]
+    assert (ds.is_dead.values == DEAD).all()
+    assert np.allclose(ds.loss.values, [np.nan, 4, 3], equal_nan=True)
+    assert ds.attrs["optimizer"]["hyperparameters"]["initial_lr"] == 1e-3
+    left = {line.name: line.why for line in done.table if not line.kind}
+    assert left["step_final.npz"] == "its name says no step"
+    assert left["notes_3.md"] == "no file of arrays"
+    assert any("step_final.npz" in note for note in done.notes)
+
+
+def test_many_files_that_are_passed_over_are_counted(tmp_path: Path) -> None:
+    np.save(tmp_path / "W_0.npy", np.ones((4, 3), "f4"))
+    for number in range(30):
+        (tmp_path / f"log-{number}.txt").write_text("")
+    with open_file(tmp_path) as file:
+        assert len(file.passed_over) == 21
+        assert file.passed_over["10 more files"] == "no files of steps, either"
+
+
+def test_masks_that_differ_from_file_to_file(tmp_path: Path) -> None:
+    path = files(tmp_path / "steps")
+    np.savez(path / "step_00010.npz", W=np.ones((4, 3), "f4"), dead_mask=~DEAD, vocab_size=4,
+             learning_rate=1e-3, step=10, loss=np.float32(1))  # fmt: skip
+    with pytest.raises(FormatError, match=r"dead_mask .* differs from file to file"):
+        trajstore.import_file(path, tmp_path / "run.zarr")
+
+
+def test_numbers_of_torch_files_and_tensors_that_are_not_read(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "steps"
+    path.mkdir()
+    for step in (0, 5, 10):
+        content = {
+            "W": torch.full((4, 3), float(step)), "dead_mask": torch.tensor(DEAD),
+            "config": {"lr": 0.25, "betas": (0.9, 0.95)}, "odd": torch.zeros(2, dtype=torch.cfloat),
+            "sparse": torch.eye(3).to_sparse(),
+        }  # fmt: skip
+        if step:
+            content["loss"] = 4.0 - step
+        torch.save(content, path / f"W_{step}.pt")
+    done = trajstore.import_file(path, tmp_path / "run.zarr")
+    ds = trajstore.open_run(done.path).load()
+    assert np.allclose(ds.loss.values, [np.nan, -1, -6], equal_nan=True)
+    assert (ds.is_dead.values == DEAD).all()
+    assert ds.attrs["optimizer"]["hyperparameters"] == {"betas": [0.9, 0.95], "initial_lr": 0.25}
+    left = {line.name: line.why for line in done.table if not line.kind}
+    assert left["odd of W_0.pt and 2 more files"] == "a tensor of type complex64"
+    assert "sparse" in left["sparse of W_0.pt and 2 more files"]
+    with open_file(path / "W_0.pt") as file:
+        assert set(file.passed_over) == {"odd", "sparse"}

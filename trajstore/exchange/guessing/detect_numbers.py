@@ -1,0 +1,108 @@
+"""Numbers beside the arrays of a file: attributes, texts that are numbers, arrays of one value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from trajstore.exchange.guessing.kind_table import is_pair, named
+from trajstore.formats.array_file import ArrayFile, is_number, plain_number, values_of
+
+__all__ = ["number_of_one", "numbers_beside", "vectors_beside"]
+
+_LONGEST_TEXT = 64
+_PAIR = re.compile(r"\s*[(\[]([^,]*),([^,]*?),?\s*[)\]]\s*")
+_GROUPED = re.compile(r"(?:.+\.)?param_groups\.\d+\.(betas\.[01]|eps|weight_decay)")
+
+
+def numbers_beside(file: ArrayFile, ignored: tuple[str, ...]) -> dict[str, Any]:
+    """Numbers beside the arrays, by their keys; both of a pair, such as ``betas[0]``.
+
+    Parameters
+    ----------
+    file : ArrayFile
+    ignored : tuple of str
+        Keys that are left out.
+    """
+    found = dict(_of_attributes(file, ignored))
+    for key in file.keys:
+        shape = file.shape(key)
+        if key in ignored or (shape and named(key).kind is not None):
+            continue
+        if shape == () or shape == (1,):
+            number = number_of_one(file, key)
+            if number is not None:
+                found[key] = number
+        elif shape == (2,) and is_pair(key) and is_number(file.dtype(key)):
+            found |= _both(key, [plain_number(value) for value in values_of(file, key)])
+    return found | _agreed_of_groups(found)
+
+
+def number_of_one(file: ArrayFile, key: str) -> int | float | bool | None:
+    """Number of an array of one value; None if it is none, or not finite."""
+    dtype = file.dtype(key)
+    if dtype.startswith(("str", "bytes")):
+        value = file.read(key).reshape(-1)[0]
+        return _number(value.decode(errors="replace") if isinstance(value, bytes) else str(value))
+    return plain_number(values_of(file, key).reshape(-1)[0]) if is_number(dtype) else None
+
+
+def vectors_beside(file: ArrayFile, ignored: tuple[str, ...]) -> dict[str, list[Any]]:
+    """Attributes that are several numbers, by their keys."""
+    return {
+        key: value
+        for key, value in file.attributes.items()
+        if isinstance(value, list) and len(value) > 1 and key not in ignored and not is_pair(key)
+    }
+
+
+def _of_attributes(file: ArrayFile, ignored: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    for key, value in file.attributes.items():
+        if key in ignored:
+            continue
+        pair = _pair(value) if is_pair(key) else None
+        if pair is not None:
+            yield from _both(key, pair).items()
+            continue
+        held = value[0] if isinstance(value, list) and len(value) == 1 else value
+        number = _number(held) if isinstance(held, str) else held
+        if isinstance(number, int | float):
+            yield key, number
+
+
+def _pair(value: Any) -> list[Any] | None:
+    """Both numbers of a list or of a text such as ``(0.9, 0.95)``."""
+    if isinstance(value, str):
+        match = _PAIR.fullmatch(value) if len(value) <= _LONGEST_TEXT else None
+        value = [_number(text) for text in match.groups()] if match else None
+    return value if isinstance(value, list) and len(value) == 2 and None not in value else None
+
+
+def _both(key: str, values: list[Any]) -> dict[str, Any]:
+    return {f"{key}[{at}]": value for at, value in enumerate(values) if value is not None}
+
+
+def _agreed_of_groups(numbers: dict[str, Any]) -> dict[str, Any]:
+    """What all groups of parameters of an optimizer's state say alike."""
+    stated: dict[str, set[Any]] = {}
+    for key, value in numbers.items():
+        if match := _GROUPED.fullmatch(key):
+            stated.setdefault(f"param_groups.{match[1]}", set()).add(value)
+    return {key: next(iter(values)) for key, values in stated.items() if len(values) == 1}
+
+
+def _number(text: str) -> int | float | None:
+    if len(text) > _LONGEST_TEXT:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if np.isfinite(number) else None

@@ -1,0 +1,364 @@
+"""The kinds of arrays and numbers that are known: the names in use, dimensions and types.
+
+This one table drives the detection in every format. A name is looked up whole, and then without
+what people add to names: ``run_0_`` before, ``_history`` or ``_bits`` behind, ``_E``, ``_W`` or
+``_U`` for the matrix, ``dead_`` or ``live_`` for the rows of some tokens. Case does not matter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal
+
+from trajstore.schema import MODEL, OF_EXAMPLES, STEP, VARIABLES
+
+__all__ = [
+    "AMBIGUOUS",
+    "ARRAY_KINDS",
+    "RULE",
+    "SCALARS",
+    "ArrayKind",
+    "Name",
+    "Scalar",
+    "described_population",
+    "is_derived",
+    "is_pair",
+    "named",
+    "scalar_of",
+]
+
+Values = Literal["float", "whole", "truth"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayKind:
+    """What an array of a file can be.
+
+    Attributes
+    ----------
+    name : str
+        Of the variable or coordinate that it becomes, or of what it tells.
+    names : tuple of str
+        In use, in lower case.
+    dims : tuple of str
+        ``tokens`` is any number of tokens, ``vocabulary`` one value for each of them.
+    values : {'float', 'whole', 'truth'}
+        Of numbers; 16-bit integers are the bits of 16-bit floats, and 0 and 1 are truths.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    dims: tuple[str, ...]
+    values: Values = "float"
+
+    @property
+    def is_variable(self) -> bool:
+        """Whether it has a row per step."""
+        return self.name in VARIABLES
+
+
+_NAMES = {
+    "W": "w weight weights embedding embeddings embedding_matrix emb e wte unembedding "
+    "unembeddings w_e w_u w_in w_out token_embedding token_embeddings wte.weight wte_weight "
+    "embed_tokens.weight embed.weight embedding.weight embeddings.weight token_embedding.weight "
+    "tok_embeddings.weight lm_head.weight lm_head unembed.weight",
+    "grad": "grad grads gradient gradients g",
+    "exp_avg": "exp_avg m momentum momenta first_moment first_moments adam_m",
+    "exp_avg_sq": "exp_avg_sq v variance variances second_moment second_moments adam_v",
+    "delta": "delta deltas update updates weight_delta weight_deltas embedding_deltas",
+    "logits": "logits logit",
+    "loss": "loss losses train_loss train_losses training_loss training_losses",
+    "lr": "lr lrs learning_rate learning_rates",
+    "hidden_mean": "hidden_mean hidden_means h_mean h_means mean_h mean_hidden",
+    "grad_norm": "grad_norm grad_norms gradient_norm gradient_norms",
+    "step": "step steps recorded_step recorded_steps step_number step_numbers global_step "
+    "global_steps iteration iterations checkpoint_steps steps_of_the_names",
+    "token": "token recorded_tokens token_id vocab_ids vocabulary_ids",
+    "dead_mask": "dead_mask untrained_mask is_dead is_untrained dead_token_mask",
+    "live_mask": "live_mask trained_mask is_live is_trained live_token_mask",
+    "dead_ids": "dead_ids dead_token_ids dead_indices dead_token_indices dead_tokens untrained_ids "
+    "untrained_token_ids untrained_indices untrained_tokens untrained_token_indices",
+    "live_ids": "live_ids live_token_ids live_indices live_token_indices live_tokens trained_ids "
+    "trained_token_ids trained_indices trained_tokens trained_token_indices",
+    "token_ids": "token_ids tokens ids indices token_indices",
+    "token_count": "token_count token_counts counts count occurrences frequencies "
+    "token_frequencies token_frequency appearances vocab_counts",
+}
+"""Names in use; a variable that is not here has its own in lower case only."""
+
+_DIMS: dict[str, tuple[str, ...]] = {
+    # MODEL: nobody else has them. OF_EXAMPLES: no file but our own says whose they are.
+    **{name: entry.dims for name, entry in VARIABLES.items() if name not in (*MODEL, *OF_EXAMPLES)},
+    STEP.name: ("step",),
+    "token": ("token",),
+    **dict.fromkeys(("dead_mask", "live_mask"), ("vocabulary",)),
+    **dict.fromkeys(("dead_ids", "live_ids", "token_ids"), ("tokens",)),
+    "token_count": ("vocabulary",),
+}
+
+ARRAY_KINDS: dict[str, ArrayKind] = {
+    name: ArrayKind(
+        name=name,
+        names=tuple(_NAMES.get(name, name.lower()).split()),
+        dims=dims,
+        values="float" if name in VARIABLES else "truth" if name.endswith("mask") else "whole",
+    )
+    for name, dims in _DIMS.items()
+}
+"""By name."""
+
+AMBIGUOUS: dict[str, tuple[str, ...]] = {
+    "dw": ("grad", "delta"),
+    "d_w": ("grad", "delta"),
+    "mu": ("exp_avg", "hidden_mean"),
+    "means": ("exp_avg", "hidden_mean"),
+}
+"""Names that people use for more than one kind."""
+
+# What follows from the rest and is left out by name: whole words of a name.
+_DERIVED = frozenset(
+    "prime centroid centroids motion freeze frozen freezing l1 l2 linf phase phases displacement "
+    "displacements distance distances radius radii cosine similarity pca center centre mean std "
+    "norm norms drift velocity velocities speed angle angles ulp ulps entropy spread".split()
+)
+
+_RUN = re.compile(r"(?:run|trial|replicate)[_\-./]?(\d+)[_\-./](.+)", re.IGNORECASE)
+_POPULATION = re.compile(r"(dead|live|untrained|trained)_(.+)")
+_OF_MATRIX = {
+    **dict.fromkeys("e w_e w_in wte embed_tokens tok_embeddings".split(), "E"),
+    **dict.fromkeys("w_u w_out lm_head unembed unembedding unembeddings".split(), "W"),
+}
+_POPULATIONS = {"dead": "dead", "untrained": "dead", "live": "live", "trained": "live"}
+_MATRIX = re.compile(r"(.+)_([ewu])")
+_LETTERS = {"e": "E", "w": "W", "u": "W"}
+_STORAGE = re.compile(
+    r"(.+)_(?:history|histories|hist|trajectory|traj|bits|u16|uint16|bf16|bfloat16|f16|fp16|f32|fp32"
+    r"|float32|series|movie|all|over_time)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Name:
+    """What the name of an array says.
+
+    Attributes
+    ----------
+    kind : ArrayKind, optional
+        None for a name that is not in the table.
+    run : int, optional
+        Number of the run in ``run_0_…``.
+    matrix : {'E', 'W'}, optional
+    population : {'dead', 'live'}, optional
+        Tokens that it has rows of.
+    is_described : bool
+        Whether a description says the kind, not the name.
+    """
+
+    kind: ArrayKind | None
+    run: int | None = None
+    matrix: str | None = None
+    population: str | None = None
+    is_described: bool = False
+
+
+def named(key: str) -> Name:
+    """What a name says.
+
+    Examples
+    --------
+    >>> name = named("run_2_momentum_E")
+    >>> name.kind.name, name.run, name.matrix
+    ('exp_avg', 2, 'E')
+    >>> name = named("dead_grads")
+    >>> name.kind.name, name.population
+    ('grad', 'dead')
+    """
+    text, run = key, None
+    if match := _RUN.fullmatch(text):
+        run, text = int(match[1]), match[2]
+    *groups, last = text.lower().rstrip("'").split("/")
+    stems = [_stem("/".join((*groups, last)))]
+    # A group that has a name of the table itself, or one of what follows from the rest, says more
+    # than the name in it.
+    if groups and not any(_is_known(_stem(group)) for group in groups):
+        stems.append(_stem(last))
+    for wording, matrix, population in (each for stem in stems for each in _readings(stem)):
+        kind = _by_name().get(wording)
+        if kind is not None and (population is None or kind.is_variable):
+            implied = _OF_MATRIX.get(wording.partition(".")[0]) if kind.name == "W" else None
+            return Name(kind=kind, run=run, matrix=matrix or implied, population=population)
+    return Name(kind=None, run=run)
+
+
+def _stem(text: str) -> str:
+    return re.sub(r"[\s\-/]+", "_", text)
+
+
+def _is_known(group: str) -> bool:
+    return is_derived(group) or any(wording in _by_name() for wording, *_ in _readings(group))
+
+
+def _readings(stem: str) -> Iterator[tuple[str, str | None, str | None]]:
+    """Wordings of a name, the longest first, and the matrix and the tokens that it names."""
+    yield stem, None, None
+    if is_derived(stem):
+        return
+    parts = stem.split(".")
+    for at in range(1, len(parts)):  # the path to a tensor of a model, or of an optimizer
+        if parts[at:] != ["weight"]:  # of any layer
+            yield ".".join(parts[at:]), None, None
+    if parts[-1] in ("weight", "weights"):
+        return
+    last, population = parts[-1], None
+    for _ in range(2):
+        if match := _STORAGE.fullmatch(last):
+            last = match[1]
+            yield last, None, population
+        if match := _MATRIX.fullmatch(last):
+            yield match[1], _LETTERS[match[2]], population
+            if inner := _STORAGE.fullmatch(match[1]):
+                yield inner[1], _LETTERS[match[2]], population
+        match = _POPULATION.fullmatch(last)
+        if match is None:
+            return
+        population, last = _POPULATIONS[match[1]], match[2]
+        yield last, None, population
+
+
+@cache
+def _by_name() -> dict[str, ArrayKind]:
+    return {name: kind for kind in ARRAY_KINDS.values() for name in kind.names}
+
+
+def is_derived(key: str) -> bool:
+    """Whether a name, which no kind has, is one of quantities that follow from others.
+
+    Examples
+    --------
+    >>> is_derived("delta_W_prime"), is_derived("last_motion_step"), is_derived("grads")
+    (True, True, False)
+    """
+    stem = key.lower()
+    return stem not in _by_name() and any(word in _DERIVED for word in re.split(r"[\W_]+", stem))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scalar:
+    """A number that repeats part of the configuration.
+
+    Attributes
+    ----------
+    name : str
+    names : tuple of str
+        In use, in lower case.
+    paths : tuple of tuple of str
+        Where in the attributes of a run it may be; the first that is there counts. An import writes
+        it to the first.
+    codes : dict of str to int
+        Numbers that stand for words; empty where the attribute is a number itself.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    paths: tuple[tuple[str, ...], ...]
+    codes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def words(self) -> dict[Any, str]:
+        """Word of each number; of several, the first."""
+        return {code: word for word, code in reversed(list(self.codes.items()))}
+
+
+RULE = ("optimizer", "hyperparameters")
+"""Where the attributes of a run have the numbers of the optimizer's rule."""
+
+_RULE, _MODEL = ".".join(RULE), "config.model"
+
+
+def _scalar(names: str, paths: str, **codes: int) -> Scalar:
+    in_use, places = tuple(names.split()), tuple(tuple(path.split(".")) for path in paths.split())
+    return Scalar(name=in_use[0], names=in_use, paths=places, codes=codes)
+
+
+_INIT = "config.initialisation"
+SCALARS: dict[str, Scalar] = {
+    scalar.name: scalar
+    for scalar in (
+        _scalar(
+            "learning_rate lr peak_lr base_lr",
+            f"{_RULE}.initial_lr config.optimizer.lr {_RULE}.lr",
+        ),
+        _scalar("weight_decay wd", f"{_RULE}.weight_decay"),
+        _scalar("adam_beta1 beta1 beta_1 betas[0] adam_betas[0]", f"{_RULE}.betas.0"),
+        _scalar("adam_beta2 beta2 beta_2 betas[1] adam_betas[1]", f"{_RULE}.betas.1"),
+        _scalar("adam_epsilon adam_eps epsilon eps", f"{_RULE}.eps"),
+        _scalar("init_sigma init_scale init_std", f"{_INIT}.sigma"),
+        # How the start was drawn: 0 in float32, then rounded, as a point is unless it says so; 1 in
+        # bfloat16.
+        _scalar("init_method_code", f"{_INIT}.dtype {_INIT}.kind", float32=0, bfloat16=1, point=0),
+        _scalar("seed random_seed", "config.training.seed"),
+        _scalar("vocab_size n_vocab vocabulary_size", f"{_MODEL}.vocab_size"),
+        _scalar("hidden_dim hidden_size d_model n_embd", f"{_MODEL}.hidden"),
+        _scalar("n_layers n_layer num_layers", f"{_MODEL}.layers"),
+        _scalar("n_heads n_head num_heads", f"{_MODEL}.heads"),
+        _scalar("num_steps n_steps total_steps", "config.training.steps"),
+        _scalar("batch_size", "config.training.batch_size"),
+        _scalar("tied_weights tie_weights", f"{_MODEL}.tied"),
+    )
+}
+"""By name; whatever other numbers a file holds go to ``config.scalars`` under their own names."""
+
+
+_CONFIGURATION = re.compile(
+    r"^(?:(?:config|cfg|args|hparams|hyper_?parameters|hyperparams|settings|param_groups"
+    r"|meta|metadata)[./])+"
+)
+"""Groups in which people keep such numbers."""
+
+
+def is_pair(key: str) -> bool:
+    """Whether a name is one of two numbers: of both betas of Adam."""
+    return _CONFIGURATION.sub("", key.lower()) in ("betas", "adam_betas")
+
+
+def scalar_of(key: str) -> Scalar | None:
+    """Scalar of a name, or of its plural, which has a number for each run; None for others."""
+    stem = _CONFIGURATION.sub("", key.lower())
+    if pair := re.fullmatch(r"(.+)[./]([01])", stem):
+        stem = f"{pair[1]}[{pair[2]}]" if is_pair(pair[1]) else stem
+    for wording in (stem, stem.removesuffix("s")):
+        for scalar in SCALARS.values():
+            if wording in scalar.names:
+                return scalar
+    return None
+
+
+_OF_TOKENS = frozenset("token tokens id ids".split())
+_NEGATIONS = frozenset("not no non never neither nor without except un t".split())  # t: of isn't
+_TRAINED_TOKENS = r"\btrained[\s_-]+(?:token|id)"
+
+
+def described_population(text: Any) -> Literal["dead", "live"] | None:
+    """Whether a description speaks of dead tokens or of live ones; None if that is not plain.
+
+    It is not if it speaks of neither or both, denies something, or speaks of no tokens.
+
+    Examples
+    --------
+    >>> described_population("IDs of tokens that never occur in the corpus (untrained)")
+    'dead'
+    """
+    description = re.sub(r"\bnever (?:occur|appear)\w*", "absent", str(text).lower())
+    words = set(re.findall(r"[a-z]+", description))
+    if not words & _OF_TOKENS or words & _NEGATIONS:
+        return None
+    dead = bool(words & {"dead", "untrained", "unseen", "unreachable", "absent", "unused"})
+    live = bool(words & {"live", "alive", "trained"})
+    if dead == live:
+        return None
+    if live and not words & {"live", "alive"} and not re.search(_TRAINED_TOKENS, description):
+        return None  # it is a model, or a tokenizer, that was trained
+    return "dead" if dead else "live"
