@@ -28,6 +28,7 @@ from crashing import (
 from trajstore import repair, verify
 
 ROWS = 7 * BLOCK + 2
+BOTH = [pytest.param(False, marks=pytest.mark.nightly), True]
 OBJECTS = 5  # arrays, each with a shard and a document in every commit, and then the root
 A_COMMIT = 2 * OBJECTS + 1
 
@@ -73,7 +74,7 @@ def finish(path: Path) -> None:
     assert not [file for file in path.parent.iterdir() if file.name.startswith(".")]
 
 
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("after", BOTH)
 def test_killed_at_every_move_of_a_commit(tmp_path: Path, after: bool) -> None:
     path = tmp_path / "run.zarr"
     assert killed(write_rows, path, ROWS, KillAt(A_COMMIT + 8, after))
@@ -89,7 +90,7 @@ def test_killed_at_every_move_of_a_commit(tmp_path: Path, after: bool) -> None:
     assert reader.most == ROWS
 
 
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("after", BOTH)
 def test_killed_at_every_move_of_a_commit_by_time(tmp_path: Path, after: bool) -> None:
     """Of a block that is there already, with fewer rows, and is replaced."""
     path = tmp_path / "run.zarr"
@@ -111,7 +112,10 @@ def test_killed_at_every_move_of_a_commit_by_time(tmp_path: Path, after: bool) -
     assert reader.most == ROWS
 
 
-@pytest.mark.parametrize("move", range(1, 10))
+@pytest.mark.parametrize(
+    "move",
+    [pytest.param(move, marks=[pytest.mark.nightly] * (move % 4 != 1)) for move in range(1, 10)],
+)
 def test_killed_while_it_is_made_there_is_no_run_or_an_empty_one(tmp_path: Path, move: int) -> None:
     path = tmp_path / "run.zarr"
     assert killed(write_rows, path, ROWS, KillAt(move, after=True))
@@ -119,6 +123,7 @@ def test_killed_while_it_is_made_there_is_no_run_or_an_empty_one(tmp_path: Path,
     finish(path)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TRAJSTORE_KILLS", "4"))))
 def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
     """Also more than once, until the run is through."""
