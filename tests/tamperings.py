@@ -27,7 +27,7 @@ from trajstore import RunWriter
 from trajstore.codec.block_label import LABEL, BlockLabel, digest_of
 from trajstore.codec.crc32c_check import checksum
 
-__all__ = ["READERS", "TAMPERINGS", "Tampering", "World", "make_world", "table"]
+__all__ = ["READERS", "TAMPERINGS", "Tampering", "World", "make_world"]
 
 ROWS, TOKENS, HIDDEN, BLOCK = 10, 10, 3, 4
 TYPES = {"W": "bfloat16", "grad": "bfloat16", "loss": "float32"}
@@ -617,14 +617,3 @@ def _cases() -> Iterable[Tampering]:
 
 
 TAMPERINGS = tuple(_cases())
-
-
-def table() -> list[str]:
-    """Rows of the table in docs/integrity.md: by kind how many, and how many are read wrongly."""
-    rows = []
-    for kind in dict.fromkeys(item.kind for item in TAMPERINGS):
-        items = [item for item in TAMPERINGS if item.kind == kind]
-        cells = [kind, str(len(items))]
-        cells += [str(sum(item.misleads(by) for item in items)) for by in READERS]
-        rows.append(f"| {' | '.join(cells)} |")
-    return rows

@@ -28,7 +28,6 @@ from crashing import (
 from trajstore import repair, verify
 
 ROWS = 7 * BLOCK + 2
-BOTH = [pytest.param(False, marks=pytest.mark.nightly), True]
 OBJECTS = 5  # arrays, each with a shard and a document in every commit, and then the root
 A_COMMIT = 2 * OBJECTS + 1
 
@@ -74,7 +73,18 @@ def finish(path: Path) -> None:
     assert not [file for file in path.parent.iterdir() if file.name.startswith(".")]
 
 
-@pytest.mark.parametrize("after", BOTH)
+@pytest.mark.parametrize("move", [1, A_COMMIT])
+def test_killed_at_the_first_and_the_last_move_of_a_commit(tmp_path: Path, move: int) -> None:
+    path = tmp_path / "run.zarr"
+    assert killed(write_rows, path, ROWS, KillAt(A_COMMIT + 8, after=True))
+    before = committed(path)
+    assert killed(write_rows, path, ROWS, KillAt(OBJECTS + 1 + move, after=True))
+    assert check_whole(path) == before + (BLOCK if move == A_COMMIT else 0)
+    finish(path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("after", [False, True])
 def test_killed_at_every_move_of_a_commit(tmp_path: Path, after: bool) -> None:
     path = tmp_path / "run.zarr"
     assert killed(write_rows, path, ROWS, KillAt(A_COMMIT + 8, after))
@@ -90,7 +100,8 @@ def test_killed_at_every_move_of_a_commit(tmp_path: Path, after: bool) -> None:
     assert reader.most == ROWS
 
 
-@pytest.mark.parametrize("after", BOTH)
+@pytest.mark.nightly
+@pytest.mark.parametrize("after", [False, True])
 def test_killed_at_every_move_of_a_commit_by_time(tmp_path: Path, after: bool) -> None:
     """Of a block that is there already, with fewer rows, and is replaced."""
     path = tmp_path / "run.zarr"
@@ -113,8 +124,7 @@ def test_killed_at_every_move_of_a_commit_by_time(tmp_path: Path, after: bool) -
 
 
 @pytest.mark.parametrize(
-    "move",
-    [pytest.param(move, marks=[pytest.mark.nightly] * (move % 4 != 1)) for move in range(1, 10)],
+    "move", [pytest.param(n, marks=() if n == 5 else pytest.mark.nightly) for n in range(1, 10)]
 )
 def test_killed_while_it_is_made_there_is_no_run_or_an_empty_one(tmp_path: Path, move: int) -> None:
     path = tmp_path / "run.zarr"

@@ -20,7 +20,7 @@ from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import find_parameters
 from trajstore.trainers.recording.planned_run import plan_runs
 from trajstore.trainers.recording.resumed_run import ExistingRun
-from trajstore.trainers.recording.sharding import find_shares
+from trajstore.trainers.recording.sharding import find_shares, is_distributed
 from trajstore.trainers.recording.step_examples import StepExamples
 from trajstore.trainers.recording.step_hooks import Recorder, real_optimizer
 
@@ -113,7 +113,7 @@ def attach(
     except BaseException:
         recorder.close(complete=False)
         raise
-    if planned and not options.resume and _is_first_process():  # which reported them when it began
+    if planned and not options.resume and _is_first_process():  # it reported them when it began
         report_notes((one.sentence for one in advice), on_note)
         report_notes((note for run in planned for note in run.notes), on_note)
     return recorder
@@ -136,8 +136,7 @@ def _remarking(
 
 
 def _is_first_process() -> bool:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not distributed or torch.distributed.get_rank() == 0
+    return not is_distributed() or torch.distributed.get_rank() == 0
 
 
 @takes_options

@@ -187,24 +187,17 @@ class TrajectoryCallback(TrainerCallback):
         if self.recorder is not None:
             self.recorder.close(complete=complete)
 
-    def _has_ended(self) -> bool:
-        """Whether its training, which was begun by the thread that asks, must be over."""
-        return self._thread == threading.get_ident()
-
-    def _is_of(self, path: RunPath) -> bool:
-        """Whether it records to a path."""
-        return os.path.realpath(str(self._path)) == os.path.realpath(str(path))
-
     def _after_cell(self, *result: Any) -> None:
         """Close what a training has left that failed in a cell of a notebook."""
-        if self._has_ended():
+        if self._thread == threading.get_ident():
             self.close()
 
 
 def _end_failed(path: RunPath) -> None:
     """Close what records to a path, and must have failed: its thread begins another training."""
+    place, thread = os.path.realpath(str(path)), threading.get_ident()
     for other in list(_recording):
-        if other._is_of(path) and other._has_ended():
+        if other._thread == thread and os.path.realpath(str(other._path)) == place:
             other.close()
 
 

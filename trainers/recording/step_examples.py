@@ -16,6 +16,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.schema import OF_EXAMPLES
 from trajstore.trainers.recording.forward_values import is_trained, logits_of, loss_of
+from trajstore.trainers.recording.sharding import is_distributed
 from trajstore.trainers.recording.torch_internals import outside_compile
 
 __all__ = ["EXAMPLE_INDEX", "StepExamples", "example_losses", "padded"]
@@ -228,7 +229,7 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _of_all_processes(mine: Tensors) -> Tensors:
     """Shares of all processes in the first one; in the others their own."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not is_distributed():
         return mine
     first = torch.distributed.get_rank() == 0
     shares: list[Any] = [None] * torch.distributed.get_world_size()

@@ -39,6 +39,7 @@ from trajstore.trainers.recording.parameter_rows import MOMENTS, ParameterRows
 from trajstore.trainers.recording.parameters import unwrap
 from trajstore.trainers.recording.sharding import (
     agreed,
+    is_distributed,
     is_sharded,
     own_logits,
     own_rows,
@@ -285,7 +286,7 @@ class Recorder:
             call_when_backward_ends(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if is_distributed():
             # Gradients are averaged over the processes by another such callback: be after it.
             call_when_backward_ends(self._after_backward)
         else:

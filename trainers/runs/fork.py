@@ -130,7 +130,7 @@ def fork(
     >>> changed.values.tolist()
     [False, False, False, True, True]
     """
-    tell = on_note or _say_nothing
+    report_note = on_note or _ignore_note
     source = _Source.open(run)
     config = forked_config(source.config, settings)
     source.check_step(at, config)
@@ -147,11 +147,11 @@ def fork(
     if strict_numerics:
         require_sound(advice)
     for note in _notes(source.config, config, at):
-        tell(note)
+        report_note(note)
     folder = CheckpointFolder(target, fsync=fsync)
     try:
         with staged_run(target, overwrite=overwrite, on_place=folder.place) as new:
-            point = source.reach(at, new, text, sources, tell, on_retrain)
+            point = source.reach(at, new, text, sources, report_note, on_retrain)
             checkpoint = _make(source, point, new, config, types, text, fsync=fsync)
             # Put into its place right after the run, so that a failure leaves a run that was there
             # its own. A kill between the two leaves a fork without it: `--resume` says so then.
@@ -161,7 +161,7 @@ def fork(
         raise
     del point, checkpoint  # what is trained from here on is as large
     for one in advice:
-        tell(one.sentence)
+        report_note(one.sentence)
     record(
         config,
         target,
@@ -326,7 +326,7 @@ class _Source:
         new: Path,
         text: Corpus,
         sources: dict[str, str],
-        tell: Callable[[str], None],
+        report_note: Callable[[str], None],
         on_retrain: Callable[[int, int], None] | None,
     ) -> _ForkPoint:
         """Come to the state after a step: from its checkpoint, or by training again.
@@ -353,13 +353,13 @@ class _Source:
                 "run instead"
             )
         first = 0 if taken is None else taken.step
-        tell(
+        report_note(
             f"{self.path} has no checkpoint of step {at}, so steps {first + 1} to {at} are trained "
             "again, and compared with what was recorded"
         )
         retrained = new.with_name("retrained.zarr")
 
-        def go_on(rows: int) -> RunWriter:
+        def make_writer(rows: int) -> RunWriter:
             memory = self.config.recording.memory
             branch_run(self.path, retrained, rows, types=self.types, attributes={}, memory=memory)
             return RunWriter.resume(retrained, memory=memory, commit_every=None)
@@ -370,7 +370,7 @@ class _Source:
             taken,
             at,
             sources=sources,
-            go_on=go_on,
+            make_writer=make_writer,
             on_retrain=on_retrain,
         )
         difference = reached.difference
@@ -384,7 +384,7 @@ class _Source:
                 f"was recorded: {reason}"
             )
         proven = self.steps[difference.row - 1]
-        tell(_difference_note(self.path, proven, difference, reason))
+        report_note(_difference_note(self.path, proven, difference, reason))
         return _ForkPoint(path=retrained, checkpoint=reached.checkpoint, proven_until=proven)
 
     def forked_provenance(
@@ -440,7 +440,7 @@ def _rule(optimizer: dict[str, Any]) -> dict[str, Any]:
     return {"class": optimizer.get("class"), **kept}
 
 
-def _say_nothing(note: str) -> None:
+def _ignore_note(note: str) -> None:
     return
 
 

@@ -19,9 +19,9 @@ from trajstore.trainers.runs.recorded_training import recording_options, run_rec
 from trajstore.trainers.runs.resume_checks import (
     ResumePoint,
     check_text,
-    complete,
     find_resume_point,
-    notes,
+    mark_complete,
+    resume_notes,
 )
 from trajstore.trainers.runs.retraining import retrain_to_last_row
 from trajstore.trainers.runs.run_plan import numeric_advice
@@ -161,7 +161,7 @@ def record(
     if on_corpus is not None:
         on_corpus(text)
     if taken is not None and on_note is not None:
-        for note in notes(target, config, taken):
+        for note in resume_notes(target, config, taken):
             on_note(note)
     training = build_training(config, text)
     checkpointing = Checkpointing(
@@ -191,7 +191,7 @@ def _finish(
 ) -> None:
     """Mark a run complete that has every step, and say what became of it."""
     if not before.complete:
-        complete(target, fsync=fsync)
+        mark_complete(target, fsync=fsync)
     elif on_note is not None:
         on_note(
             f"{target} has all {before.last_step} steps already, so nothing is trained; to extend "

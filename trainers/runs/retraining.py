@@ -54,7 +54,7 @@ def train_again(
     step: int,
     *,
     sources: Mapping[str, str],
-    go_on: Callable[[int], RunWriter] | None = None,
+    make_writer: Callable[[int], RunWriter] | None = None,
     on_retrain: Progress | None = None,
 ) -> Retrained:
     """Train a run's steps again until one of them. The run is only read.
@@ -70,7 +70,7 @@ def train_again(
         That is to be reached, which has a row; 1 or more.
     sources : mapping of str to str
         Paths of the text and the tokenizer, where they were given.
-    go_on : callable, optional
+    make_writer : callable, optional
         Called with the number of the first row that differs, makes the writer that takes that row
         and those after it. Without it, training stops there.
     on_retrain : callable, optional
@@ -83,7 +83,7 @@ def train_again(
     """
     config = recorded_config(run)
     attributes = open_group(run).attrs.asdict()
-    comparison = Comparison(go_on)
+    comparison = Comparison(make_writer)
     reached: list[Checkpoint] = []
     training = build_training(config, text)
 

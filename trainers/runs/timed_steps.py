@@ -196,11 +196,11 @@ def _record(
     def after_step(recorder: Recorder, scaler: Any) -> bool:
         return clock()
 
-    def not_told(note: str) -> None:
-        """Of the advice, which is part of the plan."""
+    def ignore_note(note: str) -> None:
+        """The advice is part of the plan."""
 
     training = build_training(config, text)
-    run_recorded(training, run, options, None, after_step=after_step, on_note=not_told)
+    run_recorded(training, run, options, None, after_step=after_step, on_note=ignore_note)
     clock.stop()
     return clock
 

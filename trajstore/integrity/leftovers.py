@@ -106,8 +106,6 @@ def _find_in_array(metadata: CheckedMetadata, name: str, rows: int, found: Lefto
     if document is None or not is_series(name):
         return
     stored = metadata.stored(name)
-    if stored is None:
-        return  # how its files are called is its own affair
     beyond = []
     for path in _entries(metadata, name, found):
         if _is_known(path):

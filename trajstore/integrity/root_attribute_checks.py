@@ -21,7 +21,6 @@ __all__ = [
     "check_attributes",
     "fixed_attributes",
     "is_digest",
-    "is_labelled",
     "is_possible",
     "parsed_copy",
     "settle_announced",
@@ -38,10 +37,11 @@ REQUIRED = (
     "encoding",
     "block_rows",
     "config",
+    "runs",
+    CONTENT,
+    FINGERPRINT,
 )
 """Attributes that every root has."""
-
-_OF_FORMAT_2 = ("runs", CONTENT, FINGERPRINT)
 
 STATUSES: tuple[Status, ...] = get_args(Status)
 
@@ -103,16 +103,10 @@ def check_attributes(found: CheckedMetadata) -> None:
         If the run is one of another format.
     """
     step = found.arrays.get(STEP.name)
-    text = None if step is None else step["attributes"].get(COPY)
-    if text is not None:
-        found.copy = parsed_copy(text)
+    if step is not None:
+        found.copy = parsed_copy(step["attributes"].get(COPY))
         if found.copy is None:
-            found.report(STEP.name, f"its attribute {COPY} is no JSON object")
-    elif step is not None:
-        found.notes.append(
-            "there is no copy of the root's attributes in step, as older versions left it out; "
-            "whether one has changed since cannot be told"
-        )
+            found.report(STEP.name, f"its attribute {COPY} is missing, or is no JSON object")
     if found.root is None:
         return
     attributes = found.attributes
@@ -129,7 +123,7 @@ def check_attributes(found: CheckedMetadata) -> None:
                     f"{', '.join(differences(fixed[key], found.copy[key], key))}",
                 )
     _check_identity(found)
-    for key in (*REQUIRED, *(_OF_FORMAT_2 if is_labelled(attributes) else ())):
+    for key in REQUIRED:
         if key not in attributes and not (found.copy and key in found.copy):
             found.report(None, f"the attribute {key} is missing")
     number = attributes.get("trajstore_format")
@@ -146,12 +140,6 @@ def check_attributes(found: CheckedMetadata) -> None:
             found.report(None, f"the attribute {key} is {attributes[key]!r}, expected {what}")
 
 
-def is_labelled(attributes: Document) -> bool:
-    """Whether it is a run whose blocks have labels, and that has a fingerprint."""
-    number = attributes.get("trajstore_format")
-    return type(number) is int and number >= 2
-
-
 def _check_identity(found: CheckedMetadata) -> None:
     """The arrays must say of whose blocks they are as the root does."""
     try:
@@ -160,8 +148,7 @@ def _check_identity(found: CheckedMetadata) -> None:
         found.report(None, str(error))
         return
     for name in filter(is_series, found.arrays):
-        stored = found.stored(name)
-        if stored is not None and stored.form.runs != runs:
+        if found.stored(name).form.runs != runs:
             found.report(name, "its metadata say it is of another run than the root says")
 
 

@@ -26,14 +26,12 @@ from trajstore.store.storage.remote_path import Location, ObjectReplaced
 from trajstore.values.native_types import NativeType, narrow
 from trajstore.values.rounding import is_bfloat16
 
-__all__ = ["NOT_NATIVE", "CheckedChunks", "check_shard", "is_native", "row0_notes"]
+__all__ = ["CheckedChunks", "check_shard"]
 
 Array = npt.NDArray[Any]
 
 Place = tuple[str, int, int]
 """Array, block and part of a shard."""
-
-NOT_NATIVE = "holds values that are not {}, as native_dtype says"
 
 _ABSENT = (1 << 64) - 1
 _ATTEMPTS = 4
@@ -291,8 +289,8 @@ def _check_values(shard: _Shard, chunk: _Chunk, values: Array, found: CheckedChu
     stored, native = shard.stored, shard.native
     # Differences are of the native type by themselves.
     widened = stored.chain.kind != "delta" and native.itemsize != stored.chain.itemsize
-    if widened and not is_native(values, native):
-        message = NOT_NATIVE.format(native.name)
+    if widened and not _is_native(values, native):
+        message = f"holds values that are not {native.name}, as native_dtype says"
         found.problems.append(shard.problem(message, chunk.offset, chunk.stop, "none"))
     elif stored.name == STEP.name:
         first = shard.block * stored.shard[0] + chunk.number * stored.chunk[0]
@@ -301,10 +299,10 @@ def _check_values(shard: _Shard, chunk: _Chunk, values: Array, found: CheckedChu
             found.steps[first] = values.view(np.int64)[:rows].copy()
     elif shard.block == 0:
         row = _row0(stored, shard.part, chunk.number, values)
-        found.row0 += () if row is None else row0_notes(stored.name, row)
+        found.row0 += () if row is None else _row0_notes(stored.name, row)
 
 
-def is_native(values: Array, native: NativeType) -> bool:
+def _is_native(values: Array, native: NativeType) -> bool:
     """Whether bits of float32 are all of a 16-bit type."""
     if native.name == "bfloat16":
         return is_bfloat16(values)
@@ -336,7 +334,7 @@ def _row0(stored: StoredArray, part: int, number: int, values: Array) -> Array |
     return row[window].view(chain.native.stored)
 
 
-def row0_notes(name: str, row: Array) -> Iterator[str]:
+def _row0_notes(name: str, row: Array) -> Iterator[str]:
     """Sentences on what the first row holds, where it is not as by convention before any step."""
     kind = VARIABLES[name].row0
     if kind == "nan" and not np.isnan(row).all():

@@ -12,7 +12,13 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
-from small_trainings import BLOCK, small_config, stop_after  # noqa: E402
+from small_trainings import (  # noqa: E402
+    BLOCK,
+    contents,
+    last_checkpoint,
+    small_config,
+    stop_after,
+)
 
 from trajstore import RunWriter, repair, verify  # noqa: E402
 from trajstore.errors import (  # noqa: E402
@@ -69,12 +75,6 @@ def stopped(recorded: Callable[[str], tuple[Path, Path]]) -> Path:
     return recorded("trainer")[1]
 
 
-def contents(run: Path) -> dict[str, bytes]:
-    return {
-        str(file.relative_to(run)): file.read_bytes() for file in run.rglob("*") if file.is_file()
-    }
-
-
 def parts(one: Path, other: Path) -> dict[str, int | None]:
     """First step at which each common variable differs."""
     a, b = xr.open_zarr(one).load(), xr.open_zarr(other).load()
@@ -87,10 +87,6 @@ def parts(one: Path, other: Path) -> dict[str, int | None]:
         rows_apart = np.flatnonzero((left.view(unsigned) != right.view(unsigned)).any(1))
         found[name] = int(a.step.values[rows_apart[0]]) if rows_apart.size else None
     return found
-
-
-def last_checkpoint(run: Path) -> Checkpoint:
-    return Checkpoint.load(max(checkpoint_folder(run).iterdir()))
 
 
 LOOPS = ["trainer", pytest.param("plain", marks=pytest.mark.nightly)]

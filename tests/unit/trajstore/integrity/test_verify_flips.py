@@ -77,6 +77,7 @@ def longer(before: bytes, after: bytes) -> bool:
     return ahead and new | {"shape": [old["shape"][0], *new["shape"][1:]]} == old
 
 
+@pytest.mark.nightly
 def test_every_flipped_bit_is_found_or_harmless(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
