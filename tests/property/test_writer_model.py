@@ -32,7 +32,7 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(runs())
 def test_what_was_appended_is_what_is_read(run: dict[str, Any]) -> None:
     tokens, hidden, native = int(run["tokens"]), int(run["hidden"]), str(run["native"])

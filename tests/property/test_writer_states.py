@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import xarray as xr
 import zarr
 from crashing import BLOCK, check_rows, create, row
@@ -192,7 +193,7 @@ class History(RuleBasedStateMachine):
         check_rows(ds)
 
 
-TestHistory = History.TestCase
+TestHistory = pytest.mark.nightly(History.TestCase)
 TestHistory.settings = settings(
     # Without shrinking, which takes many times as long as finding: these steps read well as found.
     phases=[Phase.explicit, Phase.reuse, Phase.generate],

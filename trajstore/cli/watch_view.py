@@ -17,7 +17,7 @@ from trajstore.cli.tables import printable
 
 if TYPE_CHECKING:
     from trajstore.watching.measures import BoundedCurve
-from trajstore.watching.run_follower import Look
+    from trajstore.watching.run_follower import Look
 
 __all__ = ["facts", "line", "sparkline", "view"]
 

@@ -9,8 +9,10 @@ import pytest
 import xarray as xr
 import zarr
 from bits_and_calls import Cli
+from click.testing import CliRunner
 
 from trajstore import InvalidArgument, RunExists, RunLocked, RunWriter, open_run, verify
+from trajstore.cli.main import main
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.writing.annotated_run import annotate_run
 
@@ -122,8 +124,8 @@ def test_the_command(tmp_path: Path, trajstore_cli: Cli) -> None:
     done = trajstore_cli("annotate", run, "--masks", tmp_path / "dead_mask.npy")
     assert "1 of 3 tokens are dead" in done.stdout
     assert open_run(run).is_dead.values.tolist() == [True, False, False]
-    trajstore_cli("annotate", run, "--corpus", __file__, rc=2)
-    trajstore_cli("annotate", run, rc=2)
+    for wrong in (["annotate", str(run), "--corpus", __file__], ["annotate", str(run)]):
+        assert CliRunner().invoke(main, wrong).exit_code == 2
 
 
 def test_the_command_with_a_text(tmp_path: Path, trajstore_cli: Cli) -> None:

@@ -142,7 +142,7 @@ started.wait()
 """
 
 
-@pytest.mark.parametrize("commit_every", ["1e6", "1e-3"])
+@pytest.mark.parametrize("commit_every", [pytest.param("1e6", marks=pytest.mark.nightly), "1e-3"])
 def test_a_recording_outlives_the_main_thread(tmp_path: Path, commit_every: str) -> None:
     """Pools take no more work then, and the caller's thread writes behind the writing thread."""
     command = [sys.executable, "-c", OUTLIVING, tmp_path / "run.zarr", commit_every]

@@ -156,8 +156,15 @@ class Death(BaseException):
     """As if the process had ended there."""
 
 
-@pytest.mark.parametrize("rows", [14, 5])
-@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "after"),
+    [
+        (14, True),
+        (5, False),
+        pytest.param(14, False, marks=pytest.mark.nightly),
+        pytest.param(5, True, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_resume_that_dies_leaves_the_attributes_of_before_or_the_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, after: bool
 ) -> None:
