@@ -252,8 +252,8 @@ def _print_matches(lines: Iterable[Detection]) -> None:
         column.justify = "left"
     for line in lines:
         shape = "×".join(map(str, line.shape)) or "—"
-        taken = Text(line.kind) if line.kind else Text("left out", style="dim")
-        printed.add_row(Text(line.name), line.dtype, shape, taken, Text(line.why))
+        kind = Text(line.kind) if line.kind else Text("left out", style="dim")
+        printed.add_row(Text(line.name), line.dtype, shape, kind, Text(line.why))
     print_table(printed)
 
 

@@ -140,7 +140,7 @@ def detect_arrays(
     mapped = dict(mapped or {})
     _check_map(file, mapped, ignored)
     _check_attributes(file, ignored)
-    taken = {ARRAY_KINDS[kind].name for kind in mapped.values() if kind in ARRAY_KINDS}
+    mapped_kinds = {ARRAY_KINDS[kind].name for kind in mapped.values() if kind in ARRAY_KINDS}
     found: list[DetectedArray] = []
     left = _passed_over(file, ignored)
     numbers = numbers_beside(file, ignored)
@@ -165,7 +165,7 @@ def detect_arrays(
             if kind not in ARRAY_KINDS:
                 continue  # a scalar, which is among the numbers
             name = replace(name, kind=ARRAY_KINDS[kind])
-        elif name.kind is not None and name.kind.name in taken and name.kind.is_variable:
+        elif name.kind is not None and name.kind.name in mapped_kinds and name.kind.is_variable:
             left.append(replace(line, why=f"{_mapped_to(mapped, name.kind)} was named as that"))
             continue
         if name.kind is not None and name.kind.name == "token_ids":
