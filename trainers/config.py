@@ -345,7 +345,7 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
         meant = did_you_mean(path[-1], owner.model_fields) or _elsewhere(path[-1], model)
         if not meant and len(path) == 1 and isinstance(first["input"], dict):
             # No such section; perhaps another has what was to be set in it.
-            meant = next((told for key in first["input"] if (told := _elsewhere(key, model))), "")
+            meant = next((found for key in first["input"] if (found := _elsewhere(key, model))), "")
         return f"there is no field {name}{meant}; there are {', '.join(owner.model_fields)}"
     reason = first["msg"].removeprefix("Value error, ")
     given = first["input"]

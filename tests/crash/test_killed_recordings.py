@@ -22,7 +22,7 @@ from crashing import KillAt, Reader, killed
 from trajstore import FormatError, verify
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.nightly]
 
 STEPS = 26
 SIZES = [
@@ -65,7 +65,7 @@ def train(
     options: dict[str, Any] = {"corpus": corpus}
     if told is not None:
         options["on_step"] = lambda recorder: told.send(recorder.step)
-        options["on_proof"] = lambda step, last: told.send(step)
+        options["on_retrain"] = lambda step, last: told.send(step)
     trainers.record(config, path, resume=True, **options)
 
 

@@ -1,6 +1,7 @@
 """Importers against damaged and made-up files: an error or a run, never anything else.
 
-``TRAJSTORE_FUZZ=200000`` tries that many damaged files of each kind instead of a few thousand.
+``TRAJSTORE_FUZZ=200000`` tries that many damaged files of each kind instead of a few, and
+``TRAJSTORE_EXAMPLES=300`` that many made-up headers.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from hypothesis import strategies as st
 
 import trajstore
 from trajstore.errors import TrajstoreError
-from trajstore.exchange.importing.read_runs import understood
+from trajstore.exchange.importing.read_runs import read_runs
 from trajstore.exchange.layouts import EXPORT_LAYOUTS, LAYOUTS
 from trajstore.formats.open_file import open_file
 
-TRIES = int(os.environ.get("TRAJSTORE_FUZZ", "1500"))
+TRIES = int(os.environ.get("TRAJSTORE_FUZZ", "90"))
+EXAMPLES = int(os.environ.get("TRAJSTORE_EXAMPLES", "12"))
 VARIABLES = {
     "W": "bfloat16",
     "grad": "bfloat16",
@@ -101,7 +103,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 def read_all(path: Path) -> None:
     """Everything that an import reads of a file, but for writing the run."""
     with open_file(path) as file:
-        for run in understood(file).runs:
+        for run in read_runs(file).runs:
             for held in run.variables:
                 assert held.rows in (len(run.steps), len(run.steps) - 1)
                 held.read(0, held.rows)
@@ -170,7 +172,7 @@ def test_damaged_files_of_numpy_are_errors(tmp_path: Path, form: str) -> None:
 def test_damaged_safetensors_never_make_half_a_run(tmp_path: Path) -> None:
     good, rng, path = samples(tmp_path), random.Random(11), tmp_path / "fuzz"
     made: set[str] = set()
-    for number in range(200):
+    for number in range(max(TRIES // 8, 1)):
         path.write_bytes(damaged(good[number % len(good)], rng))
         target = tmp_path / "out" / "back.zarr"
         try:
@@ -197,7 +199,7 @@ KEYS = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(
     header=st.dictionaries(
         KEYS,
@@ -226,7 +228,7 @@ def test_made_up_headers(header: dict[str, Any], data: bytes, attributes: Any) -
             assert os.listdir(folder) == ["f"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(attributes=JSON, texts=JSON)
 def test_made_up_metadata_of_a_sound_file(attributes: Any, texts: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -254,7 +256,7 @@ FUZZ = """
 import random, resource, sys
 from pathlib import Path
 from trajstore.errors import TrajstoreError
-from trajstore.exchange.importing.read_runs import understood
+from trajstore.exchange.importing.read_runs import read_runs
 from trajstore.formats.open_file import open_file
 
 good, path, most = Path(sys.argv[1]).read_bytes(), Path(sys.argv[2]), int(sys.argv[5])
@@ -272,7 +274,7 @@ for number in range(first, last):
     print(number, flush=True)
     try:
         with open_file(path) as file:
-            for run in understood(file).runs:
+            for run in read_runs(file).runs:
                 for held in run.variables:
                     held.read(0, held.rows)
         accepted += 1
@@ -308,6 +310,7 @@ def test_damaged_hdf5_is_an_error(tmp_path: Path) -> None:
     assert 0 < fuzzed(tmp_path / "f.h5", tries) < tries
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", sorted(grammar()))
 def test_damaged_hdf5_of_the_grammar_is_an_error(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("h5py")
@@ -318,7 +321,7 @@ def test_damaged_hdf5_of_the_grammar_is_an_error(tmp_path: Path, kind: str) -> N
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("in_zip", [True, False])
+@pytest.mark.parametrize("in_zip", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_damaged_files_of_torch_are_errors(tmp_path: Path, in_zip: bool) -> None:
     torch = pytest.importorskip("torch")
     arrays = grammar()["resumed"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from trajstore import import_file, open_run
 
 pytest.importorskip("h5py")
 
+EXAMPLES = int(os.environ.get("TRAJSTORE_EXAMPLES", "12"))
 POPULATIONS = {
     "dead_mask": lambda dead: dead,
     "untrained_mask": lambda dead: dead.astype("u1"),
@@ -27,7 +29,7 @@ POPULATIONS = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 1 << 16))
 def test_names_types_and_masks_of_any_kind(data: st.DataObject, seed: int) -> None:
     form = data.draw(st.sampled_from(FORMATS))
@@ -57,7 +59,7 @@ def test_names_types_and_masks_of_any_kind(data: st.DataObject, seed: int) -> No
         assert (ds.is_dead.values == known.dead).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=EXAMPLES // 2 + 1, deadline=None)
 @given(
     form=st.sampled_from(FORMATS),
     runs=st.integers(1, 3),
@@ -85,7 +87,7 @@ def test_several_runs_in_a_file(form: str, runs: int, along: bool, seed: int) ->
             assert ds.attrs["optimizer"]["hyperparameters"]["initial_lr"] == number + 1
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=EXAMPLES // 2 + 1, deadline=None)
 @given(
     form=st.sampled_from(FORMATS),
     prefix=st.booleans(),

@@ -50,7 +50,7 @@ def annotate(
     """
     import numpy as np
 
-    from trajstore.exchange.importing.token_annotations import annotations_of
+    from trajstore.exchange.importing.token_masks import annotations_of
     from trajstore.store.reading.open_group import open_group
     from trajstore.store.writing.annotated_run import annotate_run
 

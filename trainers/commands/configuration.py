@@ -13,9 +13,10 @@ from trajstore.errors import InvalidArgument, MissingExtra
 
 if TYPE_CHECKING:
     from trajstore.store.storage.remote_path import Location
+    from trajstore.trainers import RunConfig
 
 
-__all__ = ["configuration", "configured", "preset_names", "settings_of"]
+__all__ = ["configuration", "configured", "named_config", "preset_names", "settings_of"]
 
 
 def preset_names(ctx: click.Context, option: click.Parameter, begun: str) -> list[str]:
@@ -103,7 +104,7 @@ def configured(
     variables: str | None,
     fields: dict[str, Any],
     run: Location | None = None,
-) -> Any:
+) -> RunConfig:
     """Configuration that is asked for; of a run that goes on, where none is named, its own.
 
     `run` is the one that goes on, if it is there. The steps of a preset or a file are those of a
@@ -114,17 +115,21 @@ def configured(
     named = preset_name is not None or config_file is not None
     begins = run is not None and named and not run.exists()
     recorded = None if run is None or begins else trainers.recorded_config(run)
-    if not named and recorded is not None:
-        config = recorded
-    elif (preset_name is None) == (config_file is None):
-        raise InvalidArgument("name either a preset (--preset gatsby) or a file (--config FILE)")
-    elif preset_name is not None:
-        config = trainers.preset(preset_name)
-    else:
-        config = trainers.RunConfig.from_toml(str(config_file))
+    config = recorded if recorded and not named else named_config(preset_name, config_file)
     if recorded is not None:
         config = config.with_values([f"training.steps={recorded.training.steps}"])
     return config.with_values(settings_of(assignments, variables, fields))
+
+
+def named_config(preset_name: str | None, config_file: str | None) -> RunConfig:
+    """Configuration of a preset or of a file."""
+    from trajstore import trainers
+
+    if (preset_name is None) == (config_file is None):
+        raise InvalidArgument("name either a preset (--preset gatsby) or a file (--config FILE)")
+    if preset_name is not None:
+        return trainers.preset(preset_name)
+    return trainers.RunConfig.from_toml(str(config_file))
 
 
 def settings_of(

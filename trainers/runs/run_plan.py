@@ -30,8 +30,8 @@ from trajstore.store.metadata.block_plan import Layout
 from trajstore.store.metadata.block_plan import plan as plan_layout
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.token_selection import read_tokens, select_tokens
-from trajstore.trainers.texts.cache import cached
 from trajstore.trainers.texts.corpus import load_corpus
+from trajstore.trainers.texts.fetch import cached
 
 __all__ = ["RunPlan", "native_types", "numeric_advice", "plan"]
 

@@ -17,7 +17,7 @@ from trajstore.cli.tables import out, print_json, print_notes, print_table, tabl
 from trajstore.errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from trajstore.exchange.guessing.array_roles import Taken
+    from trajstore.exchange.guessing.detect_arrays import Detection
 
 __all__ = ["export", "import_"]
 
@@ -109,9 +109,9 @@ def _format_of(output: str) -> str:
 @click.option(
     "--map",
     "mapped",
-    metavar="ROLE=NAME",
+    metavar="KIND=NAME",
     multiple=True,
-    help="The array that has a role, such as W=embedding_history; ignore=NAME leaves one out. "
+    help="The array that has a kind, such as W=embedding_history; ignore=NAME leaves one out. "
     "Repeatable.",
 )
 @click.option(
@@ -175,28 +175,28 @@ def import_(
       trajstore import mine.npz --dry-run --map W=weights_0 --labels steps=0:2001:50
     """
     if file is None:
-        print_importable(as_json=as_json)
+        _print_importable(as_json=as_json)
         return
-    roles: dict[str, tuple[str, ...]] = {}
-    for role, name in map(_assignment, mapped):
-        roles[role] = (*roles.get(role, ()), name)
+    kinds: dict[str, tuple[str, ...]] = {}
+    for kind, name in map(_assignment, mapped):
+        kinds[kind] = (*kinds.get(kind, ()), name)
     labelled = dict([_assignment(labels)]) if labels else None
-    said = options | {"map": roles, "labels": labelled, "bits": _bits(bits)}
+    given = options | {"map": kinds, "labels": labelled, "bits": _bits(bits)}
     if dry_run:
-        _preview(file, said, as_json=as_json)
+        _preview(file, given, as_json=as_json)
         return
     if output is None:
         raise InvalidArgument("say where the run is to be with -o NAME.zarr, or add --dry-run")
     from trajstore.exchange.importing.import_file import import_file
 
     with stopped_by_signals(), BytesProgress("importing") as progress:
-        done = import_file(file, output, on_progress=progress.show, **said)
+        done = import_file(file, output, on_progress=progress.show, **given)
     runs = (done, *done.others)
     if as_json:
         facts = [dataclasses.asdict(one) | {"path": str(one.path), "others": []} for one in runs]
         print_json(facts[0] | {"others": facts[1:]})
         return
-    print_matches(done.table)
+    _print_matches(done.table)
     for one in runs:
         held = ", ".join(f"{name} ({dtype})" for name, dtype in one.variables.items())
         out.print(
@@ -209,31 +209,31 @@ def import_(
 def _assignment(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        raise InvalidArgument(f"got {text!r}, expected ROLE=NAME, such as W=embedding_history")
+        raise InvalidArgument(f"got {text!r}, expected KIND=NAME, such as W=embedding_history")
     return name, value
 
 
 def _bits(texts: tuple[str, ...]) -> dict[str, str]:
     """What 16 bits are, by variable; of those that are not named under ``*``."""
-    said: dict[str, str] = {}
+    types: dict[str, str] = {}
     for text in texts:
         name, type = _assignment(text) if "=" in text else ("*", text)
-        if said.setdefault(name, type) != type:
-            raise InvalidArgument(f"got --bits {said[name]} and {type} of the same; name one")
-    return said
+        if types.setdefault(name, type) != type:
+            raise InvalidArgument(f"got --bits {types[name]} and {type} of the same; name one")
+    return types
 
 
-def _preview(file: str, said: dict[str, Any], *, as_json: bool) -> None:
+def _preview(file: str, given: dict[str, Any], *, as_json: bool) -> None:
     from trajstore.exchange.importing.import_file import preview_import
 
     unused = ("block_rows", "overwrite")
     seen = preview_import(
-        file, **{name: value for name, value in said.items() if name not in unused}
+        file, **{name: value for name, value in given.items() if name not in unused}
     )
     if as_json:
         print_json(dataclasses.asdict(seen))
         return
-    print_matches(seen.table)
+    _print_matches(seen.table)
     for label, run in seen.runs.items():
         held = ", ".join(f"{name} ({dtype})" for name, dtype in run["variables"].items())
         dead = "" if run["dead"] is None else f", {run['dead']} of them dead"
@@ -245,43 +245,43 @@ def _preview(file: str, said: dict[str, Any], *, as_json: bool) -> None:
         print_notes(run["notes"])
 
 
-def print_matches(lines: Iterable[Taken]) -> None:
+def _print_matches(lines: Iterable[Detection]) -> None:
     """Print what each array and number of a file was taken for."""
     printed = table("", "in the file", "type", "shape", "taken as", "")
     for column in printed.columns[1:]:
         column.justify = "left"
     for line in lines:
         shape = "×".join(map(str, line.shape)) or "—"
-        taken = Text(line.role) if line.role else Text("left out", style="dim")
+        taken = Text(line.kind) if line.kind else Text("left out", style="dim")
         printed.add_row(Text(line.name), line.dtype, shape, taken, Text(line.why))
     print_table(printed)
 
 
-def print_importable(*, as_json: bool) -> None:
-    """Print what can be imported: formats, roles with the names in use, and layouts."""
-    from trajstore.exchange.guessing.role_table import ROLES, SCALARS
+def _print_importable(*, as_json: bool) -> None:
+    """Print what an import reads: formats, kinds with the names in use, and layouts."""
+    from trajstore.exchange.guessing.kind_table import ARRAY_KINDS, SCALARS
     from trajstore.exchange.layouts import EXPORT_LAYOUTS
     from trajstore.formats.open_file import FORMATS
 
     if as_json:
-        roles = {
-            role.name: {"names": list(role.names), "dims": list(role.dims), "kind": role.kind}
-            for role in ROLES.values()
+        kinds = {
+            kind.name: {"names": list(kind.names), "dims": list(kind.dims), "values": kind.values}
+            for kind in ARRAY_KINDS.values()
         }
         scalars = {
             scalar.name: {"names": list(scalar.names), "goes_to": ".".join(scalar.paths[0])}
             for scalar in SCALARS.values()
         }
-        facts = {"formats": FORMATS, "roles": roles, "scalars": scalars}
+        facts = {"formats": FORMATS, "kinds": kinds, "scalars": scalars}
         print_json(facts | {"layouts": list(EXPORT_LAYOUTS)})
         return
     out.print("Read are", style="bold")
     for name, what in FORMATS.items():
         out.print(Text(f"  {name}: {what}"))
     printed = table("Arrays", "taken as", "dimensions", "names in use")
-    for role in ROLES.values():
-        names = [name for name in role.names if name != "steps_of_the_names"]
-        printed.add_row(role.name, ", ".join(role.dims), Text(", ".join(names)))
+    for kind in ARRAY_KINDS.values():
+        names = [name for name in kind.names if name != "steps_of_the_names"]
+        printed.add_row(kind.name, ", ".join(kind.dims), Text(", ".join(names)))
     for column in printed.columns[1:]:
         column.justify = "left"
     print_table(printed)

@@ -50,7 +50,7 @@ class _Commands(click.Group):
             return None
         try:
             command: click.Command = point.load()
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # another package's, whatever is wrong with it
             if point.module.partition(".")[0] == "trajstore":
                 raise
             return _broken(point, error)

@@ -233,15 +233,17 @@ class BlockForm:
             self.check_rows(tail, axes)
         left = deque(self.wanted(tail, axes))
         decode = decode or self.decoder.decode
-        each = partial(_each_of, left, partial(self._decode, fetch=fetch, decode=decode, out=out))
+        each = partial(
+            _decode_all, left, partial(self._decode, fetch=fetch, decode=decode, out=out)
+        )
         if helpers is None:
             each()
             return
         count = min(default_threads() - 1, len(left) // _CHUNKS_OF_A_HELPER)
         offer = [each]
-        called = [submit(helpers, _take_up, offer) for _ in range(count)]
+        called = [submit(helpers, _run_offered, offer) for _ in range(count)]
         try:
-            _take_up(offer)
+            _run_offered(offer)
         finally:
             # Who has not begun need not; who has is waited for, as it reads from what is open here.
             begun = [helper for helper in called if not helper.cancel()]
@@ -292,7 +294,7 @@ class BlockForm:
             yield [axis[at] for axis, at in zip(axes, position, strict=True)], offset, length
 
 
-def _each_of(left: deque[Part], decode: Callable[[list[Pick], int, int], None]) -> None:
+def _decode_all(left: deque[Part], decode: Callable[[list[Pick], int, int], None]) -> None:
     """Decode chunk after chunk, until none is left; other threads may take of them, too."""
     try:
         while left:
@@ -318,6 +320,6 @@ def _decode_picks(data: bytes, picks: Sequence[Pick], decode: Decode, out: Array
     out[np.ix_(*[positions(pick.place) for pick in picks])] = values
 
 
-def _take_up(offer: Sequence[Callable[[], None]]) -> None:
+def _run_offered(offer: Sequence[Callable[[], None]]) -> None:
     for work in tuple(offer):
         work()

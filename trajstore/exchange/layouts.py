@@ -1,7 +1,7 @@
 """The layouts of the notebooks' files: names, types, alignment, what is beside the arrays.
 
-One table serves both ways out and in; `roles` is what every file is recognised by, of a layout or
-not. What differs between the layouts and a run:
+One table serves both ways out and in. Arrays of every file, of a layout or not, are detected by
+`trajstore.exchange.guessing.kind_table`. What differs between the layouts and a run:
 
 * Most hold the state after each step, as a run does, and zeros where no step had been taken yet,
   where a run has NaN. 14.1a holds changes of W, not W; its first form those of the dead tokens.
@@ -14,9 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["EXPORT_LAYOUTS", "IMPORT_LAYOUTS", "LAYOUTS", "POPULATIONS", "Column", "Layout"]
+__all__ = [
+    "EXPORT_LAYOUTS",
+    "HDF5_KEYS",
+    "HDF5_TEXTS",
+    "IMPORT_LAYOUTS",
+    "KEPT_ATTRIBUTES",
+    "LAYOUTS",
+    "POPULATIONS",
+    "Column",
+    "Layout",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +79,7 @@ class Layout:
     counts : dict of str to bool
         Keys of the numbers of dead (True) and live tokens.
     scalars : dict of str to str
-        Type of each number beside the arrays; the names are those of `roles`.
+        Type of each number beside the arrays; the names are those of the table of kinds.
     as_texts : tuple of str
         Numbers that its metadata repeat as texts instead.
     chunk_rows : int
@@ -92,7 +102,7 @@ class Layout:
     gzip: int = 0
 
     @property
-    def tells_dead(self) -> bool:
+    def marks_dead(self) -> bool:
         """Whether it tells dead tokens from live ones."""
         return bool(self.populations or self.counts or self.only_dead)
 
@@ -116,179 +126,128 @@ def _floats(names: str, dtype: str = "float32") -> dict[str, str]:
 
 
 _ADAM = _floats("learning_rate weight_decay adam_beta1 adam_beta2")
-_LISTS = ("dead_token_ids", "live_token_ids")
-_MASKS = ("live_mask", "dead_mask", "live_ids", "dead_ids")
+_INIT_CODE = {"init_method_code": "int32"}
 _SIZES = _floats("vocab_size hidden_dim n_layers n_heads num_steps batch_size", "int64")
-_THIMBLE = _SIZES | _ADAM | _floats("adam_epsilon init_scale") | _floats("seed", "int64")
+_CHANGES = _floats("init_sigma learning_rate weight_decay")
+_LISTS = {"populations": ("dead_token_ids", "live_token_ids")}
 _LIVE_AND_DEAD = {"n_live": False, "n_dead": True}
+_THIMBLE: dict[str, Any] = {
+    "steps": None,
+    "populations": ("live_mask", "dead_mask", "live_ids", "dead_ids"),
+    "counts": _LIVE_AND_DEAD,
+    "scalars": _SIZES | _ADAM | _floats("adam_epsilon init_scale") | _floats("seed", "int64"),
+}
+
+
+def _column(key: str, variable: str, dtype: str = "bfloat16", **more: Any) -> Column:
+    return Column(key=key, variable=variable, dtype=dtype, **more)
 
 
 def _matrices(names: str, dtype: str, *, as_bits: bool = False) -> tuple[Column, ...]:
     """Columns of W, its gradient and the moments, as many as there are names."""
     variables = ("W", "grad", "exp_avg", "exp_avg_sq")
-    return tuple(
-        Column(key=key, variable=variable, dtype=dtype, as_bits=as_bits)
-        for key, variable in zip(names.split(), variables, strict=False)
-    )
+    pairs = zip(names.split(), variables, strict=False)
+    return tuple(_column(key, variable, dtype, as_bits=as_bits) for key, variable in pairs)
 
 
 def _recorder_columns(dtype: str) -> tuple[Column, ...]:
     return (
         *_matrices("embeddings grads momentum variance", dtype),
-        Column(key="logits", variable="logits", dtype=dtype),
-        Column(key="losses", variable="loss", dtype=dtype, blank="nan"),
+        _column("logits", "logits", dtype),
+        _column("losses", "loss", dtype, blank="nan"),
     )
 
 
 def _changes(prefix: str = "") -> tuple[Column, ...]:
     return (
-        Column(key=f"{prefix}grads", variable="grad", dtype="float32"),
-        Column(key=f"{prefix}deltas", variable="W", dtype="float32", time="change"),
+        _column(f"{prefix}grads", "grad", "float32"),
+        _column(f"{prefix}deltas", "W", "float32", time="change"),
     )
 
 
 def _thimble_columns(dtype: str, *, as_bits: bool = False) -> tuple[Column, ...]:
-    losses = Column(key="losses", variable="loss", dtype="float32", blank="nan")
-    return (*_matrices("W grad_W momentum_W variance_W", dtype, as_bits=as_bits), losses)
+    matrices = _matrices("W grad_W momentum_W variance_W", dtype, as_bits=as_bits)
+    return (*matrices, _column("losses", "loss", "float32", blank="nan"))
 
+
+def _layout(name: str, columns: tuple[Column, ...], required: str, **more: Any) -> Layout:
+    return Layout(name=name, columns=columns, required=tuple(required.split()), **more)
+
+
+_HISTORY = (_column("embedding_history", "W"),)
+_BFLOAT16 = _recorder_columns("bfloat16")
+_NUMBERS_OF_1_12A = "vocab_size hidden_dim n_layers n_heads n_steps batch_size learning_rate"
+_1_12A = (
+    _column("W", "W", time="before"),
+    _column("grads", "grad"),
+    _column("momentum", "exp_avg", "float32", time="before"),
+    _column("variance", "exp_avg_sq", "float32", time="before"),
+    # Its row 0 was a forward pass that no step made; a run has none to offer.
+    _column("logits", "logits", "float32", blank="nan"),
+    _column("loss", "loss", "float32"),
+)
+_THIMBLE_8 = (
+    _column("W", "W", as_bits=True),
+    _column("g", "grad", "float32"),
+    _column("m", "exp_avg", "float32"),
+    _column("v", "exp_avg_sq", "float32"),
+    _column("loss", "loss", "float32"),
+)
+_GOLDILOCKS = (_column("W", "W"), _column("losses", "loss", "float32", first_row=1))
 
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
-        Layout(
-            name="08.2a",
-            columns=(Column(key="embedding_history", variable="W", dtype="bfloat16"),),
-            required=("embedding_history",),
-            steps=None,
+        _layout("08.2a", _HISTORY, "embedding_history", steps=None),
+        _layout(
+            "13.4a", _HISTORY, "embedding_history dead_token_ids",
+            steps=None, populations=("dead_token_ids",), scalars=_floats("init_sigma"),
         ),
-        Layout(
-            name="13.4a",
-            columns=(Column(key="embedding_history", variable="W", dtype="bfloat16"),),
-            required=("embedding_history", "dead_token_ids"),
-            steps=None,
-            populations=("dead_token_ids",),
-            scalars=_floats("init_sigma"),
+        _layout("14.1a", _changes(), "recorded_steps grads deltas", scalars=_CHANGES, **_LISTS),
+        _layout(
+            "14.1a-dead", _changes("dead_"), "dead_grads dead_deltas",
+            only_dead=True, scalars=_CHANGES, **_LISTS,
         ),
-        Layout(
-            name="14.1a",
-            columns=_changes(),
-            required=("recorded_steps", "grads", "deltas"),
-            populations=_LISTS,
-            scalars=_floats("init_sigma learning_rate weight_decay"),
+        _layout(
+            "15.1a", _recorder_columns("float32"), "recorded_steps embeddings",
+            scalars=_floats("init_sigma") | _ADAM | _INIT_CODE, **_LISTS,
         ),
-        Layout(
-            name="14.1a-dead",
-            columns=_changes("dead_"),
-            required=("dead_grads", "dead_deltas"),
-            only_dead=True,
-            populations=_LISTS,
-            scalars=_floats("init_sigma learning_rate weight_decay"),
+        _layout(
+            "13.1b", _BFLOAT16, "recorded_steps embeddings dead_token_ids",
+            scalars=_floats("init_sigma") | _ADAM | _INIT_CODE, **_LISTS,
         ),
-        Layout(
-            name="15.1a",
-            columns=_recorder_columns("float32"),
-            required=("recorded_steps", "embeddings"),
-            populations=_LISTS,
-            scalars=_floats("init_sigma") | _ADAM | {"init_method_code": "int32"},
-        ),
-        Layout(
-            name="13.1b",
-            columns=_recorder_columns("bfloat16"),
-            required=("recorded_steps", "embeddings", "dead_token_ids"),
-            populations=_LISTS,
-            scalars=_floats("init_sigma") | _ADAM | {"init_method_code": "int32"},
-        ),
-        Layout(
-            name="1.12f",
-            columns=_recorder_columns("bfloat16"),
-            required=("recorded_steps", "embeddings"),
-            populations=_LISTS,
+        _layout(
+            "1.12f", _BFLOAT16, "recorded_steps embeddings",
             counts={"n_trained": False, "n_untrained": True},
-            scalars=_floats("init_scale") | _ADAM,
+            scalars=_floats("init_scale") | _ADAM, **_LISTS,
         ),
-        Layout(
-            name="flannel-1",
-            columns=_recorder_columns("bfloat16"),
-            required=("recorded_steps", "embeddings", "n_live", "n_dead"),
-            populations=_LISTS,
-            counts=_LIVE_AND_DEAD,
-            scalars=_floats("init_scale") | _ADAM,
+        _layout(
+            "flannel-1", _BFLOAT16, "recorded_steps embeddings n_live n_dead",
+            counts=_LIVE_AND_DEAD, scalars=_floats("init_scale") | _ADAM, **_LISTS,
         ),
-        Layout(
-            name="1.12a",
-            columns=(
-                Column(key="W", variable="W", dtype="bfloat16", time="before"),
-                Column(key="grads", variable="grad", dtype="bfloat16"),
-                Column(key="momentum", variable="exp_avg", dtype="float32", time="before"),
-                Column(key="variance", variable="exp_avg_sq", dtype="float32", time="before"),
-                # Its row 0 was a forward pass that no step made; a run has none to offer.
-                Column(key="logits", variable="logits", dtype="float32", blank="nan"),
-                Column(key="loss", variable="loss", dtype="float32"),
-            ),
-            required=("W", "grads"),
-            steps=None,
-            as_texts=(
-                *"vocab_size hidden_dim n_layers n_heads n_steps batch_size".split(),
-                "learning_rate",
-            ),
+        _layout(
+            "1.12a", _1_12A, "W grads", steps=None,
+            as_texts=tuple(_NUMBERS_OF_1_12A.split()),
         ),
-        Layout(
-            name="thimble-4",
-            columns=_thimble_columns("bfloat16"),
-            required=("W", "grad_W", "losses"),
-            steps=None,
-            populations=_MASKS,
-            counts=_LIVE_AND_DEAD,
-            scalars=_THIMBLE,
+        _layout("thimble-4", _thimble_columns("bfloat16"), "W grad_W losses", **_THIMBLE),
+        _layout(
+            "thimble-6", _thimble_columns("float16"), "W grad_W losses",
+            format="hdf5", gzip=1, **_THIMBLE,
         ),
-        Layout(
-            name="thimble-6",
-            columns=_thimble_columns("float16"),
-            required=("W", "grad_W", "losses"),
-            format="hdf5",
-            steps=None,
-            populations=_MASKS,
-            counts=_LIVE_AND_DEAD,
-            scalars=_THIMBLE,
-            gzip=1,
+        _layout(
+            "thimble-7", _thimble_columns("bfloat16", as_bits=True), "W grad_W losses",
+            format="hdf5", chunk_rows=20, **_THIMBLE,
         ),
-        Layout(
-            name="thimble-7",
-            columns=_thimble_columns("bfloat16", as_bits=True),
-            required=("W", "grad_W", "losses"),
-            format="hdf5",
-            steps=None,
-            populations=_MASKS,
-            counts=_LIVE_AND_DEAD,
-            scalars=_THIMBLE,
-            chunk_rows=20,
+        _layout(
+            "thimble-8", _THIMBLE_8, "W g dead_mask dead_indices",
+            steps=None, only_dead=True, populations=("dead_mask", "dead_indices"),
         ),
-        Layout(
-            name="thimble-8",
-            columns=(
-                Column(key="W", variable="W", dtype="bfloat16", as_bits=True),
-                Column(key="g", variable="grad", dtype="float32"),
-                Column(key="m", variable="exp_avg", dtype="float32"),
-                Column(key="v", variable="exp_avg_sq", dtype="float32"),
-                Column(key="loss", variable="loss", dtype="float32"),
-            ),
-            required=("W", "g", "dead_mask", "dead_indices"),
-            steps=None,
-            only_dead=True,
-            populations=("dead_mask", "dead_indices"),
-        ),
-        Layout(
-            name="goldilocks",
-            columns=(
-                Column(key="W", variable="W", dtype="bfloat16"),
-                Column(key="losses", variable="loss", dtype="float32", first_row=1),
-            ),
-            required=("W", "losses", "dead_mask"),
-            steps=None,
-            populations=("dead_mask",),
+        _layout(
+            "goldilocks", _GOLDILOCKS, "W losses dead_mask",
+            steps=None, populations=("dead_mask",),
         ),
     )
-}
+}  # fmt: skip
 """By name."""
 
 EXPORT_LAYOUTS = ("native", *LAYOUTS)
@@ -296,3 +255,24 @@ EXPORT_LAYOUTS = ("native", *LAYOUTS)
 
 IMPORT_LAYOUTS = (*EXPORT_LAYOUTS, "hdf5")
 """Those, and HDF5 of any."""
+
+HDF5_KEYS = {
+    "W": "W",
+    "grad": "grad_W",
+    "exp_avg": "momentum_W",
+    "exp_avg_sq": "variance_W",
+    "logits": "logits",
+    "loss": "losses",
+}
+"""Names of variables in HDF5 files; the others keep theirs."""
+
+HDF5_TEXTS = {
+    "attributes": "trajstore_json",
+    "variables": "variables_json",
+    "token_text": "token_text_json",
+    "parameter": "parameter_json",
+}
+"""Names of texts in HDF5 files: attributes of the run and its variables, tokens, parameters."""
+
+KEPT_ATTRIBUTES = ("config", "optimizer", "recording", "provenance", "imported", "created")
+"""Attributes of the root that say where the values come from, and stay true of a copy."""

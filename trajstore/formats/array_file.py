@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
@@ -11,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import format_bytes
-from trajstore.errors import FormatError
+from trajstore.errors import FormatError, RunNotFound
 from trajstore.values.native_types import NATIVE_TYPES, widen
 
 __all__ = [
     "ArrayFile",
+    "OpenedFile",
     "check_expansion",
     "is_number",
     "plain_number",
@@ -86,6 +88,38 @@ class ArrayFile(Protocol):
 
     def __exit__(self, *error: object) -> None:
         """Close it."""
+
+
+class OpenedFile:
+    """What the readers of all formats have in common: a context manager of something that exists.
+
+    Parameters
+    ----------
+    path : path-like
+    is_folder : bool
+        Whether it must be a folder, not a file.
+
+    Raises
+    ------
+    RunNotFound
+        If there is none.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, is_folder: bool = False) -> None:
+        self.path = Path(path)
+        self.attributes: dict[str, Any] = {}
+        self.passed_over: dict[str, str] = {}
+        if not (self.path.is_dir() if is_folder else self.path.is_file()):
+            raise RunNotFound(f"there is no {'folder' if is_folder else 'file'} at {path}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        raise NotImplementedError
 
 
 def check_expansion(path: Path, decoded: int) -> None:

@@ -10,14 +10,14 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import DEFAULT_MEMORY, format_bytes
-from trajstore.errors import FormatError, InvalidArgument, MissingExtra, RunNotFound
-from trajstore.formats.array_file import check_expansion
+from trajstore.errors import FormatError, InvalidArgument, MissingExtra
+from trajstore.formats.array_file import OpenedFile, check_expansion
 from trajstore.formats.hdf5_chunks import LARGE_CHUNK, ChunkStream, filters, is_streamed
 from trajstore.values.native_types import NATIVE_TYPES
 
@@ -36,7 +36,7 @@ _LONGEST_TEXT = 1 << 12
 _COPIES_OF_A_CHUNK = 2
 
 
-class Hdf5File:
+class Hdf5File(OpenedFile):
     """An HDF5 file, open for reading, every dataset of which is really in it; a context manager.
 
     Parameters
@@ -71,9 +71,7 @@ class Hdf5File:
 
     def __init__(self, path: str | os.PathLike[str], memory: int = DEFAULT_MEMORY) -> None:
         h5py = load_h5py()
-        self.path = Path(path)
-        if not self.path.is_file():
-            raise RunNotFound(f"there is no file at {path}")
+        super().__init__(path)
         try:
             self._file = h5py.File(self.path, "r")
         except (OSError, ValueError, RuntimeError) as error:
@@ -82,8 +80,6 @@ class Hdf5File:
         self._memory = memory
         self._streams: dict[str, ChunkStream] = {}
         self._held: dict[str, tuple[tuple[int, ...], Array]] = {}
-        self.passed_over: dict[str, str] = {}
-        self.attributes: dict[str, Any] = {}
         try:
             self._datasets = dict(self._sound(h5py))
             check_expansion(self.path, sum(one.nbytes for one in self._datasets.values()))
@@ -91,12 +87,6 @@ class Hdf5File:
             self._close()
             raise
         self.keys = tuple(self._datasets)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._close()
 
     def _close(self) -> None:
         self._raw.close()
@@ -109,13 +99,13 @@ class Hdf5File:
     def dtype(self, key: str) -> str:
         """Type of a dataset; of bits, what an attribute says that they mean."""
         dtype: np.dtype[Any] = self._datasets[key].dtype
-        said = self._native_dtype(key)
-        if said is None or dtype.name == said:
+        stated = self._native_dtype(key)
+        if stated is None or dtype.name == stated:
             return dtype.name
-        if dtype == np.uint16 and said in ("bfloat16", "float16"):
-            return said
+        if dtype == np.uint16 and stated in ("bfloat16", "float16"):
+            return stated
         raise FormatError(
-            f"{self.path}: {key} is of type {dtype} (native_dtype: {said}), expected uint16 bits "
+            f"{self.path}: {key} is of type {dtype} (native_dtype: {stated}), expected uint16 bits "
             f"of bfloat16 or float16, or {', '.join(NATIVE_TYPES)}"
         )
 
@@ -226,7 +216,7 @@ class Hdf5File:
             link = group.get(name, getlink=True)
             if not isinstance(link, h5py.HardLink):
                 # An external one would read another file.
-                self.passed_over[f"{prefix}{name}"] = _told(h5py, link)
+                self.passed_over[f"{prefix}{name}"] = _destination(h5py, link)
                 continue
             item = group[name]
             if isinstance(item, h5py.Group) and depth < _DEEPEST_GROUP:
@@ -260,7 +250,7 @@ class Hdf5File:
         return FormatError(f"{self.path} is not a sound HDF5 file: {key} cannot be read ({error})")
 
 
-def _told(h5py: Any, link: Any) -> str:
+def _destination(h5py: Any, link: Any) -> str:
     """Where a link leads, which is not followed."""
     if isinstance(link, h5py.ExternalLink):
         return f"a link to {link.path} of {link.filename}, which is not followed"
@@ -321,9 +311,9 @@ def _check_stored(path: Path, name: str, dataset: Any) -> None:
                 raise ValueError(f"{name} has a chunk of {stored} bytes, {chunk} are announced")
 
 
-def _unwritten(path: Path, name: str, told: str) -> FormatError:
+def _unwritten(path: Path, name: str, detail: str) -> FormatError:
     return FormatError(
-        f"{path}: {name} was not written to its end: {told}, and HDF5 would make up the others; "
+        f"{path}: {name} was not written to its end: {detail}, and HDF5 would make up the others; "
         "copy the rows that are there to a file of their own"
     )
 

@@ -9,16 +9,14 @@ import tokenize
 import warnings
 import zipfile
 import zlib
-from collections.abc import Mapping
-from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import DEFAULT_MEMORY
-from trajstore.errors import FormatError, RunNotFound
-from trajstore.formats.array_file import check_expansion, row_range
+from trajstore.errors import FormatError
+from trajstore.formats.array_file import OpenedFile, check_expansion, row_range
 from trajstore.formats.fortran_rows import FortranRows
 from trajstore.values.native_types import NATIVE_TYPES
 
@@ -120,12 +118,9 @@ class _Member:
         return values
 
 
-class _NumpyFile:
+class _NumpyFile(OpenedFile):
     """What the two files have in common: members that are read one by one."""
 
-    path: Path
-    attributes: Mapping[str, Any]
-    passed_over: dict[str, str]
     _members: dict[str, _Member]
     _opened: list[IO[bytes] | zipfile.ZipFile]  # in the order in which they are closed
 
@@ -133,12 +128,6 @@ class _NumpyFile:
     def keys(self) -> tuple[str, ...]:
         """Names of the arrays."""
         return tuple(self._members)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._close()
 
     def _close(self) -> None:
         for opened in self._opened:
@@ -203,9 +192,7 @@ class NpyFile(_NumpyFile):
     format = "npy"
 
     def __init__(self, path: str | os.PathLike[str], memory: int = DEFAULT_MEMORY) -> None:
-        self.path = _existing(path)
-        self.attributes = {}
-        self.passed_over = {}
+        super().__init__(path)
         file = self.path.open("rb")
         self._opened = [file]
         try:
@@ -246,9 +233,7 @@ class NpzFile(_NumpyFile):
     format = "npz"
 
     def __init__(self, path: str | os.PathLike[str], memory: int = DEFAULT_MEMORY) -> None:
-        self.path = _existing(path)
-        self.attributes = {}
-        self.passed_over = {}
+        super().__init__(path)
         self._members = {}
         try:
             self._zip = zipfile.ZipFile(self.path)
@@ -290,10 +275,3 @@ class NpzFile(_NumpyFile):
             if isinstance(error, _Pickled):
                 raise
             raise ValueError(f"{info.filename}: {error}") from None
-
-
-def _existing(path: str | os.PathLike[str]) -> Path:
-    found = Path(path)
-    if not found.is_file():
-        raise RunNotFound(f"there is no file at {path}")
-    return found

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import FormatError, RunNotFound
-from trajstore.formats.array_file import row_range
+from trajstore.errors import FormatError
+from trajstore.formats.array_file import OpenedFile, row_range
 from trajstore.formats.streamed_tensor import Part, Tensor, item_type
 from trajstore.strict_json import parse
 from trajstore.threads import Progress, in_parallel
@@ -72,7 +72,7 @@ class Entry:
     end: int
 
 
-class SafetensorsFile:
+class SafetensorsFile(OpenedFile):
     """A safetensors file, open for reading; a context manager.
 
     Parameters
@@ -101,9 +101,7 @@ class SafetensorsFile:
     format = "safetensors"
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        if not self.path.is_file():
-            raise RunNotFound(f"there is no file at {path}")
+        super().__init__(path)
         self._file = self.path.open("rb", buffering=0)
         try:
             self.entries, self.attributes = self._header()
@@ -111,12 +109,8 @@ class SafetensorsFile:
             self._file.close()
             raise
         self.keys = tuple(self.entries)
-        self.passed_over: dict[str, str] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def _close(self) -> None:
         self._file.close()
 
     def shape(self, key: str) -> tuple[int, ...]:

@@ -6,15 +6,14 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
-from trajstore.formats.array_file import ArrayFile, is_number, plain_number, values_of
-from trajstore.formats.step_numbers import common_numbers, numbers_of_steps
-from trajstore.formats.trainer_state import logged_rows
+from trajstore.formats.array_file import ArrayFile, OpenedFile, is_number, plain_number, values_of
+from trajstore.formats.folder_numbers import common_numbers, logged_rows, numbers_of_steps
 from trajstore.values.native_types import NATIVE_TYPES
 
 __all__ = ["STEPS", "StepFolder", "TrainerCheckpoint", "is_checkpoint", "step_entries"]
@@ -90,7 +89,7 @@ def _why_none(entry: Path) -> str:
     return "its name says no step" if is_known else "no file of arrays"
 
 
-class StepFolder:
+class StepFolder(OpenedFile):
     """A folder of files with the same arrays, one file per step.
 
     Parameters
@@ -119,9 +118,8 @@ class StepFolder:
     format = "folder"
 
     def __init__(self, path: Path, opened: Callable[[Path], ArrayFile]) -> None:
-        self.path = path
+        super().__init__(path, is_folder=True)
         self._opened = opened
-        self.passed_over: dict[str, str] = {}
         self._entries = step_entries(path, self.passed_over)
         self._once: dict[str, Array] = {}
         self._series: dict[str, tuple[int, Array]] = {}
@@ -134,12 +132,6 @@ class StepFolder:
             self._close()
             raise
         self.keys = (STEPS, *self._kinds, *self._once, *self._series)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._close()
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of an array, its rows first."""
@@ -197,7 +189,7 @@ class StepFolder:
     def _agreed(self) -> dict[str, tuple[tuple[int, ...], str, int]]:
         """Shape, type and first row of each array; and what else the files say, row by row."""
         kinds: dict[str, tuple[tuple[int, ...], str, int]] = {}
-        told: list[dict[str, Any]] = []
+        attributes: list[dict[str, Any]] = []
         tables: dict[str, Array] = {}
         unread: dict[tuple[str, str], list[str]] = {}
         for row, (_, path) in enumerate(self._entries):
@@ -221,7 +213,7 @@ class StepFolder:
                     raise FormatError(f"{self.path}: {key} is in {first} and not in {path.name}")
             if row < 2:
                 kinds |= {key: (*kind, row) for key, kind in here.items() if key not in kinds}
-            told.append(dict(file.attributes))
+            attributes.append(dict(file.attributes))
             for key, why in file.passed_over.items():
                 unread.setdefault((key, why), []).append(path.name)
             self._compare_tables(tables, file, here, row)
@@ -230,9 +222,9 @@ class StepFolder:
             if values.ndim:
                 self._once[key] = values
             elif np.isfinite(values):
-                told = [each | {key: plain_number(values[()])} for each in told]
-        self.attributes = common_numbers(told)
-        series, left = numbers_of_steps(told, lambda row: self._entries[row][1].name)
+                attributes = [each | {key: plain_number(values[()])} for each in attributes]
+        self.attributes = common_numbers(attributes)
+        series, left = numbers_of_steps(attributes, lambda row: self._entries[row][1].name)
         self._series = {key: each for key, each in series.items() if key not in kinds}
         self.passed_over |= left
         for (key, why), names in unread.items():
@@ -268,7 +260,7 @@ class StepFolder:
             self._cache.popitem()[1].__exit__()
 
 
-class TrainerCheckpoint:
+class TrainerCheckpoint(OpenedFile):
     """A `checkpoint-N` folder of Hugging Face's Trainer: its model, and its optimizer's state.
 
     Parameters
@@ -295,21 +287,19 @@ class TrainerCheckpoint:
     format = "checkpoint"
 
     def __init__(self, path: Path, opened: Callable[[Path], ArrayFile]) -> None:
-        self.path = path
+        super().__init__(path, is_folder=True)
         models = _model_files(path)
         if not models:
             raise FormatError(f"{path} holds no model, that is {' or '.join(_MODELS)}")
         self._files: list[ArrayFile] = []
         self._where: dict[str, tuple[ArrayFile, str]] = {}
-        self.attributes: dict[str, Any] = {}
-        self.passed_over: dict[str, str] = {}
         try:
             for model in models:
                 self._add(opened(model), "")
             if (path / "optimizer.pt").is_file():
                 self._add(opened(path / "optimizer.pt"), "optimizer.")
         except BaseException:
-            self.__exit__()
+            self._close()
             raise
         self.keys = tuple(self._where)
 
@@ -319,10 +309,7 @@ class TrainerCheckpoint:
         self.attributes |= {f"{prefix}{key}": value for key, value in file.attributes.items()}
         self.passed_over |= {f"{prefix}{key}": why for key, why in file.passed_over.items()}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def _close(self) -> None:
         for file in self._files:
             file.__exit__()
 

@@ -13,13 +13,13 @@ import os
 import pickle
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.errors import FormatError, MissingExtra, RunNotFound
+from trajstore.errors import FormatError, MissingExtra
+from trajstore.formats.array_file import OpenedFile
 from trajstore.values.native_types import NATIVE_TYPES
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _MOST_ITEMS = 1 << 16
 _TYPES = (*NATIVE_TYPES, "int64", "int32", "int16", "int8", "uint8", "uint16", "bool")
 
 
-class TorchFile:
+class TorchFile(OpenedFile):
     """A `.pt` file, open for reading; a context manager. Its tensors stay on disk until read.
 
     Parameters
@@ -71,13 +71,9 @@ class TorchFile:
                 f"{path} was written by torch.save, and torch is not installed to read it; "
                 "install trajstore[train], or save the tensors as safetensors"
             ) from None
-        self.path = Path(path)
-        if not self.path.is_file():
-            raise RunNotFound(f"there is no file at {path}")
+        super().__init__(path)
         self._tensors: dict[str, torch.Tensor] = {}
         self._rows: dict[str, list[torch.Tensor]] = {}
-        self.attributes: dict[str, Any] = {}
-        self.passed_over: dict[str, str] = {}
         for key, value in _leaves(self._loaded(torch), "", 0):
             arrays = len(self._tensors) + len(self._rows)
             if arrays + len(self.attributes) + len(self.passed_over) >= _MOST_ITEMS:
@@ -90,10 +86,7 @@ class TorchFile:
                 self.attributes[key] = value
         self.keys = (*self._tensors, *self._rows)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def _close(self) -> None:
         self._tensors.clear()
         self._rows.clear()
 
@@ -151,16 +144,16 @@ class TorchFile:
             except Exception as error:  # whatever its unpickler meets in a damaged file
                 # Files of torch before 1.6 cannot be mapped, and are read as a whole.
                 if not in_place or "mmap can only be used" not in str(error):
-                    told = str(error).strip().partition("\n")[0]
+                    text = str(error).strip().partition("\n")[0]
                     if isinstance(error, pickle.UnpicklingError):
                         # Its own advice is to allow what would run the code of the file.
-                        told = (
+                        text = (
                             "it is damaged, or holds objects of Python, which could run code and "
                             "are never loaded; save a dictionary of its tensors"
                         )
                     raise FormatError(
                         f"torch cannot read {self.path} ({size} bytes) as tensors and plain "
-                        f"values: {told or type(error).__name__}"
+                        f"values: {text or type(error).__name__}"
                     ) from None
         raise AssertionError("one of the two ways returns or raises")
 

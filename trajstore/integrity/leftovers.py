@@ -11,8 +11,7 @@ from trajstore.byte_sizes import format_bytes
 from trajstore.integrity.array_json_checks import block_rows, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.store.metadata.object_keys import DOCUMENT, block_of
-from trajstore.store.storage.atomic import PARTIAL_SUFFIX, leftovers
-from trajstore.store.storage.inner_links import inner_links
+from trajstore.store.storage.atomic import PARTIAL_SUFFIX, inner_links, leftovers
 from trajstore.store.storage.lock import lock_left
 from trajstore.store.storage.remote_path import Location, RemotePath
 

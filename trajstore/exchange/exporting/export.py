@@ -10,19 +10,18 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xarray as xr
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
-from trajstore.exchange.exporting.export_hdf5 import hdf5_file
 from trajstore.exchange.exporting.export_layout import layout_file
-from trajstore.exchange.exporting.export_native import native_file
+from trajstore.exchange.exporting.export_native import hdf5_file, native_file
 from trajstore.exchange.exporting.export_run import write_run
 from trajstore.exchange.exporting.export_zarr import staged_zarr, write_zarr
 from trajstore.exchange.exporting.exported_file import ExportedFile
-from trajstore.exchange.key_names import KEPT_ATTRIBUTES
 from trajstore.exchange.layouts import EXPORT_LAYOUTS, LAYOUTS
 from trajstore.exchange.selection import Selection, Steps, Tokens, select
 from trajstore.formats.hdf5_writing import write_hdf5
@@ -144,28 +143,15 @@ def export(
     selection = select(recorded, steps=steps, tokens=tokens, variables=variables)
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
-    if format == "zarr":
-        with staged_zarr(file, overwrite=overwrite) as path:
-            write_zarr(
-                path,
-                recorded,
-                selection,
-                block_rows=block_rows,
-                memory=memory,
-                on_progress=on_progress,
-            )
-    elif format == "run":
-        kept = {key: recorded.attributes.get(key) for key in KEPT_ATTRIBUTES}
-        with staged_run(file, overwrite=overwrite) as path:
-            write_run(
-                path,
-                recorded,
-                selection,
-                block_rows=block_rows,
-                memory=memory,
-                attributes={key: value for key, value in kept.items() if value is not None},
-                on_progress=on_progress,
-            )
+    if format in ("zarr", "run"):
+        staged, write = (staged_zarr, write_zarr) if format == "zarr" else (staged_run, write_run)
+        options: dict[str, Any] = {
+            "block_rows": block_rows,
+            "memory": memory,
+            "on_progress": on_progress,
+        }
+        with staged(file, overwrite=overwrite) as path:
+            write(path, recorded, selection, **options)
     else:
         content = _content(format, layout, recorded, selection)
         with staged_file(file, overwrite=overwrite) as path:

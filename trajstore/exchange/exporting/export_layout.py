@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.exchange.exporting.exported_file import ExportedFile
-from trajstore.exchange.exporting.variable_tensor import variable_tensor
-from trajstore.exchange.guessing.role_table import Scalar, scalar_of
+from trajstore.exchange.exporting.exported_file import ExportedFile, variable_tensor
+from trajstore.exchange.guessing.kind_table import Scalar, scalar_of
 from trajstore.exchange.layouts import POPULATIONS, Column, Layout
 from trajstore.exchange.selection import Selection
 from trajstore.formats.streamed_tensor import Part, Tensor, constant
@@ -86,10 +85,10 @@ def _without_place(layout: Layout, run: TiledRun, selection: Selection) -> list[
     held = {column.variable for column in layout.columns}
     if "W" not in run.series and any(column.time == "change" for column in layout.columns):
         held.add("delta")
-    told = {"token", "is_dead"} if layout.tells_dead else {"token"}
+    known = {"token", "is_dead"} if layout.marks_dead else {"token"}
     return [
         *(name for name in selection.variables if name not in held),
-        *(name for name in run.coordinates if name not in told),
+        *(name for name in run.coordinates if name not in known),
     ]
 
 
@@ -317,13 +316,13 @@ def numbers_of(keys: Collection[str], run: TiledRun) -> Iterator[tuple[str, int 
     Parameters
     ----------
     keys : collection of str
-        Names of `trajstore.exchange.guessing.role_table.SCALARS`.
+        Names of `trajstore.exchange.guessing.kind_table.SCALARS`.
     run : TiledRun
     """
     for key in keys:
         scalar = scalar_of(key)
         assert scalar is not None, key
-        value = _told(run.attributes, scalar)
+        value = _value_of(run.attributes, scalar)
         if value is None and scalar.name in ("adam_beta1", "adam_beta2") and _is_sgd(run):
             value = 0.0
         if value is None and scalar.name == "num_steps":
@@ -332,7 +331,7 @@ def numbers_of(keys: Collection[str], run: TiledRun) -> Iterator[tuple[str, int 
             yield key, value
 
 
-def _told(attributes: Mapping[str, Any], scalar: Scalar) -> Any:
+def _value_of(attributes: Mapping[str, Any], scalar: Scalar) -> Any:
     """Value of a scalar; None where the attributes do not tell it."""
     for path in scalar.paths:
         value = attribute(attributes, *path)
@@ -345,8 +344,8 @@ def _told(attributes: Mapping[str, Any], scalar: Scalar) -> Any:
 
 def _texts(layout: Layout, run: TiledRun) -> dict[str, str]:
     """What the metadata of 1.12a say, as far as it is told."""
-    told = dict(numbers_of(layout.as_texts, run))
-    metadata = {key: str(value) for key, value in told.items()}
+    known = dict(numbers_of(layout.as_texts, run))
+    metadata = {key: str(value) for key, value in known.items()}
     if "vocab_size" in metadata:
         metadata["model"] = "GPT2"
     if "loss" in run.series and len(run.steps):
@@ -362,9 +361,9 @@ def _notes(
     columns: Collection[str],
     numbers: Collection[str],
 ) -> Iterator[str]:
-    if layout.tells_dead and "is_dead" not in run.coordinates:
-        told = ", ".join((*layout.populations, *layout.counts))
-        yield f"{told} left out, as the run does not tell which tokens are dead"
+    if layout.marks_dead and "is_dead" not in run.coordinates:
+        known = ", ".join((*layout.populations, *layout.counts))
+        yield f"{known} left out, as the run does not tell which tokens are dead"
     unknown = [key for key in layout.scalars if key not in numbers]
     if unknown:
         yield f"{', '.join(unknown)} left out, as the run's attributes do not tell them"

@@ -1,15 +1,21 @@
-"""Runs as safetensors files with their own names and types, and all that an import needs."""
+"""Files with all of a run: safetensors with its own names, HDF5 with those that its users know."""
 
 from __future__ import annotations
 
-from trajstore.exchange.exporting.exported_file import ExportedFile, json_texts
-from trajstore.exchange.exporting.variable_tensor import variable_tensor
+import json
+from typing import Any
+
+import numpy as np
+
+from trajstore.exchange.exporting.export_layout import numbers_of, population
+from trajstore.exchange.exporting.exported_file import ExportedFile, variable_tensor
+from trajstore.exchange.layouts import HDF5_KEYS, HDF5_TEXTS, LAYOUTS
 from trajstore.exchange.selection import Selection
 from trajstore.formats.streamed_tensor import constant
-from trajstore.schema import STEP, coordinate
+from trajstore.schema import COORDINATES, MODEL, STEP, coordinate
 from trajstore.store.reading.tiled_reader import TiledRun
 
-__all__ = ["native_file"]
+__all__ = ["hdf5_file", "native_file"]
 
 
 def native_file(run: TiledRun, selection: Selection) -> ExportedFile:
@@ -21,5 +27,45 @@ def native_file(run: TiledRun, selection: Selection) -> ExportedFile:
         for name, values in run.coordinates.items()
         if (entry := coordinate(name)) is not None and entry.dtype != "string"
     ]
-    texts = {"format": "trajstore"} | json_texts(run, selection)
+    texts = {"format": "trajstore"} | _json_texts(run, selection)
     return ExportedFile(tensors=tuple(tensors), texts=texts)
+
+
+_POPULATIONS = (
+    "untrained_mask", "trained_mask", "dead_mask", "live_mask", "dead_ids", "live_ids",
+)  # fmt: skip
+
+
+def hdf5_file(run: TiledRun, selection: Selection) -> ExportedFile:
+    """Every variable in its own type, dead tokens in every form, and all that an import needs."""
+    tensors = [
+        variable_tensor(HDF5_KEYS.get(name, name), run.series[name], selection)
+        for name in selection.variables
+    ]
+    tensors.append(constant("recorded_steps", "int64", run.steps[selection.rows]))
+    attributes: dict[str, Any] = dict(numbers_of(LAYOUTS["thimble-6"].scalars, run))
+    for name, values in run.coordinates.items():
+        if name in run.populations:  # whose names may mean something else to who reads the file
+            continue
+        selected, dtype = selection.along_token(values), COORDINATES[name].dtype
+        if name == "is_dead":
+            is_dead = selected.astype(bool)
+            tensors += population(_POPULATIONS, is_dead)
+            attributes["n_dead"] = int(np.count_nonzero(is_dead))
+            attributes["n_live"] = int(np.count_nonzero(~is_dead))
+        elif dtype != "string":
+            tensors.append(constant(name, dtype, selected))
+    texts = {HDF5_TEXTS[name]: text for name, text in _json_texts(run, selection).items()}
+    return ExportedFile(tensors=tuple(tensors), texts=texts, attributes=attributes)
+
+
+def _json_texts(run: TiledRun, selection: Selection) -> dict[str, str]:
+    """Attributes of the run and its variables, and the coordinates that are texts, as JSON."""
+    attributes = {name: run.series[name].attributes for name in selection.variables}
+    texts = {"attributes": json.dumps(run.attributes), "variables": json.dumps(attributes)}
+    for name, values in run.coordinates.items():
+        if name in COORDINATES and COORDINATES[name].dtype == "string":
+            texts[name] = json.dumps([str(text) for text in selection.along_token(values)])
+    if run.parameters is not None and not set(selection.variables).isdisjoint(MODEL):
+        texts["parameter"] = json.dumps([str(name) for name in run.parameters])
+    return texts

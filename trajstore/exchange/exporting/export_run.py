@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import parse_bytes
+from trajstore.exchange.layouts import KEPT_ATTRIBUTES
 from trajstore.exchange.selection import Selection
 from trajstore.schema import STEP
 from trajstore.store.reading.tiled_reader import Tile, TiledRun
@@ -29,7 +29,6 @@ def write_run(
     *,
     block_rows: int | None,
     memory: int | str,
-    attributes: Mapping[str, Any],
     on_progress: Progress | None = None,
 ) -> None:
     """Write a selection as a new run.
@@ -47,8 +46,6 @@ def write_run(
     block_rows : int, optional
     memory : int or str
         For the buffer of the writer, and what is held between.
-    attributes : mapping
-        Of the root, beside those that every run has.
     on_progress : callable, optional
 
     Raises
@@ -71,7 +68,7 @@ def write_run(
         block_rows=block_rows,
         buffers=1,
         commit_every=None,
-        attributes=attributes,
+        attributes={key: run.attributes[key] for key in KEPT_ATTRIBUTES if key in run.attributes},
         populations={
             name: selection.along_token(values) for name, values in run.populations.items()
         },

@@ -1,17 +1,21 @@
-"""What a file will hold of a run, whatever its format: tensors, texts, and what to say of them."""
+"""What a file will hold of a run, whatever its format: tensors, texts, and notes for its reader."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from trajstore.exchange.selection import Selection
-from trajstore.formats.streamed_tensor import Tensor
-from trajstore.schema import COORDINATES, MODEL
-from trajstore.store.reading.tiled_reader import TiledRun
+import numpy.typing as npt
 
-__all__ = ["ExportedFile", "json_texts"]
+from trajstore.exchange.selection import Selection
+from trajstore.formats.streamed_tensor import Part, Tensor
+from trajstore.store.reading.tiled_reader import Tile, TiledVariable
+from trajstore.values.native_types import NativeType
+from trajstore.values.rounding import convert
+
+__all__ = ["ExportedFile", "variable_tensor"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +51,52 @@ class ExportedFile:
     notes: tuple[str, ...] = ()
 
 
-def json_texts(run: TiledRun, selection: Selection) -> dict[str, str]:
-    """Attributes of the run and its variables, and the coordinates that are texts, as JSON."""
-    attributes = {name: run.series[name].attributes for name in selection.variables}
-    texts = {"attributes": json.dumps(run.attributes), "variables": json.dumps(attributes)}
-    for name, values in run.coordinates.items():
-        if name in COORDINATES and COORDINATES[name].dtype == "string":
-            texts[name] = json.dumps([str(text) for text in selection.along_token(values)])
-    if run.parameters is not None and not set(selection.variables).isdisjoint(MODEL):
-        texts["parameter"] = json.dumps([str(name) for name in run.parameters])
-    return texts
+Array = npt.NDArray[Any]
+
+
+def variable_tensor(
+    key: str,
+    variable: TiledVariable,
+    selection: Selection,
+    *,
+    dtype: NativeType | None = None,
+    rows: Array | None = None,
+) -> Tensor:
+    """Tensor of a selection of a variable.
+
+    Parameters
+    ----------
+    key : str
+    variable : TiledVariable
+    selection : Selection
+    dtype : NativeType, optional
+        Type in the file; the native one without it.
+    rows : ndarray of int, optional
+        Positions along ``step`` instead of those of the selection, as many.
+    """
+    wanted = dtype or variable.native
+    rows = selection.rows if rows is None else rows
+    tokens = selection.tokens if "token" in variable.dims else None
+    shape = (len(rows), *variable.shape[1:])
+    if tokens is not None:
+        shape = (shape[0], len(tokens), *shape[2:])
+    parts = partial(_parts, variable, rows, tokens, wanted)
+    return Tensor(key=key, dtype=wanted.name, shape=shape, parts=parts)
+
+
+def _parts(
+    variable: TiledVariable, rows: Array, tokens: Array | None, wanted: NativeType
+) -> Iterator[Part]:
+    native = variable.native
+    exact = wanted.name == native.name
+    for tile in variable.tiles(rows, tokens, native=exact):
+        read = partial(_bits, tile) if exact else partial(_converted, tile, native, wanted)
+        yield Part(where=tile.where, read=read)
+
+
+def _bits(tile: Tile) -> tuple[Array, int]:
+    return tile.read(), 0
+
+
+def _converted(tile: Tile, native: NativeType, wanted: NativeType) -> tuple[Array, int]:
+    return convert(tile.read(), native, wanted)

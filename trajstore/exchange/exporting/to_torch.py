@@ -12,7 +12,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.errors import MissingExtra
-from trajstore.exchange.exporting.variable_tensor import variable_tensor
+from trajstore.exchange.exporting.exported_file import variable_tensor
 from trajstore.exchange.selection import Steps, Tokens, select
 from trajstore.formats.streamed_tensor import Part
 from trajstore.store.reading.tiled_reader import open_tiled

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from trajstore.errors import FormatError, InvalidArgument
-from trajstore.exchange.guessing.role_table import ROLES, SCALARS, Scalar, scalar_of
+from trajstore.exchange.guessing.kind_table import ARRAY_KINDS, SCALARS, Scalar, scalar_of
 from trajstore.exchange.importing.token_tables import POPULATION_SIZES
 from trajstore.schema import STEP
 
-__all__ = ["STARTING_STEP", "attributes_of", "number_of", "places_of", "told_numbers"]
+__all__ = ["STARTING_STEP", "attributes_of", "number_of", "places_of", "scalar_numbers"]
 
 STARTING_STEP = ("starting_step", "start_step", "resumed_from", "resume_step")
 """Names of the step that a training went on from."""
@@ -74,7 +74,7 @@ def number_of(where: Path, numbers: Mapping[str, Any], name: str, mapped: Mappin
     InvalidArgument
         If the file does not tell it.
     """
-    for value in told_numbers(numbers, name, mapped).values():
+    for value in scalar_numbers(numbers, name, mapped).values():
         return value
     raise InvalidArgument(
         f"{where} tells no {name}, under none of the names {', '.join(SCALARS[name].names)}; say "
@@ -82,7 +82,7 @@ def number_of(where: Path, numbers: Mapping[str, Any], name: str, mapped: Mappin
     )
 
 
-def told_numbers(
+def scalar_numbers(
     numbers: Mapping[str, Any], name: str, mapped: Mapping[str, str]
 ) -> dict[str, Any]:
     """Those of the numbers that are a scalar of the table, by their keys."""
@@ -105,7 +105,7 @@ def _placed(
         lower = key.lower()
         if lower in (*POPULATION_SIZES, *STARTING_STEP):
             continue  # checked, not kept
-        if lower in ROLES[STEP.name].names:
+        if lower in ARRAY_KINDS[STEP.name].names:
             continue  # the label of a row
         if isinstance(value, float) and not math.isfinite(value):
             continue

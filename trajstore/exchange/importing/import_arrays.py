@@ -1,4 +1,4 @@
-"""The runs of a file that is recognised by its arrays, and what each array was taken for."""
+"""The runs of a file whose arrays are detected, and what each array was taken for."""
 
 from __future__ import annotations
 
@@ -6,22 +6,26 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from trajstore.errors import FormatError, InvalidArgument
-from trajstore.exchange.guessing.array_roles import Recognised, Taken, abridged, recognise
+from trajstore.exchange.guessing.detect_arrays import (
+    DetectedArrays,
+    Detection,
+    abridged,
+    detect_arrays,
+)
 from trajstore.exchange.importing.file_numbers import places_of
-from trajstore.exchange.importing.import_options import OTHERS, Overrules
-from trajstore.exchange.importing.imported_file import ImportedRun, Understood
+from trajstore.exchange.importing.import_options import OTHERS, ImportOptions
+from trajstore.exchange.importing.imported_file import ImportedFile, ImportedRun
 from trajstore.exchange.importing.run_parts import run_parts
 from trajstore.exchange.importing.run_reading import RunReading
-from trajstore.exchange.importing.token_tables import TABLES
-from trajstore.exchange.key_names import HDF5_TEXTS
-from trajstore.exchange.layouts import LAYOUTS, Layout
+from trajstore.exchange.importing.token_tables import TOKEN_KINDS
+from trajstore.exchange.layouts import HDF5_TEXTS, LAYOUTS, Layout
 from trajstore.formats.array_file import ArrayFile
 from trajstore.schema import STEP, TRAJECTORIES
 
 __all__ = ["read_arrays"]
 
 
-def read_arrays(file: ArrayFile, overrules: Overrules, memory: int) -> Understood:
+def read_arrays(file: ArrayFile, options: ImportOptions, memory: int) -> ImportedFile:
     """Understand a file, whose rows are to fit into so many bytes of memory.
 
     Raises
@@ -31,26 +35,26 @@ def read_arrays(file: ArrayFile, overrules: Overrules, memory: int) -> Understoo
     InvalidArgument
         If what the user says does not fit the file, or a row of it not into the memory.
     """
-    layout = _forced(file, overrules)
-    mapped = dict(overrules.mapped)
+    layout = _forced(file, options)
+    mapped = dict(options.mapped)
     if layout is not None:
         mapped |= _columns(file, layout)
-    if overrules.steps in file.keys:
-        mapped[overrules.steps] = STEP.name
+    if options.steps in file.keys:
+        mapped[options.steps] = STEP.name
     hidden = tuple(key for key in HDF5_TEXTS.values() if key in file.keys)
-    recognised = recognise(file, mapped, ignored=(*overrules.ignored, *hidden))
+    detected = detect_arrays(file, mapped, ignored=(*options.ignored, *hidden))
     own = file.format == "hdf5" and HDF5_TEXTS["attributes"] in file.keys
-    _check_anchor(file, recognised)
-    _check_bits(file, recognised, overrules)
-    name = layout.name if layout else file.format if own else _layout_name(file, recognised)
+    _check_anchor(file, detected)
+    _check_bits(file, detected, options)
+    name = layout.name if layout else file.format if own else _layout_name(file, detected)
     runs = tuple(
-        RunReading(file, part, overrules, layout or LAYOUTS.get(name), own=own).run(memory)
-        for part in run_parts(file, recognised)
+        RunReading(file, part, options, layout or LAYOUTS.get(name), own=own).run(memory)
+        for part in run_parts(file, detected)
     )
-    table = (*_table(recognised, runs, overrules), *recognised.left_out)
-    left = [line.name for line in recognised.left_out if line.name not in hidden]
-    if recognised.guessed:
-        note = f"{recognised.guessed[0]} was taken for W by its shape alone (--map W=NAME)"
+    table = (*_table(detected, runs, options), *detected.left_out)
+    left = [line.name for line in detected.left_out if line.name not in hidden]
+    if detected.guessed:
+        note = f"{detected.guessed[0]} was taken for W by its shape alone (--map W=NAME)"
         runs = tuple(replace(run, notes=(note, *run.notes)) for run in runs)
     if left:
         runs = tuple(
@@ -58,15 +62,15 @@ def read_arrays(file: ArrayFile, overrules: Overrules, memory: int) -> Understoo
             for run in runs
         )
     table = tuple(line for line in table if line.name not in hidden)
-    return Understood(layout=name, runs=runs, table=table)
+    return ImportedFile(layout=name, runs=runs, table=table)
 
 
-def _forced(file: ArrayFile, overrules: Overrules) -> Layout | None:
+def _forced(file: ArrayFile, options: ImportOptions) -> Layout | None:
     """The layout that the user or the file itself names."""
-    name = overrules.layout
+    name = options.layout
     if name is None:
-        said = file.attributes.get("layout")
-        return LAYOUTS[said] if said in LAYOUTS and _fits(file, LAYOUTS[said]) else None
+        stated = file.attributes.get("layout")
+        return LAYOUTS[stated] if stated in LAYOUTS and _fits(file, LAYOUTS[stated]) else None
     if name == "hdf5":
         return None
     layout = LAYOUTS[name]
@@ -80,7 +84,7 @@ def _forced(file: ArrayFile, overrules: Overrules) -> Layout | None:
 
 
 def _columns(file: ArrayFile, layout: Layout) -> dict[str, str]:
-    """Keys of a layout, and their roles."""
+    """Keys of a layout, and their kinds."""
     return {
         column.key: "delta" if column.time == "change" else column.variable
         for column in layout.columns
@@ -92,9 +96,9 @@ def _fits(file: ArrayFile, layout: Layout) -> bool:
     return all(key in file.keys for key in layout.required)
 
 
-def _layout_name(file: ArrayFile, recognised: Recognised) -> str:
+def _layout_name(file: ArrayFile, detected: DetectedArrays) -> str:
     """The layout that a file is of, or its format."""
-    series = {one.key for one in recognised.found if one.role.is_variable}
+    series = {one.key for one in detected.found if one.kind.is_variable}
     fitting: dict[str, tuple[bool, int]] = {}
     for layout in LAYOUTS.values():
         first = layout.columns[0]
@@ -107,11 +111,11 @@ def _layout_name(file: ArrayFile, recognised: Recognised) -> str:
     return max(fitting, key=fitting.__getitem__) if fitting else file.format
 
 
-def _check_anchor(file: ArrayFile, recognised: Recognised) -> None:
-    if any(recognised.of(role) for role in TRAJECTORIES):
+def _check_anchor(file: ArrayFile, detected: DetectedArrays) -> None:
+    if any(detected.of(kind) for kind in TRAJECTORIES):
         return
     holds = f"it holds {abridged(file.keys)}"
-    tables = [one.key for one in recognised.found if one.role.name in TABLES]
+    tables = [one.key for one in detected.found if one.kind.name in TOKEN_KINDS]
     more = ""
     if tables:
         more = f"; it tells tokens ({', '.join(tables)}), for --masks of another import"
@@ -123,10 +127,10 @@ def _check_anchor(file: ArrayFile, recognised: Recognised) -> None:
     )
 
 
-def _check_bits(file: ArrayFile, recognised: Recognised, overrules: Overrules) -> None:
+def _check_bits(file: ArrayFile, detected: DetectedArrays, options: ImportOptions) -> None:
     """Whether what the user says of 16 bits is said of arrays that have them."""
-    for name in overrules.bits:
-        alike = [one for one in recognised.found if name in (one.key, one.role.name)]
+    for name in options.bits:
+        alike = [one for one in detected.found if name in (one.key, one.kind.name)]
         if name == OTHERS or any(one.dtype in ("uint16", "int16", "float16") for one in alike):
             continue
         what = f"{alike[0].key} is {alike[0].dtype}" if alike else "it holds none"
@@ -137,39 +141,41 @@ def _check_bits(file: ArrayFile, recognised: Recognised, overrules: Overrules) -
 
 
 def _table(
-    recognised: Recognised, runs: tuple[ImportedRun, ...], overrules: Overrules
-) -> Iterator[Taken]:
+    detected: DetectedArrays, runs: tuple[ImportedRun, ...], options: ImportOptions
+) -> Iterator[Detection]:
     """What each array and each number was taken for."""
     read = {source.key: held for run in runs for held in run.variables for source in held.sources}
-    for one in recognised.found:
-        role, why = one.role.name, []
+    for one in detected.found:
+        kind, why = one.kind.name, []
         held = read.get(one.key)
         if held is not None:
             why += [f"bits of {held.native.name}"] if one.dtype in ("uint16", "int16") else []
             why += ["before the step of its row"] if held.time == "before" else []
             why += ["without the first row"] if held.missing else []
             why += ["first row NaN"] if held.blank else []
-        elif one.role.is_variable:
-            role, why = "", ["a number of each run"]
-        elif one.role.name == STEP.name and overrules.steps not in (None, one.key):
-            role, why = "", ["the steps are as you said"]
+        elif one.kind.is_variable:
+            kind, why = "", ["a number of each run"]
+        elif one.kind.name == STEP.name and options.steps not in (None, one.key):
+            kind, why = "", ["the steps are as you said"]
         why += [f"run {one.run}"] if one.run is not None else []
         why += [f"runs along {one.shape[0]}"] if one.extra == 1 and held is not None else []
         why += [one.matrix] if one.matrix is not None else []
         why += [f"{one.population} tokens"] if one.population is not None else []
-        yield Taken(name=one.key, dtype=one.dtype, shape=one.shape, role=role, why=", ".join(why))
-    numbers = dict(recognised.numbers)
-    places = places_of(numbers | dict.fromkeys(recognised.vectors, 0.0), overrules.mapped)
+        yield Detection(
+            name=one.key, dtype=one.dtype, shape=one.shape, kind=kind, why=", ".join(why)
+        )
+    numbers = dict(detected.numbers)
+    places = places_of(numbers | dict.fromkeys(detected.vectors, 0.0), options.mapped)
     for key, value in numbers.items():
-        yield Taken(
+        yield Detection(
             name=key,
             dtype=type(value).__name__,
             shape=(),
-            role=places.get(key, "checked" if "." not in key else ""),
+            kind=places.get(key, "checked" if "." not in key else ""),
             why=str(value),
         )
-    for key, values in recognised.vectors.items():
-        if key not in [one.key for one in recognised.found]:
-            role = places.get(key, "") if len(runs) > 1 else ""
-            told = "one a run" if len(runs) > 1 else "several numbers, and one run"
-            yield Taken(name=key, dtype="float", shape=(len(values),), role=role, why=told)
+    for key, values in detected.vectors.items():
+        if key not in [one.key for one in detected.found]:
+            kind = places.get(key, "") if len(runs) > 1 else ""
+            reason = "one a run" if len(runs) > 1 else "several numbers, and one run"
+            yield Detection(name=key, dtype="float", shape=(len(values),), kind=kind, why=reason)

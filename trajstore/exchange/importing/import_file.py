@@ -8,7 +8,7 @@ differently from what is written there is said.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY, parse_bytes
-from trajstore.exchange.guessing.array_roles import Taken
-from trajstore.exchange.importing.import_options import overrules
-from trajstore.exchange.importing.imported_file import ImportedRun, ImportedVariable, Understood
+from trajstore.exchange.guessing.detect_arrays import Detection
+from trajstore.exchange.importing.import_options import import_options
+from trajstore.exchange.importing.imported_file import ImportedFile, ImportedRun, ImportedVariable
 from trajstore.exchange.importing.read_runs import opened_file
-from trajstore.schema import STEP, room_for_examples
+from trajstore.schema import room_for_examples
 from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import staged_run
 from trajstore.store.writing.writer import RunWriter
@@ -55,7 +55,7 @@ class Imported:
         Native type of each.
     notes : tuple of str
         What was corrected, left out or is not known.
-    table : tuple of Taken
+    table : tuple of Detection
         What each array and number of the file was taken for.
     others : tuple of Imported
         The further runs of a file that holds several.
@@ -69,7 +69,7 @@ class Imported:
     last_step: int
     variables: dict[str, str]
     notes: tuple[str, ...]
-    table: tuple[Taken, ...] = ()
+    table: tuple[Detection, ...] = ()
     others: tuple[Imported, ...] = ()
 
 
@@ -84,16 +84,16 @@ class Preview:
         ``rows``, ``tokens``, ``hidden``, ``first_step``, ``last_step``, ``dead`` (a number, or None
         where it is not known), ``variables`` and ``notes`` of each run, by its label, which is
         empty for a single one.
-    table : tuple of Taken
+    table : tuple of Detection
     """
 
     layout: str
     runs: dict[str, dict[str, Any]]
-    table: tuple[Taken, ...]
+    table: tuple[Detection, ...]
 
 
 def preview_import(
-    file: str | os.PathLike[str], *, memory: int | str = EXCHANGE_MEMORY, **said: Any
+    file: str | os.PathLike[str], *, memory: int | str = EXCHANGE_MEMORY, **options: Any
 ) -> Preview:
     """What `import_file` would make of a file; nothing is written.
 
@@ -101,7 +101,7 @@ def preview_import(
     ----------
     file : path-like
     memory : int or str
-    **said
+    **options
         As `import_file` takes it: layout, map, bits, labels, first_row, masks, schedule.
 
     Raises
@@ -113,10 +113,10 @@ def preview_import(
     --------
     >>> from trajstore import export
     >>> file = export("gatsby.zarr", "gatsby.safetensors", layout="15.1a")
-    >>> [(line.name, line.role) for line in preview_import(file).table if line.name == "momentum"]
+    >>> [(line.name, line.kind) for line in preview_import(file).table if line.name == "momentum"]
     [('momentum', 'exp_avg')]
     """
-    with opened_file(file, overrules(**said), memory) as held:
+    with opened_file(file, import_options(**options), memory) as held:
         return Preview(
             layout=held.layout,
             runs={
@@ -167,7 +167,7 @@ def import_file(
         native, hdf5 or one of the notebooks', as ``trajstore import`` lists them, whose keys and
         alignment it then has; recognised without it.
     map : mapping of str to str or iterable of str, optional
-        Arrays by their roles, such as ``{"W": "weights_0", "loss": "nll"}``; those of ``ignore``
+        Arrays by their kinds, such as ``{"W": "weights_0", "loss": "nll"}``; those of ``ignore``
         are left out.
     bits : {'bfloat16', 'float16'} or mapping of str to them, optional
         What uint16 are bits of (bfloat16 without it), and what float16 was before: of all arrays,
@@ -221,7 +221,7 @@ def import_file(
     >>> imported.layout, imported.rows, imported.variables["W"]
     ('native', 21, 'bfloat16')
     """
-    said = overrules(
+    options = import_options(
         layout=layout,
         map=map,
         bits=bits,
@@ -231,16 +231,17 @@ def import_file(
         schedule=schedule,
     )
     with ExitStack() as stack:
-        held = stack.enter_context(opened_file(file, said, memory))
+        held = stack.enter_context(opened_file(file, options, memory))
         targets = [_target(local_path(path), run.label) for run in held.runs]
         places = [
             stack.enter_context(staged_run(target, overwrite=overwrite)) for target in targets
         ]
-        progress = _Parts(held.runs, on_progress)
-        for run, place in zip(held.runs, places, strict=True):
+        sizes = [len(run.steps) * run.row_bytes for run in held.runs]
+        for number, (run, place) in enumerate(zip(held.runs, places, strict=True)):
             origin = _origin(file, masks, held, run)
             rows = block_rows or _block_rows(run, parse_bytes(memory))
-            _write(place, run, origin, progress.of_next(), {"memory": memory, "block_rows": rows})
+            report = _reported(on_progress, sum(sizes[:number]), sum(sizes))
+            _write(place, run, origin, report, {"memory": memory, "block_rows": rows})
     done = [_imported(target, held, run) for target, run in zip(targets, held.runs, strict=True)]
     return replace(done[0], others=tuple(done[1:]))
 
@@ -250,7 +251,7 @@ def _block_rows(run: ImportedRun, memory: int) -> int | None:
 
     Blocks as a recording plans them would be thousands, each of a few files and a commit.
     """
-    row = sum(held.row_bytes for held in run.variables) + STEP_TYPE.itemsize
+    row = run.row_bytes + STEP_TYPE.itemsize
     if row >= _TINY_ROW or len(run.steps) <= _MANY_ROWS or memory < _FEWEST_MEMORY:
         return None
     return 1 << (_BATCH // row).bit_length() - 1
@@ -263,7 +264,7 @@ def _target(path: Path, label: str) -> Path:
     return path.with_name(f"{path.name.removesuffix('.zarr')}.{label}.zarr")
 
 
-def _imported(target: Path, held: Understood, run: ImportedRun) -> Imported:
+def _imported(target: Path, held: ImportedFile, run: ImportedRun) -> Imported:
     return Imported(
         path=target,
         layout=held.layout,
@@ -289,7 +290,7 @@ def _dead(run: ImportedRun) -> int | None:
 def _origin(
     file: str | os.PathLike[str],
     masks: str | os.PathLike[str] | None,
-    held: Understood,
+    held: ImportedFile,
     run: ImportedRun,
 ) -> dict[str, Any]:
     """What the attribute `imported` of a run says."""
@@ -325,31 +326,18 @@ def _notes(run: ImportedRun) -> Iterator[str]:
         )
 
 
-class _Parts:
-    """Progress over several runs as that over one."""
-
-    def __init__(self, runs: tuple[ImportedRun, ...], on_progress: Progress | None) -> None:
-        self._sizes = [
-            len(run.steps) * (sum(held.row_bytes for held in run.variables) or 1) for run in runs
-        ]
-        self._at = -1
-        self._on_progress = on_progress
-
-    def of_next(self) -> Progress | None:
-        """Callback of the next run."""
-        self._at += 1
-        told = self._on_progress
-        if told is None:
-            return None
-        before, size, total = sum(self._sizes[: self._at]), self._sizes[self._at], sum(self._sizes)
-        return lambda done, whole: told(before + size * done // max(whole, 1), total)
+def _reported(on_progress: Progress | None, before: int, total: int) -> Callable[[int], None]:
+    """What is called with the bytes of one run that are done, where others come before it."""
+    if on_progress is None:
+        return lambda done: None
+    return lambda done: on_progress(before + done, total)
 
 
 def _write(
     place: Path,
     run: ImportedRun,
     origin: dict[str, Any],
-    on_progress: Progress | None,
+    report: Callable[[int], None],
     options: dict[str, Any],
 ) -> None:
     with RunWriter.create(
@@ -366,20 +354,15 @@ def _write(
         **run.coordinates,
         **options,
     ) as writer:
-        _fill(writer, run, on_progress)
+        _fill(writer, run, report)
 
 
-def _fill(run: RunWriter, imported: ImportedRun, on_progress: Progress | None) -> None:
-    arrays = run.layout.arrays
-    row = sum(array.row_bytes for name, array in arrays.items() if name != STEP.name)
-    total = row * len(imported.steps)
+def _fill(run: RunWriter, imported: ImportedRun, report: Callable[[int], None]) -> None:
     variables = {held.variable: held for held in imported.variables}
-    batch = max(1, _BATCH // max(sum(held.row_bytes for held in imported.variables), 1))
-    for at, places in run.stretches(imported.steps, batch):
+    for at, places in run.stretches(imported.steps, max(1, _BATCH // imported.row_bytes)):
         for name, place in places.items():
             place[...] = _rows(variables[name], at.start, at.stop)
-        if on_progress is not None:
-            on_progress(row * at.stop, total)
+        report(imported.row_bytes * at.stop)
 
 
 def _rows(held: ImportedVariable, start: int, stop: int) -> Array:

@@ -7,17 +7,17 @@ from typing import Any
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
-from trajstore.exchange.guessing.array_roles import Taken, abridged
+from trajstore.exchange.guessing.detect_arrays import Detection, abridged
+from trajstore.exchange.importing.file_rows import checked_labels
 from trajstore.exchange.importing.imported_file import (
+    ImportedFile,
     ImportedRun,
     ImportedVariable,
     Source,
-    Understood,
     checked_texts,
     checked_tokens,
     kept_attributes,
 )
-from trajstore.exchange.importing.step_labels import checked_labels
 from trajstore.formats.safetensors import SafetensorsFile
 from trajstore.schema import (
     ALONG_TOKEN,
@@ -35,7 +35,7 @@ __all__ = ["read_native"]
 Array = npt.NDArray[Any]
 
 
-def read_native(file: SafetensorsFile) -> Understood:
+def read_native(file: SafetensorsFile) -> ImportedFile:
     """Understand a file of the native layout.
 
     Raises
@@ -76,11 +76,11 @@ def read_native(file: SafetensorsFile) -> Understood:
     )
     known = (STEP.name, *COORDINATES, *VARIABLES, *populations)
     table = tuple(
-        Taken(name=key, dtype=file.dtype(key), shape=file.shape(key),
-              role=key if key in known else "", why="" if key in known else "not known")
+        Detection(name=key, dtype=file.dtype(key), shape=file.shape(key),
+              kind=key if key in known else "", why="" if key in known else "not known")
         for key in file.keys
     )  # fmt: skip
-    return Understood(layout="native", runs=(run,), table=table)
+    return ImportedFile(layout="native", runs=(run,), table=table)
 
 
 def _parameters(file: SafetensorsFile) -> tuple[str, ...]:

@@ -1,40 +1,33 @@
-"""What the user of an import says, in place of what is recognised or beside it."""
+"""Options of an import: what its user decides, in place of what is detected or beside it."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 
-import numpy as np
-
-from trajstore.errors import FormatError, InvalidArgument
-from trajstore.exchange.guessing.array_roles import IGNORE, abridged, recognise
-from trajstore.exchange.guessing.role_table import named
-from trajstore.exchange.importing.token_tables import TABLES, Told, told_tables
+from trajstore.errors import InvalidArgument
+from trajstore.exchange.guessing.detect_arrays import IGNORE
+from trajstore.exchange.importing.token_masks import masks_of
+from trajstore.exchange.importing.token_tables import TokenArray
 from trajstore.exchange.layouts import IMPORT_LAYOUTS
-from trajstore.formats.array_file import ArrayFile, values_of
-from trajstore.formats.open_file import open_file
 
-__all__ = ["OTHERS", "Overrules", "overrules"]
-
-_OF_THE_DEAD = "ids whose name says nothing, taken for those of the dead tokens"
+__all__ = ["OTHERS", "ImportOptions", "import_options"]
 
 OTHERS = "*"
 """Name of all variables that are not named."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overrules:
-    """What the user of an import says, in place of what is recognised or beside it.
+class ImportOptions:
+    """Options of an import: what its user decides, in place of what is detected or beside it.
 
     Attributes
     ----------
     layout : str, optional
         One of `trajstore.exchange.layouts.LAYOUTS`, whose keys and alignment the file has.
     mapped : dict of str to str
-        Keys, and the roles that they have.
+        Keys, and the kinds that they have.
     ignored : tuple of str
         Keys that are left out.
     bits : dict of str to str
@@ -45,7 +38,7 @@ class Overrules:
         Step of the first row, where nothing labels the rows.
     schedule : str, optional
         Of the learning rate.
-    masks : tuple of Told
+    masks : tuple of TokenArray
         Tables of tokens of another file.
     """
 
@@ -56,7 +49,7 @@ class Overrules:
     steps: str | None = None
     first_row: int | None = None
     schedule: str | None = None
-    masks: tuple[Told, ...] = ()
+    masks: tuple[TokenArray, ...] = ()
 
     def bits_of(self, variable: str, *keys: str) -> str | None:
         """What the 16 bits of arrays of a variable are, if the user says it."""
@@ -68,7 +61,7 @@ class Overrules:
         return any(name in self.bits for name in (*keys, variable))
 
 
-def overrules(
+def import_options(
     *,
     layout: str | None = None,
     map: Mapping[str, str | Iterable[str]] | None = None,
@@ -77,14 +70,14 @@ def overrules(
     first_row: int | None = None,
     masks: str | os.PathLike[str] | None = None,
     schedule: str | None = None,
-) -> Overrules:
-    """What the user of an import says, checked as far as that needs no file but that of the masks.
+) -> ImportOptions:
+    """Options of an import, checked as far as that needs no file but the one of the masks.
 
     Parameters
     ----------
     layout : str, optional
     map : mapping of str to str or iterable of str, optional
-        Name of the array that has each role, or several of a file with several runs; those of
+        Name of the array that has each kind, or several of a file with several runs; those of
         ``ignore`` are left out.
     bits : {'bfloat16', 'float16'} or mapping of str to them, optional
         Of all arrays, or by variables and names of arrays.
@@ -116,15 +109,15 @@ def overrules(
         raise InvalidArgument(f"labels are of steps, got {', '.join(sorted(unknown))}")
     mapped: dict[str, str] = {}
     ignored: list[str] = []
-    for role, keys in (map or {}).items():
+    for kind, keys in (map or {}).items():
         for key in [keys] if isinstance(keys, str) else keys:
             if key in mapped:
-                raise InvalidArgument(f"{key} cannot be both {mapped[key]} and {role}")
-            if role == IGNORE:
+                raise InvalidArgument(f"{key} cannot be both {mapped[key]} and {kind}")
+            if kind == IGNORE:
                 ignored.append(key)
             else:
-                mapped[key] = role
-    return Overrules(
+                mapped[key] = kind
+    return ImportOptions(
         layout=layout,
         mapped=mapped,
         ignored=tuple(ignored),
@@ -132,37 +125,5 @@ def overrules(
         steps=(labels or {}).get("steps"),
         first_row=first_row,
         schedule=schedule,
-        masks=() if masks is None else tuple(_tables_of(masks)),
+        masks=() if masks is None else masks_of(masks),
     )
-
-
-def _tables_of(masks: str | os.PathLike[str]) -> list[Told]:
-    """Tables of tokens that another file tells."""
-    with open_file(masks) as file:
-        nameless = _nameless_ids(file)
-        recognised = recognise(file, nameless)
-        told = told_tables(file, recognised, of=f" of {Path(masks).name}")
-        if not told:
-            raise FormatError(
-                f"{masks} tells no tokens: it holds {abridged(file.keys)}, expected masks or lists "
-                "of ids (dead_mask, untrained_mask, live_ids, trained_indices, token_counts, …)"
-            )
-    note = ", ".join(nameless) + f" of {Path(masks).name}: {_OF_THE_DEAD}" if nameless else ""
-    return [
-        replace(one, is_beside=True, note=note if one.role == "dead_ids" else "")
-        for one in told
-        if one.role in TABLES
-    ]
-
-
-def _nameless_ids(file: ArrayFile) -> dict[str, str]:
-    """The role of a `.npy` of distinct ids whose name says nothing: they are those of the dead."""
-    if file.format != "npy":
-        return {}
-    (key,) = file.keys
-    role = named(key).role
-    is_told = role is not None and role.name in TABLES
-    if is_told or "int" not in file.dtype(key) or len(file.shape(key)) != 1:
-        return {}
-    ids = values_of(file, key)
-    return {key: "dead_ids"} if len(np.unique(ids)) == len(ids) else {}

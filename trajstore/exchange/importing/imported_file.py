@@ -1,4 +1,4 @@
-"""What a file holds, once it is recognised and every shape and type is checked."""
+"""What a file holds, once it is detected and every shape and type is checked."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
-from trajstore.exchange.guessing.array_roles import Taken
-from trajstore.exchange.key_names import KEPT_ATTRIBUTES
+from trajstore.exchange.guessing.detect_arrays import Detection
+from trajstore.exchange.layouts import KEPT_ATTRIBUTES
 from trajstore.formats.array_file import ArrayFile
 from trajstore.schema import TRAJECTORIES
 from trajstore.strict_json import parse
@@ -21,11 +21,11 @@ from trajstore.values.rounding import as_bfloat16, is_bfloat16
 
 __all__ = [
     "HalfForm",
+    "ImportedFile",
     "ImportedRun",
     "ImportedVariable",
     "Source",
     "Time",
-    "Understood",
     "checked_texts",
     "checked_tokens",
     "first_row_is_blank",
@@ -204,9 +204,14 @@ class ImportedRun:
         """Length of the hidden dimension."""
         return next(v.row_shape[1] for v in self.variables if v.variable in TRAJECTORIES)
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of all variables in the file, at least 1."""
+        return sum(held.row_bytes for held in self.variables) or 1
+
 
 @dataclass(frozen=True, kw_only=True)
-class Understood:
+class ImportedFile:
     """A file that is understood.
 
     Attributes
@@ -214,13 +219,13 @@ class Understood:
     layout : str
         Of the table of layouts, or the format where it is of none.
     runs : tuple of ImportedRun
-    table : tuple of Taken
+    table : tuple of Detection
         What each array was taken for.
     """
 
     layout: str
     runs: tuple[ImportedRun, ...]
-    table: tuple[Taken, ...] = field(default=())
+    table: tuple[Detection, ...] = field(default=())
 
 
 def first_row_is_blank(held: ImportedVariable) -> bool:

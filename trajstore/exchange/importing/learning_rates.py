@@ -54,8 +54,8 @@ def with_rates(
             "the file holds the learning rate of each step itself; leave the schedule out"
         )
     rates = scheduled_rates(schedule, peak, steps)
-    told = attributes.get("config", {}).get("scalars", {})
-    betas = tuple(told.get(f"adam_beta{number}") for number in (1, 2))
+    scalars = attributes.get("config", {}).get("scalars", {})
+    betas = tuple(scalars.get(f"adam_beta{number}") for number in (1, 2))
     rule, note, added = completed_rule(
         attributes.get("optimizer", {}), has_moments=_moved(variables), betas=betas
     )
@@ -169,11 +169,11 @@ def completed_rule(
         added |= {
             f"adam_beta{at + 1}": default[at] for at, beta in enumerate(betas) if beta is None
         }
-    told = "".join(f", {name} {value}" for name, value in added.items())
+    assumed = "".join(f", {name} {value}" for name, value in added.items())
     known = {name: value for name, value in added.items() if name in _ADAMW}
     return (
         {"class": "torch.optim.adamw.AdamW", "hyperparameters": known | given},
-        f"the file names no optimizer; taken for AdamW of torch{told}: for another one pass "
+        f"the file names no optimizer; taken for AdamW of torch{assumed}: for another one pass "
         "optimizer= to what asks for its rule",
         added,
     )

@@ -1,4 +1,4 @@
-"""What a file holds, with what its user says of it: the one way from a path to runs."""
+"""The runs of a file, as its user's options have them: the one way from a path to runs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trajstore.byte_sizes import EXCHANGE_MEMORY, parse_bytes
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.exchange.importing.import_arrays import read_arrays
 from trajstore.exchange.importing.import_native import read_native
-from trajstore.exchange.importing.import_options import Overrules
+from trajstore.exchange.importing.import_options import ImportOptions
 from trajstore.exchange.importing.imported_file import (
     HalfForm,
+    ImportedFile,
     ImportedRun,
     ImportedVariable,
-    Understood,
 )
 from trajstore.exchange.layouts import LAYOUTS
 from trajstore.formats.open_file import open_file
@@ -25,19 +25,19 @@ from trajstore.formats.safetensors import SafetensorsFile
 from trajstore.store.storage.remote_path import local_path
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["opened_file", "understood"]
+__all__ = ["opened_file", "read_runs"]
 
 
 @contextmanager
 def opened_file(
-    path: str | os.PathLike[str], said: Overrules, memory: int | str = EXCHANGE_MEMORY
-) -> Iterator[Understood]:
+    path: str | os.PathLike[str], options: ImportOptions, memory: int | str = EXCHANGE_MEMORY
+) -> Iterator[ImportedFile]:
     """A file that is open and understood, for as long as the block lasts.
 
     Parameters
     ----------
     path : path-like
-    said : Overrules
+    options : ImportOptions
     memory : int or str
         For rows, and large compressed chunks of HDF5.
 
@@ -51,18 +51,18 @@ def opened_file(
         If its format needs a library that is not installed.
     """
     with open_file(local_path(path), parse_bytes(memory)) as file:
-        yield understood(file, said, parse_bytes(memory))
+        yield read_runs(file, options, parse_bytes(memory))
 
 
-def understood(
-    file: Any, said: Overrules | None = None, memory: int = parse_bytes(EXCHANGE_MEMORY)
-) -> Understood:
+def read_runs(
+    file: Any, options: ImportOptions | None = None, memory: int = parse_bytes(EXCHANGE_MEMORY)
+) -> ImportedFile:
     """What an open file holds, as runs are made of it.
 
     Parameters
     ----------
     file : ArrayFile
-    said : Overrules, optional
+    options : ImportOptions, optional
     memory : int
         Bytes that its rows are to fit into.
 
@@ -73,36 +73,36 @@ def understood(
     InvalidArgument
         If what the user says does not apply to it, or a row of it does not fit into the memory.
     """
-    said = said or Overrules()
-    wanted = said.layout
+    options = options or ImportOptions()
+    wanted = options.layout
     form = "hdf5" if wanted == "hdf5" else None if wanted is None else "safetensors"
     if wanted in LAYOUTS:
         form = LAYOUTS[wanted].format
     if form is not None and file.format != form and "hdf5" in (form, file.format):
-        kind = "an HDF5 file" if file.format == "hdf5" else "no HDF5 file"
-        raise FormatError(f"{file.path} is {kind}, and layout {wanted} was asked for")
+        what = "an HDF5 file" if file.format == "hdf5" else "no HDF5 file"
+        raise FormatError(f"{file.path} is {what}, and layout {wanted} was asked for")
     is_native = isinstance(file, SafetensorsFile) and file.attributes.get("format") == "trajstore"
     if wanted == "native" or (wanted is None and is_native):
         if not isinstance(file, SafetensorsFile):
             raise FormatError(f"{file.path} is no safetensors file, as layout native is")
-        _check_nothing_is_said(file, said)
+        _check_no_options(file, options)
         return read_native(file)
-    found = read_arrays(file, said, memory)
-    own = file.format == "hdf5" and found.layout == "hdf5" and _says_types(found)
-    return found if own else replace(found, runs=tuple(_typed(run, said) for run in found.runs))
+    found = read_arrays(file, options, memory)
+    own = file.format == "hdf5" and found.layout == "hdf5" and _states_types(found)
+    return found if own else replace(found, runs=tuple(_typed(run, options) for run in found.runs))
 
 
-def _check_nothing_is_said(file: SafetensorsFile, said: Overrules) -> None:
+def _check_no_options(file: SafetensorsFile, options: ImportOptions) -> None:
     """Whether the user leaves to a file of the native layout what it says itself."""
-    options = {
-        "--map": said.mapped or said.ignored,
-        "--bits": said.bits,
-        "--labels": said.steps is not None,
-        "--first-row": said.first_row is not None,
-        "--masks": said.masks,
-        "--schedule": said.schedule is not None,
+    flags = {
+        "--map": options.mapped or options.ignored,
+        "--bits": options.bits,
+        "--labels": options.steps is not None,
+        "--first-row": options.first_row is not None,
+        "--masks": options.masks,
+        "--schedule": options.schedule is not None,
     }
-    given = [name for name, is_given in options.items() if is_given]
+    given = [name for name, is_given in flags.items() if is_given]
     if given:
         raise InvalidArgument(
             f"{file.path} is of layout native, which says all that an import needs, and "
@@ -110,14 +110,14 @@ def _check_nothing_is_said(file: SafetensorsFile, said: Overrules) -> None:
         )
 
 
-def _says_types(found: Understood) -> bool:
+def _states_types(found: ImportedFile) -> bool:
     return any("trajstore_json" in held.file.keys for run in found.runs for held in run.variables
                if held.file is not None)  # fmt: skip
 
 
-def _typed(run: ImportedRun, said: Overrules) -> ImportedRun:
+def _typed(run: ImportedRun, options: ImportOptions) -> ImportedRun:
     """The run with types as narrow as every value allows, and what there is to say of them."""
-    halves = _halves(run, said)
+    halves = _halves(run, options)
     made, narrowed, warned, valued, reread = [], [], [], [], []
     for held in run.variables:
         form = halves.get(held.variable)
@@ -125,7 +125,7 @@ def _typed(run: ImportedRun, said: Overrules) -> ImportedRun:
         if form is None and is_float32 and held.holds_bfloat16():
             narrowed.append(held.variable)
             made.append(_as_bfloat16(held))
-        elif form is None or said.bits_of(held.variable, *_keys(held)) is None:
+        elif form is None or options.bits_of(held.variable, *_keys(held)) is None:
             warned += [held.variable] if form in ("values", "either") else []
             made.append(held)
         elif form == "bits":
@@ -158,7 +158,7 @@ def _typed(run: ImportedRun, said: Overrules) -> ImportedRun:
     return replace(run, variables=tuple(made), notes=(*run.notes, *notes))
 
 
-def _halves(run: ImportedRun, said: Overrules) -> dict[str, HalfForm]:
+def _halves(run: ImportedRun, options: ImportOptions) -> dict[str, HalfForm]:
     """What float16 arrays hold that the user does not say to be float16, by variable.
 
     Raises
@@ -169,11 +169,11 @@ def _halves(run: ImportedRun, said: Overrules) -> dict[str, HalfForm]:
     found: dict[str, HalfForm] = {}
     unnamed: dict[str, str] = {}
     for held in run.variables:
-        type = said.bits_of(held.variable, *_keys(held))
+        type = options.bits_of(held.variable, *_keys(held))
         if held.given is not None or held.native.name != "float16" or type == "float16":
             continue
         form = found[held.variable] = held.half_form()
-        if type == "bfloat16" and not said.names_bits(held.variable, *_keys(held)):
+        if type == "bfloat16" and not options.names_bits(held.variable, *_keys(held)):
             unnamed.setdefault(form, held.variable)
     if {"values", "bits"} <= set(unnamed):
         valued, other = unnamed["values"], unnamed["bits"]

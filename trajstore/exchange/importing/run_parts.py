@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trajstore.errors import FormatError
-from trajstore.exchange.guessing.array_roles import Found, Recognised
+from trajstore.exchange.guessing.detect_arrays import DetectedArray, DetectedArrays
 from trajstore.formats.array_file import ArrayFile
 from trajstore.schema import TRAJECTORIES, VARIABLES
 
@@ -28,35 +28,35 @@ class RunPart:
     Attributes
     ----------
     label : str
-    found : tuple of Found
+    found : tuple of DetectedArray
     numbers : dict
     outer : int, optional
         Place along a first axis of runs, of arrays that have one.
     """
 
     label: str
-    found: tuple[Found, ...]
+    found: tuple[DetectedArray, ...]
     numbers: dict[str, Any]
     outer: int | None = None
 
 
-def run_parts(file: ArrayFile, recognised: Recognised) -> Iterator[RunPart]:
+def run_parts(file: ArrayFile, detected: DetectedArrays) -> Iterator[RunPart]:
     """What makes each run: numbers in names, a first axis, the matrices of untied models.
 
     Parameters
     ----------
     file : ArrayFile
-    recognised : Recognised
+    detected : DetectedArrays
 
     Raises
     ------
     FormatError
         If arrays do not agree on how many runs there are, or one does not say of which it is.
     """
-    found = recognised.found
-    anchors = [one for one in found if one.role.name in TRAJECTORIES]
+    found = detected.found
+    anchors = [one for one in found if one.kind.name in TRAJECTORIES]
     numbered = sorted({one.run for one in anchors if one.run is not None})
-    lengths = {one.key: one.shape[0] for one in found if one.extra == 1 and one.role.is_variable}
+    lengths = {one.key: one.shape[0] for one in found if one.extra == 1 and one.kind.is_variable}
     along = [lengths[one.key] for one in anchors if one.extra == 1]
     if along:
         for key, length in lengths.items():
@@ -67,10 +67,10 @@ def run_parts(file: ArrayFile, recognised: Recognised) -> Iterator[RunPart]:
                 )
     if numbered and along:
         raise FormatError(f"{file.path}: {anchors[0].key} has both a number and an axis of runs")
-    _check_count(file, recognised, anchors[0], numbered, along[0] if along else None)
+    _check_count(file, detected, anchors[0], numbered, along[0] if along else None)
     for one in found:
         of_all = one.run is None and one.extra < 1
-        if (numbered or along) and one.role.is_variable and of_all and one.role.name != "lr":
+        if (numbered or along) and one.kind.is_variable and of_all and one.kind.name != "lr":
             raise FormatError(
                 f"{file.path}: {anchors[0].key} is of one of {len(numbered) or along[0]} runs, and "
                 f"{one.key} does not say of which; leave it out with --map ignore={one.key}"
@@ -89,22 +89,26 @@ def run_parts(file: ArrayFile, recognised: Recognised) -> Iterator[RunPart]:
                 if one.run in (None, run) and (one.matrix in (None, matrix) or not matrices)
             )  # fmt: skip
             for one in mine:
-                if matrices and one.matrix is None and one.role.dims == VARIABLES["W"].dims:
+                if matrices and one.matrix is None and one.kind.dims == VARIABLES["W"].dims:
                     raise FormatError(
                         f"{file.path}: {one.key} does not say whether it is of E or of W, which "
                         "are untied; leave it out with --map ignore=" + one.key
                     )
-            numbers = dict(recognised.numbers)
-            for key, values in recognised.vectors.items():
+            numbers = dict(detected.numbers)
+            for key, values in detected.vectors.items():
                 if number is not None and len(values) == len(places):
                     numbers[key] = values[outer if outer is not None else places.index((run, None))]
-            used = tuple(one for one in mine if one.key not in numbers or one.role.is_variable)
+            used = tuple(one for one in mine if one.key not in numbers or one.kind.is_variable)
             labels = [str(each) for each in (number, matrix) if each is not None]
             yield RunPart(label=".".join(labels), found=used, numbers=numbers, outer=outer)
 
 
 def _check_count(
-    file: ArrayFile, recognised: Recognised, anchor: Found, numbered: list[int], along: int | None
+    file: ArrayFile,
+    detected: DetectedArrays,
+    anchor: DetectedArray,
+    numbered: list[int],
+    along: int | None,
 ) -> None:
     """Whether what the file says of its runs is what its arrays say."""
     count = len(numbered) or along or 1
@@ -112,13 +116,13 @@ def _check_count(
         f"the names of arrays number {count} ({', '.join(map(str, numbered[:12]))})" if numbered
         else f"{anchor.key} of shape {anchor.shape} has {count}"
     )  # fmt: skip
-    for key, value in recognised.numbers.items():
+    for key, value in detected.numbers.items():
         if key.lower() in RUN_COUNTS and value != count:
             raise FormatError(
                 f"{file.path}: {key} is {value}, and {what}; leave it out with --map ignore={key}"
             )
-    for key, values in recognised.vectors.items():
-        of_rows = any(one.key == key for one in recognised.found)
+    for key, values in detected.vectors.items():
+        of_rows = any(one.key == key for one in detected.found)
         if len(values) not in (1, count) and count > 1 and not of_rows:
             raise FormatError(
                 f"{file.path}: {key} has {len(values)} values, and {what} runs; leave it out with "

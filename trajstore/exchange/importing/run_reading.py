@@ -10,16 +10,24 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError, InvalidArgument
-from trajstore.exchange.guessing.array_roles import Found, Recognised
-from trajstore.exchange.guessing.role_table import ROLES, RULE, is_pair, scalar_of
+from trajstore.exchange.guessing.detect_arrays import DetectedArray, DetectedArrays
+from trajstore.exchange.guessing.kind_table import ARRAY_KINDS, RULE, is_pair, scalar_of
 from trajstore.exchange.importing.file_numbers import (
     STARTING_STEP,
     attributes_of,
     number_of,
-    told_numbers,
+    scalar_numbers,
 )
-from trajstore.exchange.importing.import_limits import check_size
-from trajstore.exchange.importing.import_options import Overrules
+from trajstore.exchange.importing.file_rows import (
+    Alignment,
+    aligned,
+    check_size,
+    checked_labels,
+    named_steps,
+    true_steps,
+    unlabelled_steps,
+)
+from trajstore.exchange.importing.import_options import ImportOptions
 from trajstore.exchange.importing.imported_file import (
     ImportedRun,
     ImportedVariable,
@@ -28,17 +36,14 @@ from trajstore.exchange.importing.imported_file import (
     kept_attributes,
 )
 from trajstore.exchange.importing.learning_rates import with_rates
-from trajstore.exchange.importing.row_alignment import Alignment, aligned
 from trajstore.exchange.importing.run_parts import RunPart
-from trajstore.exchange.importing.step_labels import (
-    checked_labels,
-    named_steps,
-    true_steps,
-    unlabelled_steps,
+from trajstore.exchange.importing.token_tables import (
+    TokenArray,
+    TokenTable,
+    token_arrays,
+    token_table,
 )
-from trajstore.exchange.importing.token_tables import TokenTable, Told, token_table, told_tables
-from trajstore.exchange.key_names import HDF5_TEXTS
-from trajstore.exchange.layouts import Layout
+from trajstore.exchange.layouts import HDF5_TEXTS, Layout
 from trajstore.formats.array_file import ArrayFile, values_of
 from trajstore.schema import STEP, TRAJECTORIES, VARIABLES
 from trajstore.values.native_types import NATIVE_TYPES, NativeType
@@ -55,7 +60,7 @@ class RunReading:
     ----------
     file : ArrayFile
     part : RunPart
-    overrules : Overrules
+    options : ImportOptions
     layout : Layout, optional
         That the file is of.
     own : bool
@@ -66,20 +71,20 @@ class RunReading:
         self,
         file: ArrayFile,
         part: RunPart,
-        overrules: Overrules,
+        options: ImportOptions,
         layout: Layout | None,
         *,
         own: bool,
     ) -> None:
         self.file = file
         self.part = part
-        self.overrules = overrules
+        self.options = options
         self.layout = layout
         self.own = own
         self.notes: list[str] = []
         self.found = tuple(
             one for one in part.found
-            if not (one.role.name == "lr" and one.key in part.numbers)
+            if not (one.kind.name == "lr" and one.key in part.numbers)
         )  # fmt: skip
         self.anchor = self._anchor()
 
@@ -111,11 +116,11 @@ class RunReading:
             variables, notes = aligned(file.path, variables, self._alignment())
             self.notes += notes
         attributes = self._attributes(variables)
-        if self.overrules.schedule is not None:
+        if self.options.schedule is not None:
             self._check_rule_is_read()
-            peak = number_of(file.path, self.part.numbers, "learning_rate", self.overrules.mapped)
+            peak = number_of(file.path, self.part.numbers, "learning_rate", self.options.mapped)
             variables, attributes, notes = with_rates(
-                variables, attributes, self.overrules.schedule, float(peak), self.steps
+                variables, attributes, self.options.schedule, float(peak), self.steps
             )
             self.notes += notes
         coordinates: dict[str, Any] = dict(tokens.coordinates)
@@ -123,7 +128,7 @@ class RunReading:
         if self.own and key in file.keys:
             text = values_of(file, key).tobytes().decode(errors="surrogateescape")
             coordinates["token_text"] = checked_texts(file, "token_text", text, len(tokens.token))
-        self._say_what_is_missing(variables)
+        self._note_what_is_missing(variables)
         return ImportedRun(
             label=self.part.label,
             steps=self.steps,
@@ -134,10 +139,10 @@ class RunReading:
             notes=tuple(self.notes),
         )
 
-    def _anchor(self) -> Found:
+    def _anchor(self) -> DetectedArray:
         """The array whose shape the others must have: W, or its changes."""
-        for role in TRAJECTORIES:
-            held = [one for one in self.found if one.role.name == role]
+        for kind in TRAJECTORIES:
+            held = [one for one in self.found if one.kind.name == kind]
             if held:
                 return held[0]
         raise FormatError(
@@ -146,23 +151,23 @@ class RunReading:
 
     def _steps(self) -> Array:
         """Steps of the rows."""
-        file, first_row = self.file, self.overrules.first_row
-        labels = [one for one in self.found if one.role.name == STEP.name and one.shape]
-        if self.overrules.steps is not None and self.overrules.steps not in file.keys:
-            return named_steps(self.overrules.steps, self.rows)
-        if self.overrules.steps in file.keys:
-            labels = [one for one in labels if one.key == self.overrules.steps]
+        file, first_row = self.file, self.options.first_row
+        labels = [one for one in self.found if one.kind.name == STEP.name and one.shape]
+        if self.options.steps is not None and self.options.steps not in file.keys:
+            return named_steps(self.options.steps, self.rows)
+        if self.options.steps in file.keys:
+            labels = [one for one in labels if one.key == self.options.steps]
         if labels:
-            told = {one.key: self._labels(one) for one in labels}
-            key, steps = next(iter(told.items()))
-            for other, values in told.items():
+            labelled = {one.key: self._labels(one) for one in labels}
+            key, steps = next(iter(labelled.items()))
+            for other, values in labelled.items():
                 if not np.array_equal(values, steps):
                     raise FormatError(
                         f"{file.path}: {key} and {other} label the rows differently; --labels "
                         f"steps={key} says which to take"
                     )
             trusted = self.own or file.attributes.get("steps") == "optimizer"
-            trusted = trusted or file.format == "folder" or key == self.overrules.steps
+            trusted = trusted or file.format == "folder" or key == self.options.steps
             steps, note = true_steps(steps, name=key, trusted=trusted)
             self.notes += [note] if note else []
             return steps
@@ -181,7 +186,7 @@ class RunReading:
             self.notes.append(note)
         return steps
 
-    def _labels(self, one: Found) -> Array:
+    def _labels(self, one: DetectedArray) -> Array:
         """Labels of the rows; those of all runs have an axis of runs."""
         if self.rows not in one.shape:
             raise self._misshapen(one.key, one.shape)
@@ -202,7 +207,11 @@ class RunReading:
         """Step of a single state, of a number beside it."""
         for key, value in self.part.numbers.items():
             name = key.lower().rpartition(".")[2]
-            if name in ROLES[STEP.name].names and isinstance(value, int) and 0 <= value < 1 << 62:
+            if (
+                name in ARRAY_KINDS[STEP.name].names
+                and isinstance(value, int)
+                and 0 <= value < 1 << 62
+            ):
                 return value
         return None
 
@@ -226,9 +235,9 @@ class RunReading:
         return True
 
     def _tokens(self) -> TokenTable:
-        populations = {one.population for one in self.found if one.role.dims == VARIABLES["W"].dims}
+        populations = {one.population for one in self.found if one.kind.dims == VARIABLES["W"].dims}
         own = _tables(self.file, self.found)
-        told = [*own, *self.overrules.masks]
+        arrays = [*own, *self.options.masks]
         self.by_population = {"dead", "live"} <= populations
         tokens = self.tokens
         if populations & {"dead", "live"} and None in populations:
@@ -237,20 +246,20 @@ class RunReading:
                 "leave some out with --map ignore=NAME"
             )
         if self.by_population:
-            tokens = sum(len(self._ids(told, each)) for each in ("dead", "live"))
+            tokens = sum(len(self._ids(arrays, each)) for each in ("dead", "live"))
             self.tokens = tokens
-        elif populations & {"dead", "live"} and not any(one.role == "token" for one in told):
+        elif populations & {"dead", "live"} and not any(one.kind == "token" for one in arrays):
             (population,) = populations & {"dead", "live"}
             assert population is not None
-            ids = self._ids(told, population)
-            told.append(Told(name=f"the {population} tokens", role="token", values=ids))
+            ids = self._ids(arrays, population)
+            arrays.append(TokenArray(name=f"the {population} tokens", kind="token", values=ids))
         name = self.anchor.key
         exported = self.own or self.file.attributes.get("exporter") == "trajstore"
-        by_place = exported and any(one.role == "token" for one in own)
+        by_place = exported and any(one.kind == "token" for one in own)
         table = token_table(
             self.file.path,
             tokens,
-            told,
+            arrays,
             self.part.numbers,
             sizes=self._sizes("vocab_size"),
             rows_of=name,
@@ -260,11 +269,11 @@ class RunReading:
             self.notes += table.notes
         return table
 
-    def _ids(self, told: Sequence[Told], population: str) -> Array:
-        for each in told:
-            if each.role == f"{population}_ids":
+    def _ids(self, arrays: Sequence[TokenArray], population: str) -> Array:
+        for each in arrays:
+            if each.kind == f"{population}_ids":
                 return each.values
-            if each.role == f"{population}_mask":
+            if each.kind == f"{population}_mask":
                 return np.flatnonzero(each.values)
         raise FormatError(
             f"{self.file.path}: {self.anchor.key} has rows of the {population} tokens, and nothing "
@@ -273,24 +282,26 @@ class RunReading:
 
     def _alignment(self) -> Alignment:
         layout = self.layout
-        forced = self.overrules.layout is not None and self.overrules.layout != "hdf5"
-        said = layout is not None and any(column.time == "before" for column in layout.columns)
+        forced = self.options.layout is not None and self.options.layout != "hdf5"
+        is_shifted = layout is not None and any(
+            column.time == "before" for column in layout.columns
+        )
         exported = layout is not None and self.file.attributes.get("layout") == layout.name
         return Alignment(
             steps=self.steps,
             single=self.single,
             resumed=self.resumed,
-            labelled=any(one.role.name == STEP.name and one.shape for one in self.found),
-            fits_before=said,
-            is_before=said and (forced or exported),
-            forced=self.overrules.layout if said and forced else None,
-            first_row_is_given=self.overrules.first_row is not None,
+            labelled=any(one.kind.name == STEP.name and one.shape for one in self.found),
+            fits_before=is_shifted,
+            is_before=is_shifted and (forced or exported),
+            forced=self.options.layout if is_shifted and forced else None,
+            first_row_is_given=self.options.first_row is not None,
         )
 
     def _variables(self, tokens: TokenTable) -> tuple[ImportedVariable, ...]:
         held: dict[str, ImportedVariable] = {}
         for one in self.found:
-            if not one.role.is_variable:
+            if not one.kind.is_variable:
                 continue
             variable = self._variable(one, tokens)
             other = held.get(variable.variable)
@@ -317,8 +328,8 @@ class RunReading:
             )
         return replace(one, sources=(*one.sources, *other.sources))
 
-    def _variable(self, one: Found, tokens: TokenTable) -> ImportedVariable:
-        dims = one.role.dims
+    def _variable(self, one: DetectedArray, tokens: TokenTable) -> ImportedVariable:
+        dims = one.kind.dims
         shape = one.shape
         if self.single:
             shape = (1, *shape)
@@ -327,7 +338,7 @@ class RunReading:
         here = self.tokens
         places = pick = None
         if self.by_population and one.population is not None:
-            places = self._ids([*_tables(self.file, self.found), *self.overrules.masks],
+            places = self._ids([*_tables(self.file, self.found), *self.options.masks],
                                one.population)  # fmt: skip
             here = len(places)
         expected = tuple(
@@ -359,7 +370,7 @@ class RunReading:
         native = self._native(one)
         return ImportedVariable(
             file=self.file,
-            variable=one.role.name,
+            variable=one.kind.name,
             sources=(Source(key=one.key, outer=outer, places=places, pick=pick),),
             native=native,
             wanted=native,
@@ -370,10 +381,10 @@ class RunReading:
             missing=missing,
         )  # fmt: skip
 
-    def _native(self, one: Found) -> NativeType:
+    def _native(self, one: DetectedArray) -> NativeType:
         """Type as which the values of an array are read."""
         if one.dtype in ("uint16", "int16"):
-            return NATIVE_TYPES[self.overrules.bits_of(one.role.name, one.key) or "bfloat16"]
+            return NATIVE_TYPES[self.options.bits_of(one.kind.name, one.key) or "bfloat16"]
         if one.dtype not in NATIVE_TYPES:
             raise FormatError(
                 f"{self.file.path}: {one.key} is of type {one.dtype}, expected "
@@ -393,35 +404,35 @@ class RunReading:
                     f"{self.file.path}: its attributes cannot be read ({error})"
                 ) from None
             return kept_attributes(self.file, text)
-        for key, said in self._sizes("hidden_dim").items():
-            if said != self.hidden:
+        for key, size in self._sizes("hidden_dim").items():
+            if size != self.hidden:
                 raise FormatError(
-                    f"{self.file.path}: {key} is {said}, and {self.anchor.key} has shape "
+                    f"{self.file.path}: {key} is {size}, and {self.anchor.key} has shape "
                     f"{self.anchor.shape}; leave it out with --map ignore={key}"
                 )
-        return attributes_of(self.file.path, self.part.numbers, self.overrules.mapped)
+        return attributes_of(self.file.path, self.part.numbers, self.options.mapped)
 
     def _sizes(self, name: str) -> dict[str, int]:
         """Numbers that are a size of the table of scalars, by their keys."""
-        told = told_numbers(self.part.numbers, name, self.overrules.mapped)
-        return {key: size for key, size in told.items() if isinstance(size, int)}
+        numbers = scalar_numbers(self.part.numbers, name, self.options.mapped)
+        return {key: size for key, size in numbers.items() if isinstance(size, int)}
 
     def _check_rule_is_read(self) -> None:
         """Whether no default would stand for what the file says and its format does not offer."""
         for key, why in self.file.passed_over.items():
             scalar = scalar_of(key)
             is_of_rule = scalar is not None and scalar.paths[0][:2] == RULE
-            if (is_of_rule or is_pair(key)) and key not in self.overrules.ignored:
+            if (is_of_rule or is_pair(key)) and key not in self.options.ignored:
                 raise InvalidArgument(
                     f"{self.file.path}: {key} is {why}, so --schedule would put a default in its "
                     f"place; write it as a number, or allow the default with --map ignore={key}"
                 )
 
-    def _say_what_is_missing(self, variables: tuple[ImportedVariable, ...]) -> None:
+    def _note_what_is_missing(self, variables: tuple[ImportedVariable, ...]) -> None:
         names = {held.variable for held in variables}
         if self.own:
             return
-        if self.anchor.role.name == "cells":
+        if self.anchor.kind.name == "cells":
             self.notes.append("the file holds W rounded to bfloat16, as cells, and no W")
         elif "W" not in names:
             key = self.anchor.key
@@ -437,6 +448,8 @@ class RunReading:
                 self.notes.append(f"the file does not hold {', '.join(absent)}")
 
 
-def _tables(file: ArrayFile, found: Sequence[Found]) -> list[Told]:
+def _tables(file: ArrayFile, found: Sequence[DetectedArray]) -> list[TokenArray]:
     """Tables of tokens among the arrays of a run."""
-    return told_tables(file, Recognised(found=tuple(found), numbers={}, vectors={}, left_out=()))
+    return token_arrays(
+        file, DetectedArrays(found=tuple(found), numbers={}, vectors={}, left_out=())
+    )

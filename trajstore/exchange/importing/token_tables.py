@@ -14,14 +14,29 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError
-from trajstore.exchange.guessing.array_roles import Recognised
+from trajstore.exchange.guessing.detect_arrays import DetectedArrays
 from trajstore.formats.array_file import ArrayFile, values_of
 
-__all__ = ["POPULATION_SIZES", "TABLES", "TokenTable", "Told", "token_table", "told_tables"]
+__all__ = [
+    "POPULATION_SIZES",
+    "TOKEN_KINDS",
+    "TokenArray",
+    "TokenTable",
+    "token_arrays",
+    "token_table",
+]
 
 Array = npt.NDArray[Any]
 
-TABLES = ("dead_mask", "live_mask", "dead_ids", "live_ids", "token_ids", "token_count", "token")
+TOKEN_KINDS = (
+    "dead_mask",
+    "live_mask",
+    "dead_ids",
+    "live_ids",
+    "token_ids",
+    "token_count",
+    "token",
+)
 """Roles of arrays that tell something of the tokens."""
 
 POPULATION_SIZES = {
@@ -38,28 +53,28 @@ POPULATION_SIZES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class TokenArray:
     """What a file tells of the tokens.
 
     Attributes
     ----------
     name : str
         Of the array, for messages.
-    role : str
-        One of `TABLES`.
+    kind : str
+        One of `TOKEN_KINDS`.
     values : ndarray
     by_place : bool
         Whether it counts the places along the token axis, not the ids of the vocabulary.
     is_described : bool
-        Whether a description says the role, not the name.
+        Whether a description says the kind, not the name.
     is_beside : bool
         Whether it is of another file than the rows, which was given for it.
     note : str
-        How its role was found, if not by its name.
+        How its kind was found, if not by its name.
     """
 
     name: str
-    role: str
+    kind: str
     values: Array
     by_place: bool = False
     is_described: bool = False
@@ -95,13 +110,13 @@ class TokenTable:
         return {name: values for name, values in known.items() if values is not None}
 
 
-def told_tables(file: ArrayFile, recognised: Recognised, *, of: str = "") -> list[Told]:
+def token_arrays(file: ArrayFile, detected: DetectedArrays, *, of: str = "") -> list[TokenArray]:
     """Tables of a file, their types checked.
 
     Parameters
     ----------
     file : ArrayFile
-    recognised : Recognised
+    detected : DetectedArrays
     of : str, optional
         What follows the names in messages.
 
@@ -111,9 +126,9 @@ def told_tables(file: ArrayFile, recognised: Recognised, *, of: str = "") -> lis
         If a mask holds other values than 0 and 1, ids are negative or occur twice, or an array has
         not one dimension.
     """
-    told = []
-    for one in recognised.found:
-        if one.role.name not in TABLES:
+    arrays = []
+    for one in detected.found:
+        if one.kind.name not in TOKEN_KINDS:
             continue
         values = values_of(file, one.key)
         name = f"{one.key}{of}"
@@ -123,29 +138,29 @@ def told_tables(file: ArrayFile, recognised: Recognised, *, of: str = "") -> lis
                 f"{file.path}: {name} has shape {values.shape}{differs}, expected one dimension; "
                 f"leave it out with --map ignore={one.key}"
             )
-        if one.role.kind == "truth":
+        if one.kind.values == "truth":
             if values.dtype != bool and ((values < 0) | (values > 1)).any():
                 raise FormatError(f"{file.path}: {name} holds other values than 0 and 1")
             if values.view(np.uint8 if values.dtype == bool else values.dtype).max(initial=0) > 1:
                 raise FormatError(f"{file.path}: {name} holds other bytes than 0 and 1")
-            told.append(Told(name=name, role=one.role.name, values=values.astype(bool)))
+            arrays.append(TokenArray(name=name, kind=one.kind.name, values=values.astype(bool)))
             continue
         if len(values) and (int(values.min()) < 0 or int(values.max()) >= 1 << 62):
-            what = "token ids" if one.role.name != "token_count" else "counts"
+            what = "token ids" if one.kind.name != "token_count" else "counts"
             raise FormatError(f"{file.path}: {name} does not hold {what} from 0 on")
         values = values.astype(np.int64)
-        if one.role.name != "token_count" and len(np.unique(values)) != len(values):
+        if one.kind.name != "token_count" and len(np.unique(values)) != len(values):
             raise FormatError(f"{file.path}: {name} must hold distinct ids, and one occurs twice")
-        told.append(
-            Told(name=name, role=one.role.name, values=values, is_described=one.is_described)
+        arrays.append(
+            TokenArray(name=name, kind=one.kind.name, values=values, is_described=one.is_described)
         )
-    return told
+    return arrays
 
 
 def token_table(
     where: Any,
     tokens: int,
-    told: Iterable[Told],
+    arrays: Iterable[TokenArray],
     numbers: Mapping[str, Any],
     *,
     sizes: Mapping[str, int],
@@ -160,7 +175,7 @@ def token_table(
         Of the file, for messages.
     tokens : int
         Length of the token axis.
-    told : iterable of Told
+    arrays : iterable of TokenArray
     numbers : mapping of str to number
         Numbers beside the arrays: sizes of the populations.
     sizes : mapping of str to int
@@ -175,10 +190,10 @@ def token_table(
     FormatError
         If two that are told contradict each other, or do not fit the axis.
     """
-    told, notes = _settled(where, tokens, list(told))
-    told = _counted_by_place(tokens, told, by_place=by_place)
-    length, from_ = _vocabulary(where, told, sizes)
-    token, restricted = _rows(where, tokens, told, length, from_, rows_of)
+    arrays, notes = _settled(where, tokens, list(arrays))
+    arrays = _counted_by_place(tokens, arrays, by_place=by_place)
+    length, from_ = _vocabulary(where, arrays, sizes)
+    token, restricted = _rows(where, tokens, arrays, length, from_, rows_of)
     if length is not None and int(token.max(initial=-1)) >= length:
         raise FormatError(
             f"{where}: {from_} speaks of {length} tokens, and {rows_of} has a row of token "
@@ -187,9 +202,9 @@ def token_table(
     if len(token) and int(token.max()) > np.iinfo(np.int32).max:
         raise FormatError(f"{where}: token {token.max()} is no vocabulary id; ids are 32-bit")
     universe = max(length or 0, int(token.max(initial=-1)) + 1)
-    for each in told:
+    for each in arrays:
         limit = tokens if each.by_place else universe
-        if each.role.endswith("_ids") and len(each.values) and int(each.values.max()) >= limit:
+        if each.kind.endswith("_ids") and len(each.values) and int(each.values.max()) >= limit:
             if each.by_place or length is not None or not restricted:
                 what = "places" if each.by_place else "token ids"
                 raise FormatError(
@@ -197,8 +212,8 @@ def token_table(
                     f"{limit - 1}"
                 )
             universe = int(each.values.max()) + 1
-    dead = _dead(where, told, universe, token)
-    counts = [each for each in told if each.role == "token_count"]
+    dead = _dead(where, arrays, universe, token)
+    counts = [each for each in arrays if each.kind == "token_count"]
     if dead is None:
         counted = [f"{key} {numbers[key]}" for key in numbers if key.lower() in POPULATION_SIZES]
         only = f", only how many ({', '.join(counted)})" if counted else ""
@@ -223,38 +238,40 @@ def token_table(
     )
 
 
-def _counted_by_place(tokens: int, told: list[Told], *, by_place: bool) -> list[Told]:
+def _counted_by_place(tokens: int, arrays: list[TokenArray], *, by_place: bool) -> list[TokenArray]:
     """The tables, marked where they count the places along the token axis.
 
     They do in files of trajstore; and, beside the ids of the rows, masks that are as long as the
     axis, and two lists that make up all its places.
     """
-    if not any(each.role == "token" for each in told):
-        return told
-    lists = [each.values for each in told if each.role in ("dead_ids", "live_ids")]
+    if not any(each.kind == "token" for each in arrays):
+        return arrays
+    lists = [each.values for each in arrays if each.kind in ("dead_ids", "live_ids")]
     every = np.sort(np.concatenate(lists)) if len(lists) == 2 else np.empty(0)
     by_place = by_place or np.array_equal(every, np.arange(tokens))
     made = []
-    for each in told:
-        dense = each.role.endswith("_mask") or each.role == "token_count"
-        listed = each.role in ("dead_ids", "live_ids")
+    for each in arrays:
+        dense = each.kind.endswith("_mask") or each.kind == "token_count"
+        listed = each.kind in ("dead_ids", "live_ids")
         places = len(each.values) == tokens if dense else listed and by_place
         made.append(replace(each, by_place=places and not each.is_beside))
     return made
 
 
-def _settled(where: Any, tokens: int, told: list[Told]) -> tuple[list[Told], list[str]]:
+def _settled(
+    where: Any, tokens: int, arrays: list[TokenArray]
+) -> tuple[list[TokenArray], list[str]]:
     """The tables, lists of which nobody says what they list taken for the ids of the rows."""
     made, notes = [], []
-    for each in told:
+    for each in arrays:
         if each.is_described:
-            population = each.role.removesuffix("_ids")
+            population = each.kind.removesuffix("_ids")
             notes.append(f"{each.name}: {population} tokens, as a description in its file says")
         notes += [each.note] if each.note else []
-        if each.role != "token_ids":
+        if each.kind != "token_ids":
             made.append(each)
         elif len(each.values) == tokens:
-            made.append(replace(each, role="token"))
+            made.append(replace(each, kind="token"))
             if each.is_beside:
                 notes.append(f"{each.name}: which tokens the rows are, as many as there are rows")
         elif each.is_beside:
@@ -271,12 +288,14 @@ def _settled(where: Any, tokens: int, told: list[Told]) -> tuple[list[Told], lis
     return made, notes
 
 
-def _vocabulary(where: Any, told: list[Told], sizes: Mapping[str, int]) -> tuple[int | None, str]:
+def _vocabulary(
+    where: Any, arrays: list[TokenArray], sizes: Mapping[str, int]
+) -> tuple[int | None, str]:
     """Length of the vocabulary, and what tells it."""
     lengths = [
         (each.name, len(each.values))
-        for each in told
-        if (each.role.endswith("_mask") or each.role == "token_count") and not each.by_place
+        for each in arrays
+        if (each.kind.endswith("_mask") or each.kind == "token_count") and not each.by_place
     ]
     lengths += sizes.items()
     for name, length in lengths:
@@ -290,10 +309,10 @@ def _vocabulary(where: Any, told: list[Told], sizes: Mapping[str, int]) -> tuple
 
 
 def _rows(
-    where: Any, tokens: int, told: list[Told], length: int | None, from_: str, rows_of: str
+    where: Any, tokens: int, arrays: list[TokenArray], length: int | None, from_: str, rows_of: str
 ) -> tuple[Array, bool]:
     """Ids of the rows, and whether they are but some of the vocabulary."""
-    given = [each for each in told if each.role == "token"]
+    given = [each for each in arrays if each.kind == "token"]
     for each in given:
         if len(each.values) != tokens:
             raise FormatError(
@@ -308,9 +327,9 @@ def _rows(
         return whole, False
     lists = {
         population: [
-            (each.name, np.flatnonzero(each.values) if each.role.endswith("mask") else each.values)
-            for each in told
-            if each.role in (f"{population}_ids", f"{population}_mask")
+            (each.name, np.flatnonzero(each.values) if each.kind.endswith("mask") else each.values)
+            for each in arrays
+            if each.kind in (f"{population}_ids", f"{population}_mask")
         ]
         for population in ("dead", "live")
     }
@@ -367,17 +386,17 @@ class _Dead:
     counts: dict[str, int]
 
 
-def _dead(where: Any, told: list[Told], universe: int, token: Array) -> _Dead | None:
+def _dead(where: Any, arrays: list[TokenArray], universe: int, token: Array) -> _Dead | None:
     """The dead tokens, on which all that tells them agrees; None if nothing does."""
     # Counts come last: they tell the dead tokens only where nothing else does.
     tables = sorted(
-        (each for each in told if each.role not in ("token", "token_ids")),
-        key=lambda each: each.role == "token_count",
+        (each for each in arrays if each.kind not in ("token", "token_ids")),
+        key=lambda each: each.kind == "token_count",
     )
     if not tables:
         return None
     whole = [each for each in tables if not each.by_place]
-    if any(not each.role.endswith("_ids") for each in whole):
+    if any(not each.kind.endswith("_ids") for each in whole):
         ids = np.arange(universe)
     else:  # no mask is as long as the vocabulary, whose length is but a number in the file
         ids = np.unique(np.concatenate([token, *(each.values for each in whole)]))
@@ -393,11 +412,11 @@ def _dead(where: Any, told: list[Told], universe: int, token: Array) -> _Dead | 
     return _Dead(name=name, here=here[name], counts={"dead": dead, "live": live})
 
 
-def _is_dead(each: Told, ids: Array) -> Array:
+def _is_dead(each: TokenArray, ids: Array) -> Array:
     """Whether ids, or places, are those of dead tokens."""
-    if each.role in ("dead_ids", "live_ids"):
-        return np.asarray(np.isin(ids, each.values) == (each.role == "dead_ids"))
-    of_dead = 0 if each.role == "token_count" else each.role == "dead_mask"
+    if each.kind in ("dead_ids", "live_ids"):
+        return np.asarray(np.isin(ids, each.values) == (each.kind == "dead_ids"))
+    of_dead = 0 if each.kind == "token_count" else each.kind == "dead_mask"
     return np.asarray(each.values[ids] == of_dead)
 
 

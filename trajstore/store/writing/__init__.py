@@ -1,9 +1,7 @@
 """Writing a run.
 
 ``annotated_run``
-    A run whose tokens are told about afterwards: the same rows, with more coordinates.
-``block_buffers``
-    The blocks of a run that are in memory: one is filled, those before it are on their way to disk.
+    Annotations: a run gets more coordinates of its tokens; its rows stay.
 ``block_commits``
     The rows of an open run on their way to readers: blocks that are full, and the unfinished one.
 ``block_writer``

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import parse_bytes
@@ -25,15 +24,14 @@ from trajstore.schema import STEP, coordinate, room_for_examples
 from trajstore.store.metadata.block_plan import Layout, plan
 from trajstore.store.metadata.fingerprint import Fingerprint
 from trajstore.store.metadata.object_keys import DOCUMENT
-from trajstore.store.metadata.zarr_json import CHANGING, COPY, RunMetadata
+from trajstore.store.metadata.zarr_json import CHANGING, RunMetadata
 from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.reading.open_group import open_group
-from trajstore.store.storage.atomic import link_or_copy
-from trajstore.store.storage.inner_links import refuse_links
+from trajstore.store.storage.atomic import link_or_copy, refuse_links
 from trajstore.store.writing.block_writer import BlockWriter
 from trajstore.store.writing.commit import Committer
 from trajstore.store.writing.create import create_folder
-from trajstore.store.writing.new_run import check_variables, new_arrays
+from trajstore.store.writing.new_run import check_variables, series_metadata
 from trajstore.store.writing.resumed_run import ResumedRun, resumed_run, stored_fingerprints
 from trajstore.store.writing.writer import RunWriter
 from trajstore.strict_json import utc_now
@@ -170,9 +168,9 @@ class _Branch:
         fsync: bool,
     ) -> _Branch:
         root = json.loads((stored.path / DOCUMENT).read_bytes())
-        documents = root["consolidated_metadata"]["metadata"]
-        coordinates = [name for name in documents if coordinate(name)]
-        lengths = {name: documents[name]["shape"][0] for name in coordinates}
+        stored_metadata = root["consolidated_metadata"]["metadata"]
+        coordinates = [name for name in stored_metadata if coordinate(name)]
+        lengths = {name: stored_metadata[name]["shape"][0] for name in coordinates}
         layout = plan(
             types,
             tokens=lengths["token"],
@@ -187,18 +185,11 @@ class _Branch:
             for name, array in layout.arrays.items()
             if name != STEP.name and array.native != stored.layout.arrays[name].native
         }
-        # Their values are not used: the chunks of the coordinates are those of the other.
-        placeholders = {
-            name: np.zeros(length, "U1" if name in ("token_text", "parameter") else "i4")
-            for name, length in lengths.items()
-        }
         runs = _runs_of_branch(stored)
         changed = replace(layout, arrays=anew, runs=runs)
-        made, _ = new_arrays(changed, placeholders)
         kept = (STEP.name, *(name for name in types if name not in anew))
-        arrays = {name: _with_runs(documents[name], runs) for name in (*kept, *coordinates)}
-        arrays |= {name: made[name] for name in anew}
-        arrays[STEP.name] = _without_copy(arrays[STEP.name])
+        arrays = {name: _with_runs(stored_metadata[name], runs) for name in (*kept, *coordinates)}
+        arrays |= series_metadata(changed, coordinates)
         fixed = {key: value for key, value in root["attributes"].items() if key not in CHANGING}
         fixed["runs"] = [list(entry) for entry in runs]
         return cls(
@@ -306,8 +297,3 @@ def _with_runs(document: dict[str, Any], runs: Runs) -> dict[str, Any]:
         for codec in document["codecs"]
     ]
     return document | {"codecs": codecs}
-
-
-def _without_copy(document: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in document["attributes"].items() if key != COPY}
-    return document | {"attributes": kept}

@@ -6,7 +6,7 @@ zarr-python itself writes the documents and the coordinates, into memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,14 @@ from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.strict_json import utc_now
 from trajstore.version import __version__
 
-__all__ = ["check_variables", "new_arrays", "new_run", "parameter_coordinate", "token_coordinates"]
+__all__ = [
+    "check_variables",
+    "coordinate_objects",
+    "new_run",
+    "parameter_coordinate",
+    "series_metadata",
+    "token_coordinates",
+]
 
 _CHUNK_KEYS: Any = {"name": "default", "separator": "."}
 
@@ -165,46 +172,58 @@ def new_run(
         "config": dict(config or {}),
         **(attributes or {}),
     }
-    arrays, chunks = new_arrays(layout, coordinates)
-    return RunMetadata(arrays, fixed), chunks
+    own, chunks = coordinate_objects(coordinates)
+    return RunMetadata(series_metadata(layout, coordinates) | own, fixed), chunks
 
 
-def new_arrays(
-    layout: Layout, coordinates: Mapping[str, npt.ArrayLike]
-) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
-    """Arrays of a run that is to be made.
+def series_metadata(layout: Layout, coordinates: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Metadata of the arrays that grow with the rows of a run, by name.
 
     Parameters
     ----------
     layout : Layout
-    coordinates : mapping of str to array_like
-        Their values, by name of the schema.
-
-    Returns
-    -------
-    dict of str to dict
-        The document of each array.
-    dict of str to bytes
-        The chunks of the coordinates, by key.
+    coordinates : iterable of str
+        Names of all coordinates of the run.
     """
     objects: dict[str, Any] = {}
     root = zarr.create_group(MemoryStore(objects))
+    auxiliary = [name for name in along_token(coordinates) if name != "token"]
     for name, array in layout.arrays.items():
-        auxiliary = [name for name in along_token(coordinates) if name != "token"]
         _create(root, name, array, auxiliary, layout.runs)
+    return _metadata_and_chunks(objects)[0]
+
+
+def coordinate_objects(
+    coordinates: Mapping[str, npt.ArrayLike],
+) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
+    """Metadata of coordinates by name, and their chunks by key.
+
+    Parameters
+    ----------
+    coordinates : mapping of str to array_like
+        Their values, by name of the schema.
+    """
+    objects: dict[str, Any] = {}
+    root = zarr.create_group(MemoryStore(objects))
     for name, values in coordinates.items():
         entry = coordinate(name)
         assert entry is not None
         _create_coordinate(root, entry, values)
-    documents: dict[str, dict[str, Any]] = {}
+    return _metadata_and_chunks(objects)
+
+
+def _metadata_and_chunks(
+    objects: Mapping[str, Any],
+) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
+    arrays: dict[str, dict[str, Any]] = {}
     chunks: dict[str, bytes] = {}
     for key, buffer in objects.items():
         name, _, leaf = key.rpartition("/")
         if leaf != DOCUMENT:
             chunks[key] = buffer.to_bytes()
         elif name:
-            documents[name] = json.loads(buffer.to_bytes())
-    return documents, chunks
+            arrays[name] = json.loads(buffer.to_bytes())
+    return arrays, chunks
 
 
 def _create(

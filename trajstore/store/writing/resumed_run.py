@@ -26,7 +26,7 @@ from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group, run_identity
 from trajstore.store.reading.run_info import object_sizes
-from trajstore.store.storage.inner_links import refuse_links
+from trajstore.store.storage.atomic import refuse_links
 from trajstore.store.storage.remote_path import (
     REMOTE_REQUESTS,
     Location,

@@ -1,9 +1,8 @@
 """`RunWriter`: rows in, blocks out, each with an atomic commit.
 
 The flow of one row: its arrays are copied once, into their place in the block buffer (by `append`,
-or by a caller that fills the places itself). What becomes of the blocks is told in
-`block_commits`. Whatever happens in between, a reader sees the rows of the last
-commit and nothing else.
+or by a caller that fills the places itself). `block_commits` writes and commits the
+blocks. Whatever happens in between, a reader sees the rows of the last commit and nothing else.
 
 A run that is there is opened for more rows with `resume`. What it holds past its last commit, or
 past the row it is cut to, is not read by anyone; it is written over, and removed at the end.
@@ -355,7 +354,7 @@ class RunWriter:
                     share=share,
                     lock=lock,
                 )
-                blocks.take_up(kept)
+                blocks.load_rows(kept)
                 last_step = kept.last_step()
             with in_all_processes(share):
                 blocks.cut(kept)
@@ -425,7 +424,7 @@ class RunWriter:
             if step <= last:
                 raise InvalidArgument(f"got step {step} after step {last}; steps must increase")
             last = int(step)
-        self._blocks.take(steps)
+        self._blocks.add(steps)
         self._last_step = last
         self._given = 0
         self.bytes_recorded += self._row_bytes * len(steps)

@@ -33,7 +33,7 @@ def test_without_a_file_it_lists_what_it_understands() -> None:
     for word in ("safetensors", "embedding_matrix", "untrained_mask", "adam_beta1", *LAYOUTS):
         assert word in printed
     facts = json.loads(call("--json").stdout)
-    assert "w" in facts["roles"]["W"]["names"]
+    assert "w" in facts["kinds"]["W"]["names"]
     assert facts["scalars"]["seed"]["goes_to"] == "config.training.seed"
 
 
@@ -56,7 +56,7 @@ def test_a_dry_run_prints_the_table_and_writes_nothing(file: Path) -> None:
     assert "steps 0 to 50, 7 tokens, 2 of them dead" in lines["Run:"]
     assert [path.name for path in file.parent.iterdir()] == ["mine.npz"]
     facts = json.loads(call(file, "--dry-run", "--json").stdout)
-    assert {line["name"]: line["role"] for line in facts["table"]}["x"] == "W"
+    assert {line["name"]: line["kind"] for line in facts["table"]}["x"] == "W"
 
 
 def test_an_import_prints_the_table_too(file: Path, tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_an_ending_of_no_format_is_refused(
     ("arguments", "message"),
     [
         ([], "say where the run is to be"),
-        (["--dry-run", "--map", "W"], "expected ROLE=NAME"),
+        (["--dry-run", "--map", "W"], "expected KIND=NAME"),
         (["--dry-run", "--bits", "int8"], "16 bits are bfloat16 or float16"),
         (["--dry-run", "--first-row", "2"], "that of step 0 or 1"),
         (["--dry-run", "--schedule", "constant"], "tells no learning_rate"),

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 import trajstore
 from trajstore.errors import InvalidArgument, VariableNotRecorded
-from trajstore.exchange.guessing.role_table import named, scalar_of
+from trajstore.exchange.guessing.kind_table import named, scalar_of
 from trajstore.exchange.layouts import LAYOUTS, POPULATIONS
 
 ALL = {
@@ -351,17 +351,17 @@ def test_every_layout_goes_out_and_comes_back(run: Any, tmp_path: Path, layout: 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_every_key_of_a_layout_is_understood(layout: str) -> None:
-    """The table of layouts and that of roles agree."""
+    """The table of layouts and that of kinds agree."""
     for column in LAYOUTS[layout].columns:
-        role = named(column.key).role
+        kind = named(column.key).kind
         expected = "delta" if column.time == "change" else column.variable
-        assert role is not None
-        assert role.name == expected, column.key
+        assert kind is not None
+        assert kind.name == expected, column.key
     for key in LAYOUTS[layout].populations:
         form, marks_dead = POPULATIONS[key]
-        role = named(key).role
-        assert role is not None
-        assert role.name == f"{'dead' if marks_dead else 'live'}_{form}"
+        kind = named(key).kind
+        assert kind is not None
+        assert kind.name == f"{'dead' if marks_dead else 'live'}_{form}"
     for key in (*LAYOUTS[layout].scalars, *LAYOUTS[layout].as_texts):
         assert scalar_of(key) is not None, key
 

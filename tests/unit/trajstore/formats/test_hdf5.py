@@ -179,7 +179,7 @@ def test_links_are_named_and_never_followed(tmp_path: Path) -> None:
         file.create_dataset("words", data=["a", "b"])
         file.attrs["description"] = "a text of any length"
     done = trajstore.import_file(path, tmp_path / "run.zarr")
-    left = {line.name: line.why for line in done.table if not line.role}
+    left = {line.name: line.why for line in done.table if not line.kind}
     assert left["again"] == "a link to /W, which is not followed"
     assert left["data/grads"] == "a link to /g of no such file.h5, which is not followed"
     assert "any length" in left["words"]

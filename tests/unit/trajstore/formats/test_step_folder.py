@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 
 import trajstore
 from trajstore.errors import FormatError
-from trajstore.exchange.guessing.role_table import ROLES
+from trajstore.exchange.guessing.kind_table import ARRAY_KINDS
 from trajstore.formats.open_file import open_file
 from trajstore.formats.step_folder import STEPS
 from trajstore.schema import STEP
@@ -64,7 +64,7 @@ def test_files_of_numpy(tmp_path: Path, form: str) -> None:
     assert (ds.W.values[:, 0, 0] == [0.5, 50.5, 100.5]).all()
 
 
-@pytest.mark.parametrize("name", sorted({*ROLES[STEP.name].names} - {"steps_of_the_names"}))
+@pytest.mark.parametrize("name", sorted({*ARRAY_KINDS[STEP.name].names} - {"steps_of_the_names"}))
 def test_files_that_are_named_by_their_steps_alone(tmp_path: Path, name: str) -> None:
     for step, W in ROWS.items():
         np.save(tmp_path / f"{name}_{step:05}.npy", W)
@@ -100,7 +100,7 @@ def test_checkpoints_of_a_trainer(tmp_path: Path) -> None:
     assert (ds.W.values[:, 0, 0] == [0.5, 50.5, 100.5]).all()
     assert (ds.exp_avg.values == 0.25).all()
     taken = {line.name: line for line in done.table}
-    assert taken["transformer.h.0.attn.c_attn.weight"].role == ""
+    assert taken["transformer.h.0.attn.c_attn.weight"].kind == ""
     assert taken["optimizer.state.1.exp_avg"].why == "of another parameter"
     # One checkpoint by itself is one state.
     done = trajstore.import_file(tmp_path / "out" / "checkpoint-50", tmp_path / "one.zarr")

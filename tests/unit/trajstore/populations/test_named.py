@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import xarray as xr
 
 from trajstore import analysis
 from trajstore.errors import InvalidArgument
@@ -9,8 +10,17 @@ from trajstore.populations.named import with_populations
 
 
 @pytest.fixture
-def run(make_run, walk):
-    return make_run(walk(6, 8, 3), is_dead=np.arange(8) < 3, chunks=(4, 3, -1))
+def run():
+    walk = np.random.default_rng(0).normal(0, 1e-3, (6, 8, 3)).cumsum(axis=0).astype("f4")
+    W = (walk.view("u4") & 0xFFFF0000).view("f4")  # bfloat16 values
+    return xr.Dataset(
+        {"W": (("step", "token", "hidden"), W, {"native_dtype": "bfloat16", "units": "1"})},
+        coords={
+            "step": np.arange(6),
+            "token": np.arange(8)[::-1] * 3,  # neither sorted nor positions
+            "is_dead": ("token", np.arange(8) < 3),
+        },
+    ).chunk({"step": 4, "token": 3})
 
 
 def test_every_function_takes_and_gives_them(run):

@@ -38,7 +38,7 @@ def same(ds: Any, name: str, expected: np.ndarray) -> bool:
 def test_an_array_of_three_dimensions_alone_is_enough(tmp_path: Path) -> None:
     ds, done = imported(tmp_path, {"whatever": series("W"), "other": np.zeros(3)})
     assert same(ds, "W", KNOWN.values["W"])
-    assert [(line.name, line.role) for line in done.table] == [("whatever", "W"), ("other", "")]
+    assert [(line.name, line.kind) for line in done.table] == [("whatever", "W"), ("other", "")]
     with pytest.raises(FormatError, match=r"holds no W .* --map W=NAME"):
         imported(tmp_path, {"one": series("W"), "two": series("W")})
     ds, _ = imported(tmp_path, {"one": series("grad"), "two": series("W")}, map={"W": "two"})
@@ -58,7 +58,7 @@ def test_the_user_says_what_arrays_are(tmp_path: Path) -> None:
     assert set(ds.data_vars) == {"W"}
     assert any(note.startswith("left out: dW, n, cs") for note in done.notes)
     for map, message in (
-        ({"weights": "x"}, "no role 'weights'"),
+        ({"weights": "x"}, "no kind 'weights'"),
         ({"W": "y"}, "holds no 'y'"),
         ({"W": "x", "loss": "x"}, "cannot be both W and loss"),
     ):
@@ -169,7 +169,7 @@ def test_what_the_user_says_is_told_as_that(tmp_path: Path) -> None:
     arrays = {"W": series("W"), "steps": np.arange(6)[::-1].copy(), "nll": series("loss")}
     _, done = imported(tmp_path, arrays, labels={"steps": "0:60:10"})
     (line,) = [line for line in done.table if line.name == "steps"]
-    assert (line.role, line.why) == ("", "the steps are as you said")
+    assert (line.kind, line.why) == ("", "the steps are as you said")
     with pytest.raises(FormatError, match="and was said to be W, expected"):
         imported(tmp_path, arrays, map={"W": "nll"})
 
@@ -294,7 +294,7 @@ def test_a_learning_rate_and_a_schedule_answer_for_adam(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "two names of one role": ({"grads": series("grad")}, "g and grads both have names of grad"),
+    "two names of one kind": ({"grads": series("grad")}, "g and grads both have names of grad"),
     "shapes": ({"m": series("exp_avg")[:, 1:]}, r"m has shape .* and W \(6, 7, 3\)"),
     "rows": ({"m": series("exp_avg")[2:]}, "m has shape"),
     "rank": ({"momentum": np.zeros(3)}, "its name says exp_avg, expected floating-point"),
@@ -371,9 +371,9 @@ def test_what_is_preview_is_what_is_made(tmp_path: Path) -> None:
     assert seen.table == done.table
     assert seen.runs[""]["notes"] == list(done.notes)
     assert seen.runs[""]["dead"] == len(DEAD)
-    roles = {line.name: (line.role, line.why) for line in seen.table}
-    assert roles["W"] == ("W", "bits of bfloat16")
-    assert roles["centroid"] == ("", "follows from the rest")
+    kinds = {line.name: (line.kind, line.why) for line in seen.table}
+    assert kinds["W"] == ("W", "bits of bfloat16")
+    assert kinds["centroid"] == ("", "follows from the rest")
 
 
 def test_a_first_step_that_does_not_move_under_the_names_of_another_layout(tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ def test_cells_of_a_file_of_others(tmp_path: Path) -> None:
 def test_objects_of_numpy_are_left_out_and_named(tmp_path: Path) -> None:
     np.savez(tmp_path / "f.npz", W=series("W"), config=np.array({"lr": 1}, dtype=object))
     done = trajstore.import_file(tmp_path / "f.npz", tmp_path / "run.zarr")
-    left = {line.name: line.why for line in done.table if not line.role}
+    left = {line.name: line.why for line in done.table if not line.kind}
     assert left["config"] == "it holds Python objects, which could run code and are never loaded"
     np.savez(tmp_path / "f.npz", W=np.array([series("W")[0], None], dtype=object))
     with pytest.raises(FormatError, match=r"holds no W .* not read: W"):

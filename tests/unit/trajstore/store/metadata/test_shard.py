@@ -19,7 +19,7 @@ from trajstore.store.metadata.block_plan import ArrayLayout, plan
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.metadata.shard import Shard, chunk_windows, encode_chunk, shard_digest
 from trajstore.store.metadata.zarr_json import RunMetadata
-from trajstore.store.writing.new_run import new_arrays
+from trajstore.store.writing.new_run import series_metadata
 from trajstore.values.native_types import widen
 
 RUNS = ((0, "5a" * 16),)
@@ -54,7 +54,7 @@ def make(
     array = layout.arrays[name]
     bits = random_bits((BLOCK_ROWS, *array.row), 5, 8 * array.native.itemsize)
     labelled = replace(layout, runs=RUNS)
-    arrays, _ = new_arrays(labelled, {"token": np.arange(tokens)})
+    arrays = series_metadata(labelled, ["token"])
     return array, bits, json.loads(RunMetadata(arrays, {}).array(name, BLOCK_ROWS))
 
 

@@ -67,6 +67,21 @@ def test_it_is_as_if_it_had_been_recorded_so(tmp_path: Path) -> None:
     assert verify(run).clean
 
 
+def test_populations_and_parameters_stay_as_they_are(tmp_path: Path) -> None:
+    run = tmp_path / "run.zarr"
+    with RunWriter.create(
+        run, token=[3, 5, 7], hidden=2, variables={"W": "bfloat16", "param_norm": "float32"},
+        parameter=["a", "b"], populations={"is_odd": [True, True, False]}, block_rows=BLOCK,
+    ) as writer:  # fmt: skip
+        for step in range(ROWS):
+            writer.append(step, W=np.ones((3, 2), "f4"), param_norm=np.ones(2, "f4"))
+    annotate_run(run, token_text=["a", "b", "c"])
+    ds = open_run(run)
+    assert set(ds.coords) == {"step", "token", "parameter", "is_odd", "token_text"}
+    assert ds.is_odd.values.tolist() == [True, True, False]
+    assert verify(run).clean
+
+
 def test_what_is_there_is_replaced_only_if_asked(tmp_path: Path) -> None:
     run = write(tmp_path / "run.zarr", is_dead=[True, False, False])
     with pytest.raises(RunExists, match="has is_dead already"):

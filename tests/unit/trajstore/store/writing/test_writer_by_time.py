@@ -71,7 +71,7 @@ def ask(run: RunWriter, now: float) -> float | None:
     timer = StillTimer.of(run)
     settle(run)
     timer.now = now
-    seconds = timer.ask()
+    seconds = timer.commit_if_due()
     settle(run)
     return seconds
 
@@ -208,7 +208,7 @@ def test_it_is_left_out_while_a_block_is_being_written(
         run.append(**row(step))
     timer = StillTimer.of(run)
     timer.now = 10.0
-    assert timer.ask() == 1.0, "to be asked again soon"
+    assert timer.commit_if_due() == 1.0, "to be asked again soon"
     assert run.committed_rows == 0
     let_go()
     commit_now(run)
@@ -293,7 +293,7 @@ def test_a_failure_is_raised_by_the_next_append(
         run.append(**row(6))
     timer = StillTimer.of(run)
     timer.now = 100.0
-    assert timer.ask() == 10.0, "nothing is begun any more"
+    assert timer.commit_if_due() == 10.0, "nothing is begun any more"
     with pytest.raises(OSError, match="No space"):
         run.close()
     check(run.path, 5)
@@ -374,4 +374,4 @@ def test_a_writer_that_is_dropped_is_not_held_by_its_timer(tmp_path: Path) -> No
     gc.collect()
     assert gone() is None
     timer.now = 10.0
-    assert timer.ask() is None
+    assert timer.commit_if_due() is None

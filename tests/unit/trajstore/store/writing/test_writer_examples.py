@@ -69,7 +69,7 @@ def test_bits_pass_through_the_store_and_through_files(tmp_path: Path) -> None:
     trajstore.import_file(native, tmp_path / "again.zarr")
     compared = analysis.compare(ds, agree(tmp_path / "again.zarr"))
     assert compared.first_difference.to_series().to_dict() == dict.fromkeys(ds, -1)
-    trajstore.export(path, tmp_path / "part.zarr", format="zarr", steps="2:9", block_rows=3)
+    trajstore.export(path, tmp_path / "part.zarr", format="run", steps="2:9", block_rows=3)
     agree(tmp_path / "part.zarr", slice(2, 9))
 
 

@@ -42,7 +42,7 @@ def test_what_was_logged_in_the_steps_of_the_rows(tmp_path: Path, within: bool) 
     assert np.allclose(ds.lr.values, [np.nan, 0.1, 0.2, 0.4], equal_nan=True)
     # The loss logged at step 4 is the mean of steps 3 and 4.
     assert np.allclose(ds.loss.values, [np.nan, 4, 5, np.nan], equal_nan=True)
-    left = {line.name: line.why for line in done.table if not line.role}
+    left = {line.name: line.why for line in done.table if not line.kind}
     assert "mean over several steps" in left["loss of trainer_state.json"]
     assert "NaN in the run" in left["loss of checkpoint-0, checkpoint-4"]
 
@@ -57,7 +57,7 @@ def test_rates_that_older_versions_logged_are_those_of_the_next_step(tmp_path: P
     done = trajstore.import_file(unknown, tmp_path / "other.zarr")
     assert "lr" not in done.variables
     assert "loss" in done.variables
-    left = {line.name: line.why for line in done.table if not line.role}
+    left = {line.name: line.why for line in done.table if not line.kind}
     assert "no config.json" in left["learning_rate of trainer_state.json"]
 
 

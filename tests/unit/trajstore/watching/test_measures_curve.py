@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from trajstore.watching.bounded_curve import BoundedCurve
+from trajstore.watching.measures import BoundedCurve
 
 
 def test_an_empty_curve_has_nothing() -> None:

@@ -8,8 +8,7 @@ import pytest
 from watched_runs import HIDDEN, TOKENS, begin, extend, norms, values
 
 from trajstore import RunWriter, open_run
-from trajstore.watching import row_measures
-from trajstore.watching.row_measures import RowMeasures
+from trajstore.watching.measures import RowMeasures
 
 
 @pytest.fixture
@@ -24,7 +23,7 @@ def run(tmp_path: Path) -> Path:
 def test_norms_and_stillness_are_those_of_the_rows(
     run: Path, rows: range, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_measures, "_AT_ONCE", at_once)
+    monkeypatch.setattr("trajstore.watching.measures._AT_ONCE", at_once)
     measures = RowMeasures(open_run(run, chunks=None))
     assert (measures.gradient_of, measures.still_of) == ("grad", "W")
     assert measures.row_bytes == 2 * TOKENS * HIDDEN * 4

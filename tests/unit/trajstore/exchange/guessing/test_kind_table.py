@@ -4,9 +4,9 @@ from itertools import combinations
 
 import pytest
 
-from trajstore.exchange.guessing.role_table import (
+from trajstore.exchange.guessing.kind_table import (
     AMBIGUOUS,
-    ROLES,
+    ARRAY_KINDS,
     SCALARS,
     described_population,
     is_derived,
@@ -17,25 +17,25 @@ from trajstore.schema import MODEL, OF_EXAMPLES, VARIABLES
 
 
 def test_no_name_has_two_roles() -> None:
-    for table in (ROLES, SCALARS):
+    for table in (ARRAY_KINDS, SCALARS):
         for one, other in combinations(table.values(), 2):
             assert not set(one.names) & set(other.names), (one.name, other.name)
-    assert not set(AMBIGUOUS) & {name for role in ROLES.values() for name in role.names}
+    assert not set(AMBIGUOUS) & {name for kind in ARRAY_KINDS.values() for name in kind.names}
 
 
 def test_every_variable_has_a_role_under_its_own_name() -> None:
     for name, entry in VARIABLES.items():
-        role = named(name).role
+        kind = named(name).kind
         if name in MODEL or name in OF_EXAMPLES:  # which nobody else has, or says whose they are
-            assert role is None
+            assert kind is None
             continue
-        assert role is not None
-        assert (role.name, role.dims) == (name, entry.dims)
+        assert kind is not None
+        assert (kind.name, kind.dims) == (name, entry.dims)
         assert not is_derived(name)
 
 
 @pytest.mark.parametrize(
-    ("key", "role", "run", "matrix", "population"),
+    ("key", "kind", "run", "matrix", "population"),
     [
         ("embedding_history", "W", None, None, None),
         ("W", "W", None, None, None),
@@ -56,10 +56,10 @@ def test_every_variable_has_a_role_under_its_own_name() -> None:
         ("token_frequencies", "token_count", None, None, None),
     ],
 )
-def test_what_names_say(key: str, role: str, run: object, matrix: object, population: str) -> None:
+def test_what_names_say(key: str, kind: str, run: object, matrix: object, population: str) -> None:
     name = named(key)
-    assert name.role is not None
-    assert (name.role.name, name.run, name.population) == (role, run, population)
+    assert name.kind is not None
+    assert (name.kind.name, name.run, name.population) == (kind, run, population)
     assert name.matrix == matrix
 
 
@@ -67,7 +67,7 @@ def test_what_names_say(key: str, role: str, run: object, matrix: object, popula
     "key", ["h.0.attn.c_attn.weight", "h.0.mlp.weight", "bias", "foo", "delta_W_prime", "centroid"]
 )
 def test_names_that_say_nothing(key: str) -> None:
-    assert named(key).role is None
+    assert named(key).kind is None
 
 
 @pytest.mark.parametrize(

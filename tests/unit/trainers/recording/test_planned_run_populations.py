@@ -58,7 +58,7 @@ def test_they_are_coordinates_wherever_the_run_goes(tmp_path: Path) -> None:
     file = export(path, tmp_path / "run.safetensors")
     copies = [
         import_file(file, tmp_path / "again.zarr").path,
-        export(path, tmp_path / "copy.zarr", format="zarr").path,
+        export(path, tmp_path / "copy.zarr", format="run").path,
     ]
     for made in (path, *copies):
         ds = xr.open_zarr(made)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trajstore.exchange.guessing.role_table import is_pair, named
+from trajstore.exchange.guessing.kind_table import is_pair, named
 from trajstore.formats.array_file import ArrayFile, is_number, plain_number, values_of
 
 __all__ = ["number_of_one", "numbers_beside", "vectors_beside"]
@@ -30,7 +30,7 @@ def numbers_beside(file: ArrayFile, ignored: tuple[str, ...]) -> dict[str, Any]:
     found = dict(_of_attributes(file, ignored))
     for key in file.keys:
         shape = file.shape(key)
-        if key in ignored or (shape and named(key).role is not None):
+        if key in ignored or (shape and named(key).kind is not None):
             continue
         if shape == () or shape == (1,):
             number = number_of_one(file, key)
@@ -87,11 +87,11 @@ def _both(key: str, values: list[Any]) -> dict[str, Any]:
 
 def _agreed_of_groups(numbers: dict[str, Any]) -> dict[str, Any]:
     """What all groups of parameters of an optimizer's state say alike."""
-    told: dict[str, set[Any]] = {}
+    stated: dict[str, set[Any]] = {}
     for key, value in numbers.items():
         if match := _GROUPED.fullmatch(key):
-            told.setdefault(f"param_groups.{match[1]}", set()).add(value)
-    return {key: next(iter(values)) for key, values in told.items() if len(values) == 1}
+            stated.setdefault(f"param_groups.{match[1]}", set()).add(value)
+    return {key: next(iter(values)) for key, values in stated.items() if len(values) == 1}
 
 
 def _number(text: str) -> int | float | None:

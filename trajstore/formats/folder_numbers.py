@@ -1,11 +1,15 @@
-"""What Hugging Face's Trainer logged: `trainer_state.json`, beside its checkpoints or in them."""
+"""Numbers of a folder of one file per step: what all files say alike, what differs, what is logged.
+
+What all say alike is read once, as of one file; numbers that differ have a row per file. Hugging
+Face's Trainer logs its numbers in `trainer_state.json`, beside its checkpoints or in them.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,88 @@ import numpy.typing as npt
 
 from trajstore.errors import FormatError
 
-__all__ = ["logged_rows"]
+__all__ = ["common_numbers", "logged_rows", "numbers_of_steps"]
+
+Array = npt.NDArray[Any]
+
+_LARGEST = 1 << 62
+_MOST_NAMED = 12
+_LONGEST_TEXT = 64
+
+
+def common_numbers(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all files say alike."""
+    first = files[0]
+    return {
+        key: value
+        for key, value in first.items()
+        if all(key in other and _same(other[key], value) for other in files)
+    }
+
+
+def _same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))
+
+
+def _of_text(value: Any) -> Any:
+    """The number that a text is, as metadata of safetensors have it; any other value as it is."""
+    if not isinstance(value, str) or len(value) > _LONGEST_TEXT:
+        return value
+    try:
+        return int(value) if value.lstrip("+-").isdecimal() else float(value)
+    except ValueError:
+        return value
+
+
+def numbers_of_steps(
+    files: Sequence[Mapping[str, Any]], name: Callable[[int], str]
+) -> tuple[dict[str, tuple[int, Array]], dict[str, str]]:
+    """Numbers that differ from file to file, by key, with the first file that has them; the rest.
+
+    A number that the first file alone lacks begins with the second, as arrays may; where others
+    lack it, its row is NaN.
+
+    Parameters
+    ----------
+    files : sequence of mapping
+        Texts and numbers of each file.
+    name : callable
+        Name of a file, by its place.
+
+    Returns
+    -------
+    series : dict of str to (int, ndarray)
+    left_out : dict of str to str
+        What differs and has no row per file, and why; and the rows that are NaN.
+    """
+    common = common_numbers(files)
+    series: dict[str, tuple[int, Array]] = {}
+    left: dict[str, str] = {}
+    for key in dict.fromkeys(key for each in files for key in each):
+        if key in common or "." in key or "/" in key:
+            continue  # those are of the parts of a model or of an optimizer
+        values = [_of_text(each.get(key)) for each in files]
+        first = 1 if values[0] is None and len(values) > 1 else 0
+        absent = [place for place in range(first, len(values)) if values[place] is None]
+        held = [value for value in values if value is not None]
+        if any(isinstance(value, bool) or not isinstance(value, int | float) for value in held):
+            left[key] = "no number that is the same in all files"
+        elif any(isinstance(value, int) and abs(value) >= _LARGEST for value in held):
+            left[key] = "a number too large"
+        elif not absent and all(isinstance(value, int) for value in held):
+            series[key] = first, np.array(values[first:], np.int64)
+        else:
+            rows = [math.nan if value is None else float(value) for value in values[first:]]
+            series[key] = first, np.array(rows, np.float64)
+            if absent:
+                names = ", ".join(name(place) for place in absent[:_MOST_NAMED])
+                more = " …" if len(absent) > _MOST_NAMED else ""
+                left[f"{key} of {names}{more}"] = "not there, so NaN in the run"
+    return series, left
+
 
 _STATE, _MODEL = "trainer_state.json", "config.json"
-_LARGEST = 64 << 20
+_LARGEST_LOG = 64 << 20
 _NAMES = ("loss", "learning_rate", "grad_norm")
 _TRUE_RATES = (4, 51)
 """Version of transformers from which on the learning rate that is logged is that of the step.
@@ -108,14 +190,16 @@ def _logged(
 
 def _version(file: Path) -> tuple[int, int] | None:
     """Version of transformers that saved a model; None if that is not told."""
-    told = _read(file).get("transformers_version") if file.is_file() else None
-    match = re.match(r"(\d{1,4})\.(\d{1,4})", told) if isinstance(told, str) else None
+    text = _read(file).get("transformers_version") if file.is_file() else None
+    match = re.match(r"(\d{1,4})\.(\d{1,4})", text) if isinstance(text, str) else None
     return None if match is None else (int(match[1]), int(match[2]))
 
 
 def _read(file: Path) -> Any:
-    if file.stat().st_size > _LARGEST:
-        raise FormatError(f"{file} has {file.stat().st_size} bytes, expected {_LARGEST} at most")
+    if file.stat().st_size > _LARGEST_LOG:
+        raise FormatError(
+            f"{file} has {file.stat().st_size} bytes, expected {_LARGEST_LOG} at most"
+        )
     try:
         content = json.loads(file.read_bytes().decode())  # a Trainer writes NaN, too
     except (ValueError, RecursionError) as error:

@@ -87,7 +87,7 @@ def test_how_many_runs_there_are(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match=message):
             trajstore.import_file(file, tmp_path / "run.zarr")
     _, done = imported(tmp_path, {"seeds": np.arange(3)})
-    assert {line.name: line.role for line in done.table}["seeds"] == ""
+    assert {line.name: line.kind for line in done.table}["seeds"] == ""
 
 
 @pytest.mark.parametrize("beside", ["loss", "g"])

@@ -9,7 +9,7 @@ import pytest
 import trajstore
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.exchange.importing import import_file as module
-from trajstore.exchange.importing.import_limits import check_size
+from trajstore.exchange.importing.file_rows import check_size
 from trajstore.formats import array_file
 
 

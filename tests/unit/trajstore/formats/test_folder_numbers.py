@@ -7,8 +7,8 @@ import pytest
 
 import trajstore
 from trajstore.errors import FormatError
+from trajstore.formats.folder_numbers import common_numbers, numbers_of_steps
 from trajstore.formats.open_file import open_file
-from trajstore.formats.step_numbers import common_numbers, numbers_of_steps
 
 DEAD = np.array([True, False, False, True])
 
@@ -55,7 +55,7 @@ def test_masks_and_numbers_in_each_file(tmp_path: Path) -> None:
     assert (ds.is_dead.values == DEAD).all()
     assert np.allclose(ds.loss.values, [np.nan, 4, 3], equal_nan=True)
     assert ds.attrs["optimizer"]["hyperparameters"]["initial_lr"] == 1e-3
-    left = {line.name: line.why for line in done.table if not line.role}
+    left = {line.name: line.why for line in done.table if not line.kind}
     assert left["step_final.npz"] == "its name says no step"
     assert left["notes_3.md"] == "no file of arrays"
     assert any("step_final.npz" in note for note in done.notes)
@@ -96,7 +96,7 @@ def test_numbers_of_torch_files_and_tensors_that_are_not_read(tmp_path: Path) ->
     assert np.allclose(ds.loss.values, [np.nan, -1, -6], equal_nan=True)
     assert (ds.is_dead.values == DEAD).all()
     assert ds.attrs["optimizer"]["hyperparameters"] == {"betas": [0.9, 0.95], "initial_lr": 0.25}
-    left = {line.name: line.why for line in done.table if not line.role}
+    left = {line.name: line.why for line in done.table if not line.kind}
     assert left["odd of W_0.pt and 2 more files"] == "a tensor of type complex64"
     assert "sparse" in left["sparse of W_0.pt and 2 more files"]
     with open_file(path / "W_0.pt") as file:

@@ -1,8 +1,8 @@
-"""The one table of what the arrays of a file can be: roles, the names in use, dimensions and types.
+"""The kinds of arrays and numbers that are known: the names in use, dimensions and types.
 
-It drives the recognition of every format. A name is looked up whole, and then without what people
-add to names: ``run_0_`` before, ``_history`` or ``_bits`` behind, ``_E``, ``_W`` or ``_U`` for the
-matrix, ``dead_`` or ``live_`` for the rows of some tokens. Case does not matter.
+This one table drives the detection in every format. A name is looked up whole, and then without
+what people add to names: ``run_0_`` before, ``_history`` or ``_bits`` behind, ``_E``, ``_W`` or
+``_U`` for the matrix, ``dead_`` or ``live_`` for the rows of some tokens. Case does not matter.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from trajstore.schema import MODEL, OF_EXAMPLES, STEP, VARIABLES
 
 __all__ = [
     "AMBIGUOUS",
-    "ROLES",
+    "ARRAY_KINDS",
     "RULE",
     "SCALARS",
+    "ArrayKind",
     "Name",
-    "Role",
     "Scalar",
     "described_population",
     "is_derived",
@@ -30,11 +30,11 @@ __all__ = [
     "scalar_of",
 ]
 
-Kind = Literal["float", "whole", "truth"]
+Values = Literal["float", "whole", "truth"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Role:
+class ArrayKind:
     """What an array of a file can be.
 
     Attributes
@@ -45,14 +45,14 @@ class Role:
         In use, in lower case.
     dims : tuple of str
         ``tokens`` is any number of tokens, ``vocabulary`` one value for each of them.
-    kind : {'float', 'whole', 'truth'}
+    values : {'float', 'whole', 'truth'}
         Of numbers; 16-bit integers are the bits of 16-bit floats, and 0 and 1 are truths.
     """
 
     name: str
     names: tuple[str, ...]
     dims: tuple[str, ...]
-    kind: Kind = "float"
+    values: Values = "float"
 
     @property
     def is_variable(self) -> bool:
@@ -74,85 +74,39 @@ _NAMES = {
     "lr": "lr lrs learning_rate learning_rates",
     "hidden_mean": "hidden_mean hidden_means h_mean h_means mean_h mean_hidden",
     "grad_norm": "grad_norm grad_norms gradient_norm gradient_norms",
+    "step": "step steps recorded_step recorded_steps step_number step_numbers global_step "
+    "global_steps iteration iterations checkpoint_steps steps_of_the_names",
+    "token": "token recorded_tokens token_id vocab_ids vocabulary_ids",
+    "dead_mask": "dead_mask untrained_mask is_dead is_untrained dead_token_mask",
+    "live_mask": "live_mask trained_mask is_live is_trained live_token_mask",
+    "dead_ids": "dead_ids dead_token_ids dead_indices dead_token_indices dead_tokens untrained_ids "
+    "untrained_token_ids untrained_indices untrained_tokens untrained_token_indices",
+    "live_ids": "live_ids live_token_ids live_indices live_token_indices live_tokens trained_ids "
+    "trained_token_ids trained_indices trained_tokens trained_token_indices",
+    "token_ids": "token_ids tokens ids indices token_indices",
+    "token_count": "token_count token_counts counts count occurrences frequencies "
+    "token_frequencies token_frequency appearances vocab_counts",
+}
+"""Names in use; a variable that is not here has its own in lower case only."""
+
+_DIMS: dict[str, tuple[str, ...]] = {
+    # MODEL: nobody else has them. OF_EXAMPLES: no file but our own says whose they are.
+    **{name: entry.dims for name, entry in VARIABLES.items() if name not in (*MODEL, *OF_EXAMPLES)},
+    STEP.name: ("step",),
+    "token": ("token",),
+    **dict.fromkeys(("dead_mask", "live_mask"), ("vocabulary",)),
+    **dict.fromkeys(("dead_ids", "live_ids", "token_ids"), ("tokens",)),
+    "token_count": ("vocabulary",),
 }
 
-ROLES: dict[str, Role] = {
-    role.name: role
-    for role in (
-        *(
-            Role(
-                name=name,
-                names=tuple(_NAMES.get(name, name.lower()).split()),
-                dims=entry.dims,
-            )
-            for name, entry in VARIABLES.items()
-            if name not in MODEL  # nobody else has them
-            if name not in OF_EXAMPLES  # no file but our own says whose they are
-        ),
-        Role(
-            name=STEP.name,
-            names=(
-                *"step steps recorded_step recorded_steps step_number step_numbers".split(),
-                *"global_step global_steps iteration iterations checkpoint_steps".split(),
-                "steps_of_the_names",
-            ),
-            dims=("step",),
-            kind="whole",
-        ),
-        Role(
-            name="token",
-            names=("token", "recorded_tokens", "token_id", "vocab_ids", "vocabulary_ids"),
-            dims=("token",),
-            kind="whole",
-        ),
-        Role(
-            name="dead_mask",
-            names=("dead_mask", "untrained_mask", "is_dead", "is_untrained", "dead_token_mask"),
-            dims=("vocabulary",),
-            kind="truth",
-        ),
-        Role(
-            name="live_mask",
-            names=("live_mask", "trained_mask", "is_live", "is_trained", "live_token_mask"),
-            dims=("vocabulary",),
-            kind="truth",
-        ),
-        Role(
-            name="dead_ids",
-            names=(
-                *"dead_ids dead_token_ids dead_indices dead_token_indices dead_tokens".split(),
-                *"untrained_ids untrained_token_ids untrained_indices untrained_tokens".split(),
-                "untrained_token_indices",
-            ),
-            dims=("tokens",),
-            kind="whole",
-        ),
-        Role(
-            name="live_ids",
-            names=(
-                *"live_ids live_token_ids live_indices live_token_indices live_tokens".split(),
-                *"trained_ids trained_token_ids trained_indices trained_tokens".split(),
-                "trained_token_indices",
-            ),
-            dims=("tokens",),
-            kind="whole",
-        ),
-        Role(
-            name="token_ids",
-            names=("token_ids", "tokens", "ids", "indices", "token_indices"),
-            dims=("tokens",),
-            kind="whole",
-        ),
-        Role(
-            name="token_count",
-            names=(
-                *"token_count token_counts counts count occurrences frequencies".split(),
-                *"token_frequencies token_frequency appearances vocab_counts".split(),
-            ),
-            dims=("vocabulary",),
-            kind="whole",
-        ),
+ARRAY_KINDS: dict[str, ArrayKind] = {
+    name: ArrayKind(
+        name=name,
+        names=tuple(_NAMES.get(name, name.lower()).split()),
+        dims=dims,
+        values="float" if name in VARIABLES else "truth" if name.endswith("mask") else "whole",
     )
+    for name, dims in _DIMS.items()
 }
 """By name."""
 
@@ -162,7 +116,7 @@ AMBIGUOUS: dict[str, tuple[str, ...]] = {
     "mu": ("exp_avg", "hidden_mean"),
     "means": ("exp_avg", "hidden_mean"),
 }
-"""Names that people use for more than one role."""
+"""Names that people use for more than one kind."""
 
 # What follows from the rest and is left out by name: whole words of a name.
 _DERIVED = frozenset(
@@ -192,7 +146,7 @@ class Name:
 
     Attributes
     ----------
-    role : Role, optional
+    kind : ArrayKind, optional
         None for a name that is not in the table.
     run : int, optional
         Number of the run in ``run_0_…``.
@@ -200,10 +154,10 @@ class Name:
     population : {'dead', 'live'}, optional
         Tokens that it has rows of.
     is_described : bool
-        Whether a description says the role, not the name.
+        Whether a description says the kind, not the name.
     """
 
-    role: Role | None
+    kind: ArrayKind | None
     run: int | None = None
     matrix: str | None = None
     population: str | None = None
@@ -216,10 +170,10 @@ def named(key: str) -> Name:
     Examples
     --------
     >>> name = named("run_2_momentum_E")
-    >>> name.role.name, name.run, name.matrix
+    >>> name.kind.name, name.run, name.matrix
     ('exp_avg', 2, 'E')
     >>> name = named("dead_grads")
-    >>> name.role.name, name.population
+    >>> name.kind.name, name.population
     ('grad', 'dead')
     """
     text, run = key, None
@@ -229,21 +183,21 @@ def named(key: str) -> Name:
     stems = [_stem("/".join((*groups, last)))]
     # A group that has a name of the table itself, or one of what follows from the rest, says more
     # than the name in it.
-    if groups and not any(_says_something(_stem(group)) for group in groups):
+    if groups and not any(_is_known(_stem(group)) for group in groups):
         stems.append(_stem(last))
     for wording, matrix, population in (each for stem in stems for each in _readings(stem)):
-        role = _by_name().get(wording)
-        if role is not None and (population is None or role.is_variable):
-            told = _OF_MATRIX.get(wording.partition(".")[0]) if role.name == "W" else None
-            return Name(role=role, run=run, matrix=matrix or told, population=population)
-    return Name(role=None, run=run)
+        kind = _by_name().get(wording)
+        if kind is not None and (population is None or kind.is_variable):
+            implied = _OF_MATRIX.get(wording.partition(".")[0]) if kind.name == "W" else None
+            return Name(kind=kind, run=run, matrix=matrix or implied, population=population)
+    return Name(kind=None, run=run)
 
 
 def _stem(text: str) -> str:
     return re.sub(r"[\s\-/]+", "_", text)
 
 
-def _says_something(group: str) -> bool:
+def _is_known(group: str) -> bool:
     return is_derived(group) or any(wording in _by_name() for wording, *_ in _readings(group))
 
 
@@ -275,12 +229,12 @@ def _readings(stem: str) -> Iterator[tuple[str, str | None, str | None]]:
 
 
 @cache
-def _by_name() -> dict[str, Role]:
-    return {name: role for role in ROLES.values() for name in role.names}
+def _by_name() -> dict[str, ArrayKind]:
+    return {name: kind for kind in ARRAY_KINDS.values() for name in kind.names}
 
 
 def is_derived(key: str) -> bool:
-    """Whether a name, which no role has, is one of quantities that follow from others.
+    """Whether a name, which no kind has, is one of quantities that follow from others.
 
     Examples
     --------
@@ -321,44 +275,38 @@ class Scalar:
 RULE = ("optimizer", "hyperparameters")
 """Where the attributes of a run have the numbers of the optimizer's rule."""
 
-
-def _scalar(names: str, *paths: tuple[str, ...], **codes: int) -> Scalar:
-    in_use = tuple(names.split())
-    return Scalar(name=in_use[0], names=in_use, paths=paths, codes=codes)
+_RULE, _MODEL = ".".join(RULE), "config.model"
 
 
+def _scalar(names: str, paths: str, **codes: int) -> Scalar:
+    in_use, places = tuple(names.split()), tuple(tuple(path.split(".")) for path in paths.split())
+    return Scalar(name=in_use[0], names=in_use, paths=places, codes=codes)
+
+
+_INIT = "config.initialisation"
 SCALARS: dict[str, Scalar] = {
     scalar.name: scalar
     for scalar in (
         _scalar(
             "learning_rate lr peak_lr base_lr",
-            (*RULE, "initial_lr"),
-            ("config", "optimizer", "lr"),
-            (*RULE, "lr"),
+            f"{_RULE}.initial_lr config.optimizer.lr {_RULE}.lr",
         ),
-        _scalar("weight_decay wd", (*RULE, "weight_decay")),
-        _scalar("adam_beta1 beta1 beta_1 betas[0] adam_betas[0]", (*RULE, "betas", "0")),
-        _scalar("adam_beta2 beta2 beta_2 betas[1] adam_betas[1]", (*RULE, "betas", "1")),
-        _scalar("adam_epsilon adam_eps epsilon eps", (*RULE, "eps")),
-        _scalar("init_sigma init_scale init_std", ("config", "initialisation", "sigma")),
+        _scalar("weight_decay wd", f"{_RULE}.weight_decay"),
+        _scalar("adam_beta1 beta1 beta_1 betas[0] adam_betas[0]", f"{_RULE}.betas.0"),
+        _scalar("adam_beta2 beta2 beta_2 betas[1] adam_betas[1]", f"{_RULE}.betas.1"),
+        _scalar("adam_epsilon adam_eps epsilon eps", f"{_RULE}.eps"),
+        _scalar("init_sigma init_scale init_std", f"{_INIT}.sigma"),
         # How the start was drawn: 0 in float32, then rounded, as a point is unless it says so; 1 in
         # bfloat16.
-        _scalar(
-            "init_method_code",
-            ("config", "initialisation", "dtype"),
-            ("config", "initialisation", "kind"),
-            float32=0,
-            bfloat16=1,
-            point=0,
-        ),
-        _scalar("seed random_seed", ("config", "training", "seed")),
-        _scalar("vocab_size n_vocab vocabulary_size", ("config", "model", "vocab_size")),
-        _scalar("hidden_dim hidden_size d_model n_embd", ("config", "model", "hidden")),
-        _scalar("n_layers n_layer num_layers", ("config", "model", "layers")),
-        _scalar("n_heads n_head num_heads", ("config", "model", "heads")),
-        _scalar("num_steps n_steps total_steps", ("config", "training", "steps")),
-        _scalar("batch_size", ("config", "training", "batch_size")),
-        _scalar("tied_weights tie_weights", ("config", "model", "tied")),
+        _scalar("init_method_code", f"{_INIT}.dtype {_INIT}.kind", float32=0, bfloat16=1, point=0),
+        _scalar("seed random_seed", "config.training.seed"),
+        _scalar("vocab_size n_vocab vocabulary_size", f"{_MODEL}.vocab_size"),
+        _scalar("hidden_dim hidden_size d_model n_embd", f"{_MODEL}.hidden"),
+        _scalar("n_layers n_layer num_layers", f"{_MODEL}.layers"),
+        _scalar("n_heads n_head num_heads", f"{_MODEL}.heads"),
+        _scalar("num_steps n_steps total_steps", "config.training.steps"),
+        _scalar("batch_size", "config.training.batch_size"),
+        _scalar("tied_weights tie_weights", f"{_MODEL}.tied"),
     )
 }
 """By name; whatever other numbers a file holds go to ``config.scalars`` under their own names."""
@@ -403,14 +351,14 @@ def described_population(text: Any) -> Literal["dead", "live"] | None:
     >>> described_population("IDs of tokens that never occur in the corpus (untrained)")
     'dead'
     """
-    told = re.sub(r"\bnever (?:occur|appear)\w*", "absent", str(text).lower())
-    words = set(re.findall(r"[a-z]+", told))
+    description = re.sub(r"\bnever (?:occur|appear)\w*", "absent", str(text).lower())
+    words = set(re.findall(r"[a-z]+", description))
     if not words & _OF_TOKENS or words & _NEGATIONS:
         return None
     dead = bool(words & {"dead", "untrained", "unseen", "unreachable", "absent", "unused"})
     live = bool(words & {"live", "alive", "trained"})
     if dead == live:
         return None
-    if live and not words & {"live", "alive"} and not re.search(_TRAINED_TOKENS, told):
+    if live and not words & {"live", "alive"} and not re.search(_TRAINED_TOKENS, description):
         return None  # it is a model, or a tokenizer, that was trained
     return "dead" if dead else "live"

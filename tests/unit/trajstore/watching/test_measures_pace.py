@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from trajstore.watching.recording_pace import RecordingPace
+from trajstore.watching.measures import RecordingPace
 
 
 def test_nothing_is_known_of_a_single_commit() -> None:

@@ -1,52 +1,55 @@
 """What each array of a file is taken for: by its name, its type and its shape; never silently.
 
-A name that is in the table of `roles` decides, if rank and type fit it; an array of (step, token,
+A name that is in `kind_table` decides, if rank and type fit it; an array of (step, token,
 hidden) that is alone needs no name. What nothing is known of, or follows from the rest, is left out
 and listed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from trajstore.errors import FormatError, InvalidArgument
-from trajstore.exchange.guessing.number_reading import number_of_one, numbers_beside, vectors_beside
-from trajstore.exchange.guessing.role_table import (
+from trajstore.exchange.guessing.detect_numbers import number_of_one, numbers_beside, vectors_beside
+from trajstore.exchange.guessing.kind_table import (
     AMBIGUOUS,
-    ROLES,
+    ARRAY_KINDS,
     SCALARS,
+    ArrayKind,
     Name,
-    Role,
     described_population,
     is_derived,
     named,
     scalar_of,
 )
-from trajstore.exchange.guessing.tied_matrices import tied
 from trajstore.formats.array_file import ArrayFile, is_number, values_of
 from trajstore.schema import TRAJECTORIES
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["IGNORE", "Found", "Recognised", "Taken", "abridged", "recognise"]
+__all__ = ["IGNORE", "DetectedArray", "DetectedArrays", "Detection", "abridged", "detect_arrays"]
 
 IGNORE = "ignore"
-"""Role of arrays that are to be left out."""
+"""Kind of arrays that are to be left out."""
 
 _BITS = ("uint16", "int16")
+_BATCH = 4 << 20
 _LISTS = ("dead_mask", "live_mask", "dead_ids", "live_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class Detection:
     """A line of the table of what was taken for what.
 
     Attributes
     ----------
     name, dtype : str
     shape : tuple of int
-    role : str
+    kind : str
         What it was taken for; empty for what was left out.
     why : str
     """
@@ -54,27 +57,27 @@ class Taken:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    role: str
+    kind: str
     why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """An array that has a role.
+class DetectedArray:
+    """An array that has a kind.
 
     Attributes
     ----------
     key, dtype : str
     shape : tuple of int
-    role : Role
+    kind : ArrayKind
     run, matrix, population, is_described
-        As in `trajstore.exchange.guessing.role_table.Name`.
+        As in `trajstore.exchange.guessing.kind_table.Name`.
     """
 
     key: str
     dtype: str
     shape: tuple[int, ...]
-    role: Role
+    kind: ArrayKind
     run: int | None = None
     matrix: str | None = None
     population: str | None = None
@@ -82,100 +85,100 @@ class Found:
 
     @property
     def extra(self) -> int:
-        """Axes that it has more than its role."""
-        return len(self.shape) - len(self.role.dims)
+        """Axes that it has more than its kind."""
+        return len(self.shape) - len(self.kind.dims)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recognised:
+class DetectedArrays:
     """What a file holds.
 
     Attributes
     ----------
-    found : tuple of Found
+    found : tuple of DetectedArray
     numbers : dict of str to int, float or bool
         Numbers beside the arrays, by their keys.
     vectors : dict of str to list
         One number for each run, by their keys.
-    left_out : tuple of Taken
+    left_out : tuple of Detection
     guessed : tuple of str
         Keys of arrays that are W by their shape alone.
     """
 
-    found: tuple[Found, ...]
+    found: tuple[DetectedArray, ...]
     numbers: dict[str, Any]
     vectors: dict[str, list[Any]]
-    left_out: tuple[Taken, ...]
+    left_out: tuple[Detection, ...]
     guessed: tuple[str, ...] = ()
 
-    def of(self, role: str) -> tuple[Found, ...]:
-        """Arrays of a role."""
-        return tuple(each for each in self.found if each.role.name == role)
+    def of(self, kind: str) -> tuple[DetectedArray, ...]:
+        """Arrays of a kind."""
+        return tuple(each for each in self.found if each.kind.name == kind)
 
 
-def recognise(
+def detect_arrays(
     file: ArrayFile, mapped: Mapping[str, str] | None = None, *, ignored: tuple[str, ...] = ()
-) -> Recognised:
+) -> DetectedArrays:
     """Find out what the arrays of a file are.
 
     Parameters
     ----------
     file : ArrayFile
     mapped : mapping of str to str, optional
-        Keys, and the roles that they are to have.
+        Keys, and the kinds that they are to have.
     ignored : tuple of str, optional
         Keys that are left out.
 
     Raises
     ------
     FormatError
-        If a name fits no array of such a type or rank, two names fit one role, or the only array
+        If a name fits no array of such a type or rank, two names fit one kind, or the only array
         that could be W has no name that says it, beside others that have names.
     InvalidArgument
-        If a role or a key does not exist.
+        If a kind or a key does not exist.
     """
     mapped = dict(mapped or {})
     _check_map(file, mapped, ignored)
     _check_attributes(file, ignored)
-    taken = {ROLES[role].name for role in mapped.values() if role in ROLES}
-    found: list[Found] = []
+    taken = {ARRAY_KINDS[kind].name for kind in mapped.values() if kind in ARRAY_KINDS}
+    found: list[DetectedArray] = []
     left = _passed_over(file, ignored)
     numbers = numbers_beside(file, ignored)
     vectors = vectors_beside(file, ignored)
-    unknown: list[Found] = []
-    alone: list[Found] = []
+    unknown: list[DetectedArray] = []
+    alone: list[DetectedArray] = []
     for key in file.keys:
         shape, dtype = file.shape(key), file.dtype(key)
-        line = Taken(name=key, dtype=dtype, shape=shape, role="")
+        line = Detection(name=key, dtype=dtype, shape=shape, kind="")
         if key in ignored:
             left.append(replace(line, why="as you said"))
             continue
         name = named(key)
         if key not in mapped and shape and key.lower() in AMBIGUOUS:
-            roles = AMBIGUOUS[key.lower()]
+            kinds = AMBIGUOUS[key.lower()]
             raise FormatError(
-                f"{file.path}: {key} may be {' or '.join(roles)}; say which with "
-                f"{' or '.join(f'--map {role}={key}' for role in roles)}"
+                f"{file.path}: {key} may be {' or '.join(kinds)}; say which with "
+                f"{' or '.join(f'--map {kind}={key}' for kind in kinds)}"
             )
         if key in mapped:
-            role = mapped[key]
-            if role not in ROLES:
+            kind = mapped[key]
+            if kind not in ARRAY_KINDS:
                 continue  # a scalar, which is among the numbers
-            name = replace(name, role=ROLES[role])
-        elif name.role is not None and name.role.name in taken and name.role.is_variable:
-            left.append(replace(line, why=f"{_mapped_to(mapped, name.role)} was named as that"))
+            name = replace(name, kind=ARRAY_KINDS[kind])
+        elif name.kind is not None and name.kind.name in taken and name.kind.is_variable:
+            left.append(replace(line, why=f"{_mapped_to(mapped, name.kind)} was named as that"))
             continue
-        if name.role is not None and name.role.name == "token_ids":
+        if name.kind is not None and name.kind.name == "token_ids":
             name = _described(file, key, name)
         if not shape:
-            if name.role is not None and not is_number(dtype):
-                raise _unfit(file, _found(key, dtype, shape, name), is_said=key in mapped)
-            if name.role is not None and name.role.is_variable and dtype in NATIVE_TYPES:
+            if name.kind is not None and not is_number(dtype):
+                raise _unfit(file, _found(key, dtype, shape, name), is_mapped=key in mapped)
+            if name.kind is not None and name.kind.is_variable and dtype in NATIVE_TYPES:
                 alone.append(_found(key, dtype, shape, name))
             elif key not in numbers:
                 left.append(replace(line, why="no number"))
-        elif name.role is not None:
-            per_run = scalar_of(key) is not None and len(shape) == 1 and name.role.name == "lr"
+        elif name.kind is not None:
+            per_run = scalar_of(key) is not None and len(shape) == 1 and name.kind.name == "lr"
             if per_run:
                 vectors[key] = values_of(file, key).tolist()
             one = _found(key, dtype, shape, name)
@@ -183,7 +186,7 @@ def recognise(
                 left.append(replace(line, why="of another parameter"))
                 continue
             if not _fits(one):
-                raise _unfit(file, one, is_said=key in mapped)
+                raise _unfit(file, one, is_mapped=key in mapped)
             found.append(one)
         elif key in numbers or f"{key}[0]" in numbers:
             continue
@@ -194,12 +197,12 @@ def recognise(
         elif (len(shape) == 3 and _is_float(dtype)) or (
             len(shape) == 2 and _is_float(dtype) and "." not in key
         ):
-            unknown.append(_found(key, dtype, shape, replace(name, role=ROLES["W"])))
+            unknown.append(_found(key, dtype, shape, replace(name, kind=ARRAY_KINDS["W"])))
         else:
             left.append(replace(line, why="not known"))
     chosen, more = _by_shape_alone(file, found, unknown)
     found, dropped = _of_one_parameter(found + chosen)
-    anchors = [one for one in found if one.role.name in TRAJECTORIES]
+    anchors = [one for one in found if one.kind.name in TRAJECTORIES]
     for key in [key for key, values in vectors.items() if len(values) == 1]:
         # One rate for all rows, unless there is but one row.
         if any(len(one.shape) > 2 and one.shape[one.extra] > 1 for one in anchors):
@@ -209,7 +212,7 @@ def recognise(
     if anchors and all(len(one.shape) == 2 for one in anchors):
         found += alone  # values of the one state that the file holds
     found, others = _once(file, found)
-    return Recognised(
+    return DetectedArrays(
         found=tuple(found),
         numbers=numbers,
         vectors=vectors,
@@ -218,19 +221,22 @@ def recognise(
     )
 
 
-def _passed_over(file: ArrayFile, ignored: tuple[str, ...]) -> list[Taken]:
+def _passed_over(file: ArrayFile, ignored: tuple[str, ...]) -> list[Detection]:
     """What the file holds besides, which its format does not offer."""
     return [
-        Taken(name=key, dtype="", shape=(), role="", why="as you said" if key in ignored else why)
+        Detection(
+            name=key, dtype="", shape=(), kind="", why="as you said" if key in ignored else why
+        )
         for key, why in file.passed_over.items()
     ]
 
 
 def _check_map(file: ArrayFile, mapped: Mapping[str, str], ignored: tuple[str, ...]) -> None:
-    for key, role in mapped.items():
-        if role not in ROLES and role not in SCALARS:
+    for key, kind in mapped.items():
+        if kind not in ARRAY_KINDS and kind not in SCALARS:
             raise InvalidArgument(
-                f"there is no role {role!r}; choose from {', '.join((*ROLES, *SCALARS, IGNORE))}"
+                f"there is no kind {kind!r}; choose from "
+                f"{', '.join((*ARRAY_KINDS, *SCALARS, IGNORE))}"
             )
         if key not in file.keys and key not in file.attributes:
             raise InvalidArgument(f"{file.path} holds no {key!r}; it holds {abridged(file.keys)}")
@@ -242,27 +248,27 @@ def _check_map(file: ArrayFile, mapped: Mapping[str, str], ignored: tuple[str, .
 def _check_attributes(file: ArrayFile, ignored: tuple[str, ...]) -> None:
     """Whether no attribute tells of the tokens what only arrays are asked for."""
     for key, value in file.attributes.items():
-        role = named(key).role
+        kind = named(key).kind
         is_list = isinstance(value, list) or (isinstance(value, str) and value[:1] in ("[", "("))
-        if key not in ignored and is_list and role is not None and role.name in _LISTS:
+        if key not in ignored and is_list and kind is not None and kind.name in _LISTS:
             raise FormatError(
-                f"{file.path}: {key} is an attribute, and {role.name} is read from arrays only; "
-                f"save it as an array, or beside the file as {role.name}.npy for --masks with "
+                f"{file.path}: {key} is an attribute, and {kind.name} is read from arrays only; "
+                f"save it as an array, or beside the file as {kind.name}.npy for --masks with "
                 f"--map {IGNORE}={key}"
             )
 
 
-def _mapped_to(mapped: Mapping[str, str], role: Role) -> str:
-    return next(key for key, name in mapped.items() if name == role.name)
+def _mapped_to(mapped: Mapping[str, str], kind: ArrayKind) -> str:
+    return next(key for key, name in mapped.items() if name == kind.name)
 
 
-def _found(key: str, dtype: str, shape: tuple[int, ...], name: Name) -> Found:
-    assert name.role is not None
-    return Found(
+def _found(key: str, dtype: str, shape: tuple[int, ...], name: Name) -> DetectedArray:
+    assert name.kind is not None
+    return DetectedArray(
         key=key,
         dtype=dtype,
         shape=shape,
-        role=name.role,
+        kind=name.kind,
         run=name.run,
         matrix=name.matrix,
         population=name.population,
@@ -272,51 +278,51 @@ def _found(key: str, dtype: str, shape: tuple[int, ...], name: Name) -> Found:
 
 def _described(file: ArrayFile, key: str, name: Name) -> Name:
     """Name of a list of tokens, of which a description says whether they are dead."""
-    told = " ".join(str(value) for at, value in file.attributes.items() if "descr" in at.lower())
-    population = described_population(told)
+    stated = " ".join(str(value) for at, value in file.attributes.items() if "descr" in at.lower())
+    population = described_population(stated)
     if population is None:
         return name
-    return replace(name, role=ROLES[f"{population}_ids"], is_described=True)
+    return replace(name, kind=ARRAY_KINDS[f"{population}_ids"], is_described=True)
 
 
 def _is_float(dtype: str) -> bool:
     return dtype in NATIVE_TYPES or dtype in _BITS
 
 
-def _fits(one: Found) -> bool:
-    """Whether the type and rank of an array fit its role."""
-    role, rank = one.role, len(one.shape)
-    if role.kind == "float":
+def _fits(one: DetectedArray) -> bool:
+    """Whether the type and rank of an array fit its kind."""
+    kind, rank = one.kind, len(one.shape)
+    if kind.values == "float":
         fits = one.dtype in NATIVE_TYPES or (one.dtype in _BITS and rank > 1)
-    elif role.kind == "whole":
+    elif kind.values == "whole":
         fits = "int" in one.dtype
     else:
         fits = one.dtype == "bool" or "int" in one.dtype
-    least = len(role.dims) - (1 if "step" in role.dims and len(role.dims) > 1 else 0)
-    return fits and least <= rank <= len(role.dims) + 1
+    least = len(kind.dims) - (1 if "step" in kind.dims and len(kind.dims) > 1 else 0)
+    return fits and least <= rank <= len(kind.dims) + 1
 
 
-def _unfit(file: ArrayFile, one: Found, *, is_said: bool) -> FormatError:
+def _unfit(file: ArrayFile, one: DetectedArray, *, is_mapped: bool) -> FormatError:
     expected = {"float": "floating-point numbers or their 16 bits", "whole": "whole numbers",
-                "truth": "truths"}[one.role.kind]  # fmt: skip
-    told = f"{one.key} is of type {one.dtype} and shape {one.shape}"
-    wanted = f"expected {expected} of ({', '.join(one.role.dims)})"
-    if is_said:
+                "truth": "truths"}[one.kind.values]  # fmt: skip
+    stated = f"{one.key} is of type {one.dtype} and shape {one.shape}"
+    wanted = f"expected {expected} of ({', '.join(one.kind.dims)})"
+    if is_mapped:
         return FormatError(
-            f"{file.path}: {told}, and was said to be {one.role.name}, {wanted}; the file holds "
+            f"{file.path}: {stated}, and was said to be {one.kind.name}, {wanted}; the file holds "
             f"{abridged(file.keys)}"
         )
     return FormatError(
-        f"{file.path}: {told}, and its name says {one.role.name}, {wanted}; say what it is with "
-        f"--map ROLE={one.key}, or leave it out with --map {IGNORE}={one.key}"
+        f"{file.path}: {stated}, and its name says {one.kind.name}, {wanted}; say what it is with "
+        f"--map KIND={one.key}, or leave it out with --map {IGNORE}={one.key}"
     )
 
 
 def _by_shape_alone(
-    file: ArrayFile, found: list[Found], unknown: list[Found]
-) -> tuple[list[Found], tuple[Taken, ...]]:
+    file: ArrayFile, found: list[DetectedArray], unknown: list[DetectedArray]
+) -> tuple[list[DetectedArray], tuple[Detection, ...]]:
     """W, where no name says which array it is and one alone has its rank; the others."""
-    anchors = [one for one in found if one.role.name in TRAJECTORIES]
+    anchors = [one for one in found if one.kind.name in TRAJECTORIES]
     ranks = sorted({len(one.shape) for one in unknown}, reverse=True)
     for rank in ranks if not anchors else ():
         alike = [one for one in unknown if len(one.shape) == rank]
@@ -329,9 +335,9 @@ def _by_shape_alone(
     return [], tuple(_left(one, "not known; say what it is with --map") for one in unknown)
 
 
-def _check_alone(file: ArrayFile, one: Found, found: list[Found]) -> None:
+def _check_alone(file: ArrayFile, one: DetectedArray, found: list[DetectedArray]) -> None:
     """Whether an array without a name that says it may be W: not beside others that have names."""
-    beside = [other.key for other in found if other.role.is_variable]
+    beside = [other.key for other in found if other.kind.is_variable]
     if beside:
         raise FormatError(
             f"{file.path} holds {abridged(beside)} and no W: {one.key} of shape {one.shape} could "
@@ -339,17 +345,17 @@ def _check_alone(file: ArrayFile, one: Found, found: list[Found]) -> None:
         )
 
 
-def _left(one: Found, why: str) -> Taken:
-    return Taken(name=one.key, dtype=one.dtype, shape=one.shape, role="", why=why)
+def _left(one: DetectedArray, why: str) -> Detection:
+    return Detection(name=one.key, dtype=one.dtype, shape=one.shape, kind="", why=why)
 
 
-def _of_one_parameter(found: list[Found]) -> tuple[list[Found], list[Taken]]:
+def _of_one_parameter(found: list[DetectedArray]) -> tuple[list[DetectedArray], list[Detection]]:
     """Of an optimizer's state, which has moments of every parameter, those of W."""
-    shapes = {one.shape for one in found if one.role.name == "W"}
+    shapes = {one.shape for one in found if one.kind.name == "W"}
     kept, left = [], []
     for one in found:
-        state = one.role.name in ("exp_avg", "exp_avg_sq", "grad") and "." in one.key
-        alike = [other for other in found if other.role == one.role and other.shape == one.shape]
+        state = one.kind.name in ("exp_avg", "exp_avg_sq", "grad") and "." in one.key
+        alike = [other for other in found if other.kind == one.kind and other.shape == one.shape]
         if not state or (one.shape in shapes and len(alike) == 1):
             kept.append(one)
         elif one.shape in shapes:
@@ -359,24 +365,26 @@ def _of_one_parameter(found: list[Found]) -> tuple[list[Found], list[Taken]]:
     return kept, left
 
 
-def _once(file: ArrayFile, found: list[Found]) -> tuple[list[Found], list[Taken]]:
+def _once(
+    file: ArrayFile, found: list[DetectedArray]
+) -> tuple[list[DetectedArray], list[Detection]]:
     """The arrays, if no two are the same variable; W that is tied in a model counts once."""
-    left: list[Taken] = []
-    matrices = {one.matrix for one in found if one.role.name == "W"}
+    left: list[Detection] = []
+    matrices = {one.matrix for one in found if one.kind.name == "W"}
     untied = "E" in matrices and len(matrices) > 1
-    seen: dict[Any, Found] = {}
+    seen: dict[Any, DetectedArray] = {}
     for one in found:
-        if not one.role.is_variable:
+        if not one.kind.is_variable:
             continue
-        place = (one.role.name, one.run, one.matrix if untied else None, one.population)
+        place = (one.kind.name, one.run, one.matrix if untied else None, one.population)
         other = seen.setdefault(place, one)
         if other is not one:
             raise FormatError(
-                f"{file.path}: {other.key} and {one.key} both have names of {one.role.name}; say "
-                f"which it is with --map {one.role.name}={one.key}"
+                f"{file.path}: {other.key} and {one.key} both have names of {one.kind.name}; say "
+                f"which it is with --map {one.kind.name}={one.key}"
             )
     if untied:
-        same = tied(file, [one for one in found if one.role.name == "W"])
+        same = _tied(file, [one for one in found if one.kind.name == "W"])
         if same is not None:
             left.append(_left(same, "the same values as the other matrix, which it is tied to"))
             found = [replace(one, matrix=None) for one in found if one is not same]
@@ -384,12 +392,30 @@ def _once(file: ArrayFile, found: list[Found]) -> tuple[list[Found], list[Taken]
             # A W beside an E is the other matrix of an untied model.
             found = [
                 replace(one, matrix="W")
-                if one.matrix is None and one.role.name == "W" else one
+                if one.matrix is None and one.kind.name == "W" else one
                 for one in found
             ]  # fmt: skip
     else:
         found = [replace(one, matrix=None) for one in found]
     return found, left
+
+
+def _tied(file: ArrayFile, matrices: list[DetectedArray]) -> DetectedArray | None:
+    """The unembedding of a model that is its embedding; untied histories have names.
+
+    Values are compared a few rows at a time.
+    """
+    if len(matrices) != 2 or any("." not in one.key for one in matrices):
+        return None
+    one, other = sorted(matrices, key=lambda each: each.matrix or "W")
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return None
+    rows = max(1, _BATCH // (8 * max(1, math.prod(one.shape[1:]))))
+    for start in range(0, one.shape[0], rows):
+        stop = min(start + rows, one.shape[0])
+        if not np.array_equal(file.read(one.key, start, stop), file.read(other.key, start, stop)):
+            return None
+    return other
 
 
 def abridged(keys: Any) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from grammar_files import write
 
-from trajstore.exchange.guessing.tied_matrices import tied
+from trajstore.exchange.guessing.detect_arrays import _tied
 from trajstore.formats.open_file import open_file
 
 
@@ -28,7 +28,7 @@ def test_compared_a_few_rows_at_a_time(tmp_path: Path) -> None:
         pair = [Matrix("wte.weight", values.shape, "E"), Matrix("lm_head.weight", other.shape, "W")]
         with open_file(tmp_path / "f") as file:
             tracemalloc.start()
-            found = tied(file, pair)
+            found = _tied(file, pair)
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
         assert found is (None if change else pair[1])
