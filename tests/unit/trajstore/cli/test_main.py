@@ -119,7 +119,7 @@ def test_the_promised_names_are_there() -> None:
     """Scripts rely on these; they may gain company, but none may go."""
     promised = {
         "record": "--preset --config --set --steps --corpus --tokenizer --device --seed --record "
-        "--every --tokens --memory --encoding --block-rows --checkpoint-every --resume --overwrite "
+        "--every --tokens --memory --block-rows --checkpoint-every --resume --overwrite "
         "--commit-every --fsync --output --json",
         "sweep": "--preset --config --set --seeds --steps --jobs --threads --output --print --json",
         "presets": "--json",
