@@ -81,7 +81,7 @@ class Job:
         self._began = time.monotonic()
         self.state = "running"
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Notice that it has ended."""
         if self._process is None or self.state != "running":
             return
@@ -95,20 +95,20 @@ class Job:
             self.state = "interrupted"
         else:
             self.state = "failed"
-            self.said = self._last_words()
-        self.let_go()
+            self.said = self._last_line()
+        self.close_input()
 
     def stop(self) -> None:
         """Ask it to stop after its step."""
         if self._process is not None and self.state == "running":
             self._process.send_signal(signal.SIGTERM)
 
-    def let_go(self) -> None:
+    def close_input(self) -> None:
         """Close the pipe, which also asks it to stop, if it still runs."""
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
 
-    def _last_words(self) -> str:
+    def _last_line(self) -> str:
         with open(self.log, "rb") as log:
             end = log.seek(0, 2)
             log.seek(max(self._log_began, end - _SAID_BYTES))
@@ -149,7 +149,7 @@ def run_jobs(
     try:
         while True:
             for job in jobs:
-                job.look()
+                job.poll()
             if stop() and not stopping:
                 stopping = True
                 for job in jobs:
@@ -163,7 +163,7 @@ def run_jobs(
             time.sleep(_INTERVAL)  # between two looks
     finally:
         for job in jobs:
-            job.let_go()
+            job.close_input()
 
 
 def _start_some(jobs: Sequence[Job], at_once: int, environment: Mapping[str, str]) -> None:
