@@ -25,6 +25,8 @@ def flip(path: Path, variable: str, where: tuple[int, ...], bit: int) -> None:
     stored = stored_array(path, variable, array)
     assert stored is not None
     assert stored.parts == 1
+    if array.attrs["native_dtype"] == "bfloat16" and stored.chain.native.name == "float32":
+        bit += 16  # as numbers of a step are held
     block, inside = divmod(where[0], stored.shard[0])
     place = (inside, *where[1:])
     start = block * stored.shard[0]

@@ -8,6 +8,7 @@ from typing import Any
 import click
 from rich.text import Text
 
+from trajstore.cli.errors import sentences
 from trajstore.cli.options import (
     COMMON_STEPS,
     JSON,
@@ -16,7 +17,6 @@ from trajstore.cli.options import (
     given_populations,
     opened,
     runs_and_names,
-    sentences,
 )
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out, print_json, print_notes, print_table, table, without_tokens

@@ -9,7 +9,8 @@ import webbrowser
 import click
 from rich.text import Text
 
-from trajstore.cli.options import RUN, sentences
+from trajstore.cli.errors import sentences
+from trajstore.cli.options import RUN
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out
 

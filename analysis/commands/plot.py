@@ -7,14 +7,8 @@ from pathlib import Path
 import click
 from rich.text import Text
 
-from trajstore.cli.options import (
-    COMMON_STEPS,
-    LATTICE,
-    Choice,
-    opened,
-    runs_and_names,
-    sentences,
-)
+from trajstore.cli.errors import sentences
+from trajstore.cli.options import COMMON_STEPS, LATTICE, Choice, opened, runs_and_names
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out, print_notes
 from trajstore.errors import InvalidArgument

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trajstore.cli.options import JSON, LATTICE, POPULATIONS, RUN, given_populations, sentences
+from trajstore.cli.errors import sentences
+from trajstore.cli.options import JSON, LATTICE, POPULATIONS, RUN, given_populations
 from trajstore.cli.tables import out, print_json, print_notes, print_table, table, without_tokens
 
 if TYPE_CHECKING:

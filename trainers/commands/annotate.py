@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.cli.options import JSON, RUN, sentences
+from trajstore.cli.errors import sentences
+from trajstore.cli.options import JSON, RUN
 from trajstore.cli.tables import out, print_json
 from trajstore.errors import CorpusError, InvalidArgument
 

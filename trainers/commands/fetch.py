@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from trajstore.cli.options import JSON, sentences
+from trajstore.cli.errors import sentences
+from trajstore.cli.options import JSON
 from trajstore.cli.tables import out, print_json
 
 __all__ = ["fetch"]

@@ -8,7 +8,8 @@ from typing import Any
 import click
 
 from trajstore.byte_sizes import format_bytes
-from trajstore.cli.options import JSON, sentences
+from trajstore.cli.errors import sentences
+from trajstore.cli.options import JSON
 from trajstore.cli.tables import out, print_json, print_notes, print_table, table
 from trajstore.errors import TrajstoreError
 from trajstore.trainers.commands.configuration import configuration, configured

@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 from rich.text import Text
 
-from trajstore.cli.options import JSON, sentences
+from trajstore.cli.errors import sentences
+from trajstore.cli.options import JSON
 from trajstore.cli.tables import out, print_json
 from trajstore.trainers.commands.configuration import preset_names
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trajstore.byte_sizes import format_bytes
-from trajstore.cli.options import JSON, Choice, sentences
+from trajstore.cli.errors import sentences
+from trajstore.cli.options import JSON, Choice
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import err, out, print_json
 from trajstore.errors import InvalidArgument

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from trajstore.cli.options import JSON, Choice, sentences
+from trajstore.cli.errors import sentences
+from trajstore.cli.options import JSON, Choice
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import err, out, print_json
 from trajstore.errors import InvalidArgument

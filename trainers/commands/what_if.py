@@ -7,7 +7,8 @@ import shlex
 import click
 from rich.text import Text
 
-from trajstore.cli.options import JSON, RUN, sentences
+from trajstore.cli.errors import sentences
+from trajstore.cli.options import JSON, RUN
 from trajstore.cli.progress import StepsProgress, stopped_by_signals
 from trajstore.cli.tables import out, print_json, print_notes
 

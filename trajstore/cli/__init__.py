@@ -1,5 +1,7 @@
 """The command line: each command opens a library object, calls one method, prints the result.
 
+``errors``
+    Errors of commands: one sentence on standard error, and an exit code.
 ``exchange_commands``
     The commands `export` and `import`.
 ``info_command``
@@ -9,7 +11,7 @@
 ``main``
     The command `trajstore`, which finds all others through their entry points.
 ``options``
-    Options that commands share, and errors as one sentence with an exit code.
+    Arguments and options that commands share.
 ``progress``
     Progress bars on standard error, and commands that SIGTERM ends as Ctrl-C does.
 ``start``

@@ -11,7 +11,8 @@ import click
 from rich.text import Text
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY, format_bytes
-from trajstore.cli.options import JSON, RUN, sentences
+from trajstore.cli.errors import sentences
+from trajstore.cli.options import JSON, RUN
 from trajstore.cli.progress import BytesProgress, stopped_by_signals
 from trajstore.cli.tables import out, print_json, print_notes, print_table, table
 from trajstore.errors import InvalidArgument

@@ -10,7 +10,8 @@ import click
 from rich.text import Text
 
 from trajstore.byte_sizes import format_bytes
-from trajstore.cli.options import JSON, sentences
+from trajstore.cli.errors import sentences
+from trajstore.cli.options import JSON
 from trajstore.cli.tables import (
     counted,
     err,

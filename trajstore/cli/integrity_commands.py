@@ -11,7 +11,8 @@ import click
 from rich.text import Text
 
 from trajstore.byte_sizes import format_bytes
-from trajstore.cli.options import JSON, RUN, sentences
+from trajstore.cli.errors import sentences
+from trajstore.cli.options import JSON, RUN
 from trajstore.cli.progress import BytesProgress, StepsProgress
 from trajstore.cli.tables import counted, out, print_json, print_notes, print_table, table
 from trajstore.errors import MissingExtra

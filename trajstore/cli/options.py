@@ -1,20 +1,15 @@
-"""Options that commands share, and errors as one sentence with an exit code (`sentences`)."""
+"""Arguments and options that commands share."""
 
 from __future__ import annotations
 
-import functools
 import glob
 import os
-import signal
-import sys
-from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.text import Text
 
-from trajstore.cli.tables import err
-from trajstore.errors import InvalidArgument, TrajstoreError
+from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import LATTICES, RECORDED, TIERS
 
@@ -32,10 +27,7 @@ __all__ = [
     "given_populations",
     "opened",
     "runs_and_names",
-    "sentences",
 ]
-
-P = ParamSpec("P")
 
 
 class Choice(click.Choice[str]):
@@ -138,36 +130,3 @@ def opened(runs: Sequence[str], *, common_steps: bool = False) -> xr.Dataset:
     if len(paths) == 1:
         return open_run(paths[0])
     return open_runs(paths, join="inner" if common_steps else "exact")
-
-
-def sentences(command: Callable[P, None]) -> Callable[P, None]:
-    """Turn the errors that are meant for people into one sentence and an exit code."""
-
-    @functools.wraps(command)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
-        try:
-            command(*args, **kwargs)
-        except TrajstoreError as error:
-            if click.get_current_context().find_root().params["debug"]:
-                raise
-            _fail(str(error), error.exit_code)
-        except OSError as error:
-            if click.get_current_context().find_root().params["debug"]:
-                raise
-            where = f" {error.filename}" if error.filename else ""
-            _fail(f"the system refused{where}: {error.strerror or error}", 1)
-        except MemoryError as error:
-            if click.get_current_context().find_root().params["debug"]:
-                raise
-            _fail(f"there is not as much memory as this takes: {error or 'out of memory'}", 1)
-        except KeyboardInterrupt:
-            if click.get_current_context().find_root().params["debug"]:
-                raise
-            _fail("stopped by Ctrl-C", 128 + signal.SIGINT)
-
-    return wrapped
-
-
-def _fail(sentence: str, code: int) -> None:
-    err.print(Text(f"trajstore: {sentence}"))
-    sys.exit(code)

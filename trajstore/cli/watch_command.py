@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import click
 from rich.live import Live
 
-from trajstore.cli.options import RUN, sentences
+from trajstore.cli.errors import sentences
+from trajstore.cli.options import RUN
 from trajstore.cli.progress import stopped_by_signals
 from trajstore.cli.tables import PlainConsole, json_value, out
 from trajstore.cli.watch_view import facts, line, view

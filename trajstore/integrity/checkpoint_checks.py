@@ -89,16 +89,16 @@ def _check(file: SafetensorsFile) -> Iterator[Problem]:
         where = "missing" if name in tensors else "not in its description"
         yield _broken(file.path, f"the tensor {name} is {where}")
     for name in sorted(tensors.keys() & file.entries.keys()):
-        entry, told = file.entries[name], tensors[name]
-        if entry.dtype != told["dtype"] or list(entry.shape) != told["shape"]:
+        entry, described = file.entries[name], tensors[name]
+        if entry.dtype != described["dtype"] or list(entry.shape) != described["shape"]:
             yield _broken(file.path, f"the tensor {name} is not of its type and shape", entry)
-        elif _checksum(file, name) != told["crc32c"]:
+        elif _checksum(file, name) != described["crc32c"]:
             yield _broken(file.path, f"the tensor {name} does not fit its checksum", entry)
 
 
 def _unread(path: Location, reason: OSError | str) -> Problem:
-    told = reason if isinstance(reason, str) else reason.strerror or reason
-    message = f"the checkpoint cannot be read: {told}"
+    cause = reason if isinstance(reason, str) else reason.strerror or reason
+    message = f"the checkpoint cannot be read: {cause}"
     return Problem(array=None, path=path, message=message, remedy="none")
 
 

@@ -87,8 +87,8 @@ def find_leftovers(metadata: CheckedMetadata, rows: int | None = None) -> Leftov
         Rows of the run; those that are committed without it.
     """
     if isinstance(metadata.path, RemotePath) and metadata.objects is None:
-        told = "a web server does not say what it holds, so nobody has looked for leftovers"
-        return Leftovers(unlisted=[f"{told}, or checkpoints"])
+        unlisted = "a web server lists no files, so leftovers and checkpoints were not looked for"
+        return Leftovers(unlisted=[unlisted])
     found = Leftovers(temporaries=[*leftovers(metadata.path)], lock=lock_left(metadata.path))
     rows = metadata.rows if rows is None else rows
     for path in _entries(metadata, "", found):
@@ -96,7 +96,7 @@ def find_leftovers(metadata: CheckedMetadata, rows: int | None = None) -> Leftov
             found.unknown.append(path)
     for name in metadata.own:
         _find_in_array(metadata, name, rows, found)
-    with contextlib.suppress(OSError):  # which is told of the folder
+    with contextlib.suppress(OSError):  # which the folder's note has
         found.links = inner_links(metadata.path)
     return found
 

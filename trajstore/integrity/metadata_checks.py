@@ -249,8 +249,8 @@ def _check_rows(found: CheckedMetadata) -> None:
             found.report(None, f"committed_rows is {committed!r}, expected a number of rows")
         committed = None
     copies = found.consolidated() or {}
-    said = {name: copies[name]["shape"][0] for name in series if _has_shape(copies.get(name))}
-    votes = Counter(said.values())
+    shown = {name: copies[name]["shape"][0] for name in series if _has_shape(copies.get(name))}
+    votes = Counter(shown.values())
     if committed is not None:
         votes[committed] += 1
     if votes:
@@ -261,7 +261,7 @@ def _check_rows(found: CheckedMetadata) -> None:
         found.rows = min(found.arrays[name]["shape"][0] for name in series)
     if committed is not None and committed != found.rows:
         found.report(None, f"committed_rows is {committed}, the arrays have {found.rows} rows")
-    for name, rows in said.items():
+    for name, rows in shown.items():
         if rows != found.rows:
             found.report(
                 name,
@@ -270,7 +270,7 @@ def _check_rows(found: CheckedMetadata) -> None:
             )
     for name in series:
         own = found.own.get(name)
-        if name not in said and _has_shape(own) and own["shape"][0] < found.rows:  # type: ignore[index]
+        if name not in shown and _has_shape(own) and own["shape"][0] < found.rows:  # type: ignore[index]
             found.report(name, f"has {own['shape'][0]} rows of {found.rows}")  # type: ignore[index]
         found.arrays[name] = with_rows(name, found.arrays[name], found.rows)
 

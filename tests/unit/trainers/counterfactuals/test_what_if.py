@@ -27,7 +27,7 @@ pytestmark = pytest.mark.torch
 
 SUMMARIES = ("grad_token_norm", "W_step_norm", "W_ulp_l1", "cells")
 DTYPES = pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"]
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16], ids=str
 )
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
@@ -40,6 +40,14 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     ),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
 }
+
+
+def nightly_but(*quick: str) -> list[Any]:
+    """Optimizers of which only some are in a quick run."""
+    return [
+        pytest.param(name, marks=() if name in quick else pytest.mark.nightly)
+        for name in OPTIMIZERS
+    ]
 
 
 def same(first: xr.Dataset, second: xr.Dataset) -> None:
@@ -69,7 +77,7 @@ def applied(ds: xr.Dataset, make: Callable[[Any], Any], *, rates: Any = None) ->
     return np.stack(rows)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", nightly_but("adamw", "rounded", "sgd-momentum"))
 @DTYPES
 def test_nothing_changed_is_the_run_again(name: str, dtype: Any, tmp_path: Path) -> None:
     record_all = (
@@ -83,7 +91,7 @@ def test_nothing_changed_is_the_run_again(name: str, dtype: Any, tmp_path: Path)
     assert replay(found.path).replayed == 20
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", nightly_but("adamw"))
 def test_it_goes_on_from_a_step(name: str, tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run.zarr", OPTIMIZERS[name], dtype=torch.bfloat16)
     found = what_if(run, tmp_path / "same.zarr", from_step=7)
@@ -236,6 +244,7 @@ def test_state_of_float32_rounds_the_weights_once(tmp_path: Path) -> None:
     assert falls.any()
 
 
+@pytest.mark.nightly
 def test_stochastic_rounding_is_seeded_and_unbiased(tmp_path: Path) -> None:
     run = tiny_run(tmp_path / "run.zarr", dtype=torch.bfloat16, steps=6)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,14 @@ NIGHTLY_BFLOAT16 = pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)], ids=str
 )
 
+
+def nightly_but(names: Iterable[str], *quick: str) -> list[Any]:
+    """Parameters of which only some are in a quick run."""
+    return [
+        pytest.param(name, marks=() if name in quick else pytest.mark.nightly) for name in names
+    ]
+
+
 WHOLE = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
     "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
@@ -73,7 +82,7 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", nightly_but(WHOLE, "adamw-fused", "adam-other"))
 @NIGHTLY_BFLOAT16
 def test_moments_and_weights(name: str, dtype: Any, tmp_path: Path) -> None:
     path = tiny_run(tmp_path / "run.zarr", WHOLE[name], dtype=dtype, record=("all", *SUMMARIES))
@@ -100,7 +109,7 @@ REBUILT = {
 }
 
 
-@pytest.mark.parametrize("name", REBUILT)
+@pytest.mark.parametrize("name", nightly_but(REBUILT, "sgd-momentum", "nadam"))
 @NIGHTLY_BFLOAT16
 def test_state_that_no_run_holds_is_rebuilt(name: str, dtype: Any, tmp_path: Path) -> None:
     optimizer, rebuilt = REBUILT[name]
@@ -180,16 +189,8 @@ def test_a_loss_of_nan(tmp_path: Path) -> None:
     proven(path, 6, "W", "exp_avg")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gatsby",
-        *(
-            pytest.param(name, marks=pytest.mark.nightly)
-            for name in ("gatsby-adam", "gatsby-gradients")
-        ),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["gatsby", "gatsby-adam", "gatsby-gradients"])
 def test_presets(name: str, tmp_path: Path) -> None:
     config = preset(name).with_values(
         ["training.steps=40", "training.batch_size=4", "training.device=cpu",

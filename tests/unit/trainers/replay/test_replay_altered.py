@@ -33,8 +33,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # Both sides of the boundary of a block, and the last row.
-@pytest.mark.parametrize("row", [7, 8, STEPS])
-@pytest.mark.parametrize("variable", ["W", "exp_avg", "exp_avg_sq"])
+@pytest.mark.parametrize(
+    ("variable", "row"), [("W", 7), ("exp_avg", 8), ("exp_avg_sq", STEPS), ("W", STEPS)]
+)
 def test_an_altered_value_is_named_where_it_lies(variable: str, row: int, recorded: Path) -> None:
     flip(recorded, variable, (row, 3, 1), 12)
     result = replay(recorded)

@@ -200,7 +200,7 @@ def test_a_run_on_a_web_server(run: Path) -> None:
         found = verify(url)
         here = verify(run)
         assert found.clean
-        assert "nobody has looked for leftovers" in found.notes[0]
+        assert "leftovers and checkpoints were not looked for" in found.notes[0]
         assert (found.rows, found.shards, found.bytes) == (here.rows, here.shards, here.bytes)
         gets = [line for line in seen if line.startswith("GET")]
         assert len(gets) < 2 * len(contents(run)), gets

@@ -1,0 +1,52 @@
+"""Errors of commands: one sentence on standard error, and an exit code."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import sys
+from collections.abc import Callable
+from typing import ParamSpec
+
+import click
+from rich.text import Text
+
+from trajstore.cli.tables import err
+from trajstore.errors import TrajstoreError
+
+__all__ = ["sentences"]
+
+P = ParamSpec("P")
+
+
+def sentences(command: Callable[P, None]) -> Callable[P, None]:
+    """Turn the errors that are meant for people into one sentence and an exit code."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except TrajstoreError as error:
+            if click.get_current_context().find_root().params["debug"]:
+                raise
+            _fail(str(error), error.exit_code)
+        except OSError as error:
+            if click.get_current_context().find_root().params["debug"]:
+                raise
+            where = f" {error.filename}" if error.filename else ""
+            _fail(f"the system refused{where}: {error.strerror or error}", 1)
+        except MemoryError as error:
+            if click.get_current_context().find_root().params["debug"]:
+                raise
+            _fail(f"there is not as much memory as this takes: {error or 'out of memory'}", 1)
+        except KeyboardInterrupt:
+            if click.get_current_context().find_root().params["debug"]:
+                raise
+            _fail("stopped by Ctrl-C", 128 + signal.SIGINT)
+
+    return wrapped
+
+
+def _fail(sentence: str, code: int) -> None:
+    err.print(Text(f"trajstore: {sentence}"))
+    sys.exit(code)
