@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import xarray as xr
 
-from trajstore.analysis.cloud.shape import build_scores
+from trajstore.analysis.cloud.shape import scores_along_axes
 from trajstore.analysis.exploring.run_history import RunHistory
-from trajstore.analysis.motion.norms import build_grad_norms
-from trajstore.analysis.motion.ulp_motion import build_lattice_displacement
+from trajstore.analysis.motion.norms import grad_norms
+from trajstore.analysis.motion.ulp_motion import lattice_displacement
 from trajstore.analysis.optimizer.freeze_causes import CAUSES
 from trajstore.analysis.scan.scan import Scan
 
@@ -38,11 +38,11 @@ def token_history(ds: xr.Dataset, at: int, history: RunHistory) -> xr.Dataset:
     scan = Scan(one)
     steps = one["step"]
     found = {
-        "position": build_scores(scan, history.plane).astype(np.float32),
-        "hop": build_lattice_displacement(scan, ord=1).reindex(step=steps),
+        "position": scores_along_axes(scan, history.plane).astype(np.float32),
+        "hop": lattice_displacement(scan, ord=1).reindex(step=steps),
     }
     if "grad" in one:
-        found["gradient"] = build_grad_norms(scan)
+        found["gradient"] = grad_norms(scan)
     if history.cause is not None:
         cause = history.cause.isel(token=slice(at, at + 1))
         found["cause"] = cause.reindex(step=steps, fill_value=-1)

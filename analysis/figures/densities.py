@@ -10,8 +10,7 @@ import xarray as xr
 from trajstore.analysis.figures.axes_marks import log_scale, named, note, with_legend, with_units
 from trajstore.analysis.figures.figure import Figure, Look, Options
 from trajstore.analysis.figures.style import population_colour
-from trajstore.analysis.motion.ulp_motion import build_lattice_displacement
-from trajstore.analysis.motion.velocity import build_speed
+from trajstore.analysis.motion import ulp_motion, velocity
 from trajstore.analysis.optimizer.log_histograms import log_histogram
 from trajstore.analysis.scan.scan import Scan
 
@@ -27,9 +26,9 @@ _HOP_CLASSES = 4
 """To a decade: more would have classes between two whole numbers."""
 
 
-def _hops(history: Scan, options: Options) -> xr.Dataset:
-    distance = build_lattice_displacement(history, ord=1, lattice=options.lattice)
-    shown = options.populations(history)
+def _hops(scan: Scan, options: Options) -> xr.Dataset:
+    distance = ulp_motion.lattice_displacement(scan, ord=1, lattice=options.lattice)
+    shown = options.populations(scan)
     counts = log_histogram(distance, -1, 12, _HOP_CLASSES).sel(population=shown).sum("step")
     return counts.assign_attrs(units=distance.attrs["units"])
 
@@ -77,9 +76,9 @@ def pooled_steps(counts: xr.DataArray) -> tuple[xr.DataArray, int]:
     return pooled.assign_coords(step=counts["step"].values[::width]), width
 
 
-def _speed_density(history: Scan, options: Options) -> xr.Dataset:
-    (shown,) = options.populations(history, ("all",))
-    pace = build_speed(history)
+def _speed_density(scan: Scan, options: Options) -> xr.Dataset:
+    (shown,) = options.populations(scan, ("all",))
+    pace = velocity.speed(scan)
     counts = log_histogram(pace, -12, 4, 12).sel(population=shown)
     return counts.assign_attrs(units=pace.attrs["units"])
 

@@ -68,12 +68,12 @@ class Options:
                     f"got {name}={getattr(self, name)!r}, expected {' or '.join(known)}"
                 )
 
-    def populations(self, history: Scan, usual: Sequence[str] = ("dead", "live")) -> list[str]:
+    def populations(self, scan: Scan, usual: Sequence[str] = ("dead", "live")) -> list[str]:
         """Names of those to be shown: such as have tokens.
 
         Parameters
         ----------
-        history : Scan
+        scan : Scan
         usual : sequence of str
             Without a choice; ``all`` where the run says nothing of them.
 
@@ -82,7 +82,7 @@ class Options:
         InvalidArgument
             If the run does not know the chosen one, or no token belongs to it.
         """
-        names, groups = populations(history.ds)
+        names, groups = populations(scan.ds)
         there = [name for name, group in zip(names, groups, strict=True) if group.any()]
         if self.population is None:
             return [name for name in there if name in usual] or ["all"]
@@ -174,7 +174,7 @@ class Figure:
     of_populations: bool = True
     reading: str = "blocks"
 
-    def data(self, history: Scan, options: Options) -> xr.Dataset:
+    def data(self, scan: Scan, options: Options) -> xr.Dataset:
         """What is drawn, lazy.
 
         Raises
@@ -184,11 +184,11 @@ class Figure:
         VariableNotRecorded
             If the run does not hold what it is about.
         """
-        if history.rows < self.rows:
+        if scan.rows < self.rows:
             raise InvalidArgument(
-                f"{self.name} needs at least {self.rows} rows, and the run has {history.rows}"
+                f"{self.name} needs at least {self.rows} rows, and the run has {scan.rows}"
             )
-        return self.collect(history, options)
+        return self.collect(scan, options)
 
     def __call__(
         self,

@@ -17,12 +17,12 @@ from trajstore.analysis.optimizer.ratio_histogram import quantiles as quantiles_
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import last_rows, over_hidden, shared, waiting
 from trajstore.analysis.scan.consecutive_rows import tiles
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import populations
 
-__all__ = ["build_moment_error", "moment_error"]
+__all__ = ["moment_error"]
 
 Array = npt.NDArray[Any]
 
@@ -83,8 +83,9 @@ def _error_kernel(
     return result
 
 
+@quantity()
 def moment_error(
-    ds: xr.Dataset,
+    scan: Scan,
     optimizer: Mapping[str, Any] | None = None,
     quantiles: Sequence[float] | float = (0.05, 0.25, 0.5, 0.75, 0.95),
 ) -> xr.Dataset:
@@ -120,25 +121,15 @@ def moment_error(
     >>> error.dims
     ('step',)
     """
-    return build_moment_error(Scan(ds), optimizer, quantiles)
-
-
-@checks_types
-def build_moment_error(
-    history: Scan,
-    optimizer: Mapping[str, Any] | None = None,
-    quantiles: Sequence[float] | float = (0.05, 0.25, 0.5, 0.75, 0.95),
-) -> xr.Dataset:
-    """`moment_error` of a prepared Dataset."""
     levels = np.atleast_1d(np.asarray(quantiles, np.float64))
     if not ((levels >= 0) & (levels <= 1)).all():
         raise InvalidArgument(f"got quantiles {quantiles}, expected values from 0 to 1")
-    input_checks.variables(history.ds, "grad", "clip_coef", *MOMENTS)
-    recurrence = Recurrence.of(history, optimizer, "moment_error")
-    names, groups = populations(history.ds)
+    input_checks.variables(scan.ds, "grad", "clip_coef", *MOMENTS)
+    recurrence = Recurrence.of(scan, optimizer, "moment_error")
+    names, groups = populations(scan.ds)
     errors = da.stack(_errors(recurrence, groups, levels), axis=2)
     coords = {
-        "step": history.ds["step"],
+        "step": scan.ds["step"],
         "population": names,
         "moment": list(MOMENTS),
         "quantile": levels,

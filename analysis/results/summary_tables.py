@@ -93,10 +93,10 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     {'dead': 0.008, 'live': 0.093, 'all': 0.015}
     """
     if lattice != "native" or ("W" not in ds and "cells" in ds):
-        history = Scan(ds)
-        points = history.points(lattice)
+        scan = Scan(ds)
+        points = scan.points(lattice)
         ds = ds.assign(
-            W=history.wrap(points.blocks, points.variable, dims=("step", "token", "hidden"))
+            W=scan.wrap(points.blocks, points.variable, dims=("step", "token", "hidden"))
         )
     if not hold_only_changes(ds):
         input_checks.variables(ds, "W")

@@ -10,6 +10,8 @@
     W on a lattice of choice: its values checked against their type, and rounded to another.
 ``population_statistics``
     Dead, live and all tokens, populations of the user, and the statistics of anything over them.
+``quantity``
+    The decorator of a quantity, and the table of all of them.
 ``recorded_changes``
     Questions of motion to a run that holds the changes of W and no W: what differences answer.
 ``run_attributes``

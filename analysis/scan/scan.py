@@ -7,7 +7,7 @@ dask nodes is made once, so each chunk is read once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -28,9 +28,6 @@ from trajstore.analysis.scan.run_attributes import check_single_run, with_own_at
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.populations.masks import check_dataset
 from trajstore.values.token_norms import result_dtype
-
-if TYPE_CHECKING:
-    from trajstore.store.reading.array_reader import StoredArray
 
 __all__ = ["Scan", "native_dtype"]
 
@@ -79,8 +76,6 @@ class Scan:
     measures : mapping of str to sequence of str
         By lattice, of `MEASURES`: what is measured together, in one
         pass. A measure that is not among them has a pass of its own.
-    alone : bool
-        Whether only one quantity is asked for, so that nobody shares the blocks that it reads.
 
     Raises
     ------
@@ -92,8 +87,6 @@ class Scan:
         self,
         ds: xr.Dataset,
         measures: Mapping[str, Sequence[str]] | None = None,
-        *,
-        alone: bool = False,
     ) -> None:
         check_dataset(ds)
         check_single_run(ds)
@@ -113,7 +106,6 @@ class Scan:
         for lattice, asked in (measures or {}).items():
             known = self._together.get(self._own_name(lattice), ())
             self._together[self._own_name(lattice)] = tuple(dict.fromkeys((*known, *asked)))
-        self._alone = alone
         self._blocks: dict[str, da.Array] = {}
         self._boundaries: dict[tuple[str, str], da.Array] = {}
         self._points: dict[str, Points] = {}
@@ -166,18 +158,6 @@ class Scan:
             data = array.data.rechunk({2: -1})
             self._blocks[name] = data
         return self._blocks[name]
-
-    def stored(self, name: str) -> StoredArray | None:
-        """Where the blocks of a matrix are read from, if nobody else is to share them.
-
-        None also where they are no blocks of a run on this machine, or something is done to them.
-        """
-        if not self._alone:
-            return None
-        # It knows zarr, which who has no run need not load.
-        from trajstore.store.reading.lazy_source import stored_source
-
-        return stored_source(self.blocks(name))
 
     def aligned(self, like: str, name: str) -> da.Array:
         """Blocks of a matrix, chunked as another."""
