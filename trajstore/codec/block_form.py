@@ -212,7 +212,6 @@ class BlockForm:
         fetch: Fetch,
         out: Array,
         *,
-        decode: Decode | None = None,
         padding: bool = False,
         helpers: ThreadPoolExecutor | None = None,
     ) -> None:
@@ -227,9 +226,6 @@ class BlockForm:
         fetch : callable
         out : ndarray of ``native.stored`` or ``native.bits``
             Receives the values, or their native bits.
-        decode : callable, optional
-            Instead of `Decoder.decode`: receives of each chunk the bytes, what is wanted of it and
-            its place in `out`, which need be no array of values then.
         padding : bool
             Whether rows that are not valid may be selected too.
         helpers : ThreadPoolExecutor, optional
@@ -243,8 +239,7 @@ class BlockForm:
         if not padding:
             self.check_rows(tail, axes)
         left = deque(self.wanted(tail, axes))
-        decode = decode or self.decoder.decode
-        each = partial(_each_of, left, partial(self._decode, fetch=fetch, decode=decode, out=out))
+        each = partial(_each_of, left, partial(self._decode, fetch=fetch, out=out))
         if helpers is None:
             each()
             return
@@ -268,14 +263,13 @@ class BlockForm:
         length: int,
         *,
         fetch: Fetch,
-        decode: Decode,
         out: Array,
     ) -> None:
         try:
             data = fetch(offset, length)
             if len(data) != length:
                 raise ValueError("the object ends before it")
-            _decode_picks(data, picks, decode, out)
+            _decode_picks(data, picks, self.decoder.decode, out)
         except (ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(
                 f"bytes {offset} to {offset + length}: a broken chunk ({error})"

@@ -4,8 +4,6 @@
     The arrays of a run as their shards hold them: native bits, labels, indices.
 ``block_view``
     Runs whose arrays zarr shards itself, seen as blocks: all of format 1, and all of ``portable``.
-``lazy_source``
-    What a dask array reads: the array of a run on disk, if that is all it stands for.
 ``open_group``
     The Zarr group that a run is, checked.
 ``open_run``
