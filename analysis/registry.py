@@ -36,9 +36,9 @@ from trajstore.analysis.optimizer import (  # noqa: F401
     moment_ratios,
     moments,
 )
+from trajstore.analysis.scan.input_checks import RUN
 from trajstore.analysis.scan.population_statistics import by_population as statistics_by_population
 from trajstore.analysis.scan.quantity import ALONE, QUANTITIES, Quantity
-from trajstore.analysis.scan.run_attributes import RUN
 from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.several.divergence import divergence
 from trajstore.analysis.several.many_runs import over_runs

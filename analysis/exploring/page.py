@@ -12,8 +12,7 @@ import numpy as np
 
 from trajstore.analysis.exploring import plots
 from trajstore.analysis.exploring.live_run import LiveRun
-from trajstore.analysis.exploring.token_history import cause_sentences, token_history
-from trajstore.analysis.exploring.token_list import nearest
+from trajstore.analysis.exploring.tokens import cause_sentences, nearest, token_history
 from trajstore.analysis.figures.figure import described
 from trajstore.analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, population_colour
 

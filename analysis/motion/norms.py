@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import dask.array as da
 import numpy as np
+import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import over_hidden
 from trajstore.analysis.scan.consecutive_rows import measure_rows
+from trajstore.analysis.scan.input_checks import hold_only_changes
 from trajstore.analysis.scan.quantity import quantity
-from trajstore.analysis.scan.recorded_changes import cumulated, hold_only_changes
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import result_dtype
@@ -23,6 +24,9 @@ __all__ = [
     "grad_norms",
     "order_label",
 ]
+
+
+Array = npt.NDArray[Any]
 
 
 def check_order(order: float) -> float:
@@ -99,6 +103,22 @@ def grad_norms(scan: Scan, ord: float = 2) -> xr.DataArray:
     )
 
 
+def _cumulated(blocks: da.Array) -> da.Array:
+    """Sum of the changes after the first row, in float64: where W is, seen from there."""
+    steps, tokens, hidden = blocks.chunks
+    # What led to the first row is no part of the way from it.
+    begin = blocks.map_blocks(_without_first, dtype=np.float64, meta=np.empty((0, 0, 0)))
+    assert begin.chunks == (steps, tokens, hidden)
+    return da.cumsum(begin, axis=0, method="sequential")
+
+
+def _without_first(block: Array, block_info: Any = None) -> Array:
+    wide = block.astype(np.float64)
+    if block_info and block_info[0]["chunk-location"][0] == 0:
+        wide[:1] = 0
+    return wide
+
+
 @quantity()
 def displacement(scan: Scan, since: int | Literal["previous"] = 0) -> xr.DataArray:
     """Distance of each token from where it was, ‖W_t − W_since‖₂.
@@ -151,6 +171,6 @@ def displacement(scan: Scan, since: int | Literal["previous"] = 0) -> xr.DataArr
 def _by_changes(scan: Scan, row: int) -> xr.DataArray:
     """Distance from a row, where only changes are known."""
     changes = scan.recorded()
-    places = cumulated(changes.blocks)
+    places = _cumulated(changes.blocks)
     data = over_hidden(measure_rows, places, places[row], order=2, dtype=np.float64)
     return scan.wrap(data.astype(result_dtype(changes.blocks.dtype)), changes.variable)

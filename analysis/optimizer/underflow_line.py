@@ -11,7 +11,6 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.optimizer.adam_rule import AdamRule
-from trajstore.analysis.optimizer.log_histograms import log_edges
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import shared
 from trajstore.analysis.scan.quantity import takes_scan
@@ -24,7 +23,7 @@ __all__ = ["moment_plane"]
 
 Array = npt.NDArray[Any]
 
-_EDGES = log_edges(-16, 4, 12)
+_EDGES = np.logspace(-16, 4, 20 * 12 + 1)  # 12 classes to a factor of ten
 _LEVELS = (0.05, 0.5, 0.95)
 
 

@@ -10,8 +10,8 @@ import xarray as xr
 
 from trajstore.analysis.motion.norms import displacement, grad_norms
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.input_checks import hold_only_changes
 from trajstore.analysis.scan.population_statistics import statistics, with_mostly_dead
-from trajstore.analysis.scan.recorded_changes import hold_only_changes
 from trajstore.analysis.scan.scan import Scan
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument

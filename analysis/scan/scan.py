@@ -17,14 +17,14 @@ import xarray as xr
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import over_hidden, rows_before, shared
 from trajstore.analysis.scan.consecutive_rows import measure_pairs, measure_rows, pair_dtype
+from trajstore.analysis.scan.input_checks import (
+    check_every_step,
+    check_single_run,
+    hold_only_changes,
+    with_own_attributes,
+)
 from trajstore.analysis.scan.lattice_points import Points, chosen_type, place_on_lattice
 from trajstore.analysis.scan.population_statistics import with_mostly_dead
-from trajstore.analysis.scan.recorded_changes import (
-    check_every_step,
-    hold_only_changes,
-    moved_kernel,
-)
-from trajstore.analysis.scan.run_attributes import check_single_run, with_own_attributes
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.populations.masks import check_dataset
 from trajstore.values.token_norms import result_dtype
@@ -53,6 +53,11 @@ def _apply_between_rows(
 
 def _apply_to_changes(block: Array, kernel: Callable[[Array, Array], Array]) -> Array:
     return kernel(block, np.zeros_like(block))
+
+
+def _has_moved(block: Array) -> npt.NDArray[np.bool_]:
+    """Whether each vector of changes is other than zero; a NaN is."""
+    return np.asarray((block != 0).any(-1))
 
 
 def _field(measured: npt.NDArray[np.void], name: str) -> Array:
@@ -349,7 +354,7 @@ class Scan:
         """Whether any bit of a token changed between rows, bool (step, token)."""
         stored = self._stored_hops(lattice)
         if stored is None and lattice == "native" and hold_only_changes(self.ds):
-            return self._of_changes(moved_kernel, np.bool_)
+            return self._of_changes(_has_moved, np.bool_)
         # A changed NaN has hops of NaN, which are not 0 either.
         return self.pair("moved", lattice) if stored is None else stored != 0
 
