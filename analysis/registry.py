@@ -240,11 +240,11 @@ def _answer_of_runs(
     by_population: bool,
     lattice: str,
 ) -> xr.Dataset:
-    together = [name for name in names if name in ACROSS_RUNS]
-    if together and (len(names) > 1 or assignments or by_population or lattice != "native"):
-        raise InvalidArgument(f"{together[0]} is asked by itself, and has no options")
-    if together:
-        return ACROSS_RUNS[together[0]](ds)
+    across = [name for name in names if name in ACROSS_RUNS]
+    if across and (len(names) > 1 or assignments or by_population or lattice != "native"):
+        raise InvalidArgument(f"{across[0]} is asked by itself, and has no options")
+    if across:
+        return ACROSS_RUNS[across[0]](ds)
     options = {"by_population": by_population, "lattice": lattice}
     found: xr.Dataset = over_runs(ds, answer, names, assignments, **options)
     return found

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan.block_tasks import in_halves, rows_before, shared
-from trajstore.analysis.scan.lattice_points import told_of_lattice
+from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -279,7 +279,7 @@ def clusters(
         )
     result |= _of_populations(ids, boundaries, later, groups, ranks)
     ds = xr.Dataset(result, coords={"step": scan.ds["step"]})
-    ds = told_of_lattice(ds, lattice, units="1")
+    ds = with_lattice_attributes(ds, lattice, units="1")
     ds = ds.assign_coords(population=names, rank=np.arange(1, ranks + 1), event=list(EVENTS))
     return ds.sel(population=population) if population is not None else ds
 

@@ -17,7 +17,7 @@ import xarray as xr
 from trajstore.analysis.cloud.identical_vectors import divide, token_labels
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import shared, whole_rows
-from trajstore.analysis.scan.lattice_points import told_of_lattice
+from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument, MissingExtra
@@ -303,7 +303,7 @@ def adjacency(
         data = _column(found, name, None, tokens, "i8")
         array = scan.wrap(data, points.variable, rows=rows)
         result[name] = array.assign_attrs(long_name=f"{long_name}; -1 outside the population")
-    ds = told_of_lattice(xr.Dataset(result), lattice, units="1")
+    ds = with_lattice_attributes(xr.Dataset(result), lattice, units="1")
     return ds.sel(population=population) if population is not None else ds
 
 

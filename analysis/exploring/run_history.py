@@ -11,7 +11,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.cloud.shape import pca, scores_along_axes
-from trajstore.analysis.figures.figure import Options, together
+from trajstore.analysis.figures.figure import Options, compute_together
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.motion.norms import displacement, grad_norms
 from trajstore.analysis.motion.rest_layers import pool_layers
@@ -133,7 +133,9 @@ def prepare(ds: xr.Dataset, report: Report | None = None) -> RunHistory:
             "--steps or --tokens"
         )
     with progress_of_tasks(report):
-        (made,) = together([pca(Scan(ds), components=2)[["basis", "basis_mean", "spectrum"]]])
+        (made,) = compute_together(
+            [pca(Scan(ds), components=2)[["basis", "basis_mean", "spectrum"]]]
+        )
         plane = made.assign(share=made["spectrum"] / made["spectrum"].sum())
         found, unknown = _measure(ds, plane, 0)
     found["position"] = found["position"].isel(step=slice(None, None, _every(rows, tokens)))
@@ -264,7 +266,7 @@ def _measure(
     values: dict[str, xr.DataArray] = {}
     # Causes need four matrices at once: in a reading of their own, fewer blocks are held.
     for names in (lazy.keys() - {"cause"}, lazy.keys() & {"cause"}):
-        found = together([lazy[name].to_dataset(name=name) for name in sorted(names)])
+        found = compute_together([lazy[name].to_dataset(name=name) for name in sorted(names)])
         values |= {name: ds[name] for name, ds in zip(sorted(names), found, strict=True)}
     return values, unknown
 

@@ -158,30 +158,30 @@ def cause_sentences(token: xr.Dataset) -> list[str]:
     Examples
     --------
     >>> import xarray as xr
-    >>> told = {"hop": ("step", [float("nan"), 3, 0]), "cause": ("step", [-1, 0, 2])}
-    >>> cause_sentences(xr.Dataset(told, {"step": [0, 1, 2]}))
+    >>> token = {"hop": ("step", [float("nan"), 3, 0]), "cause": ("step", [-1, 0, 2])}
+    >>> cause_sentences(xr.Dataset(token, {"step": [0, 1, 2]}))
     ['It moved last at step 1, and has stood still for 1 row since: underflow.']
     """
     moved = np.flatnonzero(token["hop"].values[1:] != 0) + 1  # a hop of NaN is one
     ways = token.sizes["step"] - 1
-    told = []
+    sentences = []
     last = int(moved[-1]) if moved.size else 0
     rest = ways - last
     if not moved.size:
-        told.append(f"It never moved, in {_rows(ways)}{_why(token, 1)}.")
+        sentences.append(f"It never moved, in {_rows(ways)}{_why(token, 1)}.")
     elif rest:
         step = int(token["step"][last])
-        told.append(
+        sentences.append(
             f"It moved last at step {step:,}, and has stood still for {_rows(rest)} since"
             f"{_why(token, last + 1)}."
         )
     else:
-        told.append("It moved at the last row.")
+        sentences.append("It moved at the last row.")
     before = last - moved.size
     if before > 0:
         why = _why(token, 1, last)
-        told.append(f"Before that it stood still in {_rows(before)} of {last:,}{why}.")
-    return told
+        sentences.append(f"Before that it stood still in {_rows(before)} of {last:,}{why}.")
+    return sentences
 
 
 def _rows(number: int) -> str:

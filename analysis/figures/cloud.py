@@ -37,8 +37,8 @@ def _centroid(scan: Scan, options: Options) -> xr.Dataset:
 
 
 def _draw_centroid(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    told = {"centroid_norm": "norm of their centre", "mean_radius": "mean distance from it"}
-    population_curves(ax, data, look, told)
+    labels = {"centroid_norm": "norm of their centre", "mean_radius": "mean distance from it"}
+    population_curves(ax, data, look, labels)
     along_steps(ax, "length", data["centroid_norm"].attrs["units"])
     lines = "whole: how far their centre is from 0; dotted: how far they are from it, on average"
     spread_note(ax, look, alone=lines)
@@ -102,14 +102,14 @@ def _draw_trajectory(ax: Axes, data: xr.Dataset, look: Look) -> None:
         texts.append(with_units(text, data["position"].attrs.get("units")))
     ax.set_xlabel(texts[0])
     ax.set_ylabel(texts[1])
-    told = (
+    notes = (
         []
         if few
         else ["all tokens at all steps, counted in cells: the stronger the colour, the more (log)"]
     )
-    told += [f"every {data.attrs['every']}th step"] if data.attrs["every"] > 1 else []
-    if told:
-        note(ax, "; ".join(told))
+    notes += [f"every {data.attrs['every']}th step"] if data.attrs["every"] > 1 else []
+    if notes:
+        note(ax, "; ".join(notes))
     with_legend(ax)
 
 
@@ -203,8 +203,8 @@ def _clusters(scan: Scan, options: Options) -> xr.Dataset:
 
 
 def _draw_clusters(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    told = {"vectors": "different vectors", "largest": "tokens that share the commonest"}
-    population_curves(ax, data, look, told)
+    labels = {"vectors": "different vectors", "largest": "tokens that share the commonest"}
+    population_curves(ax, data, look, labels)
     ax.set_yscale("log")
     ax.yaxis.set_major_formatter("{x:,.0f}")
     along_steps(ax, "number of vectors, or of tokens")

@@ -203,8 +203,8 @@ def _draw_speed_density(ax: Axes, data: xr.Dataset, look: Look) -> None:
     _crop(ax, "y", edges, counted)
     still, lost = int(data["zero"].sum()), int((data["outside"] + data["nan"]).sum())
     total = int(data["count"].sum()) + still + lost
-    told = f"{named(str(data['population'].item()))}; still, not shown: {still / total:.1%}"
-    note(ax, told + (f"; {lost:,} beyond the axis or NaN" if lost else ""))
+    text = f"{named(str(data['population'].item()))}; still, not shown: {still / total:.1%}"
+    note(ax, text + (f"; {lost:,} beyond the axis or NaN" if lost else ""))
     ax.set_xlabel("optimizer step")
     ax.set_ylabel(with_units("speed", data.attrs["units"]))
 

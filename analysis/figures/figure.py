@@ -28,10 +28,10 @@ __all__ = [
     "Look",
     "Options",
     "check_matplotlib",
+    "compute_together",
     "prepared",
     "run_name",
     "run_system",
-    "together",
 ]
 
 MOST_GROUPS = 2
@@ -242,7 +242,7 @@ class Figure:
         else:
             runs = [ds] if other is None else [ds, other]
             draw, about = partial(self.draw_all, runs=runs), " | ".join(map(described, runs))
-        found = together([self.data(prepared(run, [self], chosen), chosen) for run in runs])
+        found = compute_together([self.data(prepared(run, [self], chosen), chosen) for run in runs])
         with in_style(style):
             target = new_axes() if ax is None else ax
             draw(target, found, style=style, log=log)
@@ -349,9 +349,10 @@ def asked_for(options: Mapping[str, Any]) -> Options:
     known = tuple(Options.__dataclass_fields__)
     unknown = [name for name in options if name not in known]
     if unknown:
-        told = [f"{name!r}{did_you_mean(name, known)}" for name in unknown]
+        unknown_names = [f"{name!r}{did_you_mean(name, known)}" for name in unknown]
         raise InvalidArgument(
-            f"got {', '.join(told)}, expected some of other, style, log, {', '.join(known)}"
+            f"got {', '.join(unknown_names)}, "
+            f"expected some of other, style, log, {', '.join(known)}"
         )
     return Options(**options)
 
@@ -365,7 +366,7 @@ def prepared(ds: xr.Dataset, figures: Sequence[Figure], options: Options) -> Sca
     return Scan(ds, measures)
 
 
-def together(lazy: Sequence[xr.Dataset], report: Report | None = None) -> list[xr.Dataset]:
+def compute_together(lazy: Sequence[xr.Dataset], report: Report | None = None) -> list[xr.Dataset]:
     """Compute several Datasets in one pass, and report tasks done and in all."""
     # As arrays: of several Datasets, dask 2026.8 loses tasks when it joins their graphs.
     arrays = [

@@ -48,8 +48,8 @@ def _draw_bands(ax: Axes, data: xr.Dataset, look: Look) -> None:
     label = str(data["mean"].attrs["long_name"]).removeprefix("mean of ")
     along_steps(ax, label, data["mean"].attrs.get("units"))
     log_scale(ax, "y", data["mean"].values)
-    told = "line: mean over tokens; band: 5 % to 95 % of them"
-    spread_note(ax, look, over="tokens and runs", alone=told)
+    text = "line: mean over tokens; band: 5 % to 95 % of them"
+    spread_note(ax, look, over="tokens and runs", alone=text)
     if look.spread is None and (zeros := _zeros(data, look)):
         note(ax, f"0, which a logarithmic axis does not show: {zeros}")
     with_legend(ax)
@@ -57,18 +57,18 @@ def _draw_bands(ax: Axes, data: xr.Dataset, look: Look) -> None:
 
 def _zeros(data: xr.Dataset, look: Look) -> str:
     """At how many steps the lower end of a band is 0, and the mean is."""
-    told = []
+    notes = []
     for population in data["population"].values.tolist():
         part = data.sel(population=population)
         low, mean = ((part[name] == 0).values for name in ("quantiles", "mean"))
         counts = {"5 % quantile": low.any(-1).sum(), "mean": mean.sum()}
         of = f"of {part.sizes['step']:,} steps"
-        told += [
+        notes += [
             look.label(f"{name} of {named(population)} at {count:,} {of}")
             for name, count in counts.items()
             if count
         ]
-    return "; ".join(told)
+    return "; ".join(notes)
 
 
 def _gradients(scan: Scan, options: Options) -> xr.Dataset:
@@ -146,8 +146,8 @@ def _split(bulk: npt.NDArray[Any], thermal: npt.NDArray[Any]) -> str:
         "about a resting centre": (bulk == 0) & (thermal > 0),
         "NaN": np.isnan(bulk) | np.isnan(thermal),
     }
-    told = [f"{count:,} {name}" for name, at in counts.items() if (count := int(at.sum()))]
-    return f"of {bulk.size:,} steps {', '.join(told)}"
+    parts = [f"{count:,} {name}" for name, at in counts.items() if (count := int(at.sum()))]
+    return f"of {bulk.size:,} steps {', '.join(parts)}"
 
 
 _LAGS = 28

@@ -54,11 +54,11 @@ def _freeze(scan: Scan, options: Options) -> xr.Dataset:
 
 
 def _draw_freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    told = {
+    labels = {
         "frozen_fraction": "will not move again",
         "still_fraction": "did not move at this step",
     }
-    population_curves(ax, data, look, told)
+    population_curves(ax, data, look, labels)
     along_steps(ax, "share of the tokens")
     ax.set_ylim(-0.02, 1.02)
     lines = "whole: share of the tokens whose last motion is past; dotted: that stood still then"

@@ -39,7 +39,7 @@ def _draw(
         census["step"].values,
         counts[shown],
         colors=[colours[kinds[at]] for at in shown],
-        labels=[_told(kinds[at], meanings) for at in shown],
+        labels=[_label(kinds[at], meanings) for at in shown],
         lw=0,
         step="pre",
         rasterized=True,
@@ -51,7 +51,7 @@ def _draw(
     ax.grid(False)
 
 
-def _told(kind: str, meanings: Mapping[str, str]) -> str:
+def _label(kind: str, meanings: Mapping[str, str]) -> str:
     return ": ".join(filter(None, [kind.replace("_", " "), meanings.get(kind, "")]))
 
 

@@ -16,7 +16,7 @@ import xarray as xr
 
 from trajstore.analysis.scan.block_tasks import in_turn, rows_before, shared
 from trajstore.analysis.scan.consecutive_rows import tiles
-from trajstore.analysis.scan.lattice_points import Points, told_of_lattice
+from trajstore.analysis.scan.lattice_points import Points, with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import chosen_populations
@@ -395,4 +395,4 @@ def distinct(scan: Scan, population: str | None = None, lattice: str = "native")
     }
     points = scan.points(lattice)
     result = per_population(scan, population, _distinct_kernel, facts, motion=False, points=points)
-    return told_of_lattice(result, lattice)
+    return with_lattice_attributes(result, lattice)

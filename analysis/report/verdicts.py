@@ -20,7 +20,7 @@ __all__ = ["evidence", "verdicts"]
 
 
 def evidence(scan: Scan) -> tuple[dict[str, xr.Dataset], dict[str, str]]:
-    """What the sentences need, lazy, and by name what cannot be told, and why."""
+    """What the sentences need, lazy, and by name what cannot be sentences, and why."""
     questions = {
         "gradients": _gradients,
         "rest": _rest,
@@ -69,14 +69,14 @@ def verdicts(found: dict[str, xr.Dataset], population: str) -> list[str]:
     population : str
         That has tokens.
     """
-    told: list[str] = []
+    sentences: list[str] = []
     if "gradients" in found:
-        told.append(_of_gradients(found["gradients"]["counts"].sel(population=population)))
+        sentences.append(_of_gradients(found["gradients"]["counts"].sel(population=population)))
     if "rest" in found:
-        told.append(_of_rest(found["rest"], population))
+        sentences.append(_of_rest(found["rest"], population))
     if "causes" in found:
-        told.append(_of_causes(found["causes"]["counts"].sel(population=population)))
-    return [sentence for sentence in told if sentence]
+        sentences.append(_of_causes(found["causes"]["counts"].sel(population=population)))
+    return [sentence for sentence in sentences if sentence]
 
 
 def _of_gradients(counts: xr.DataArray) -> str:

@@ -107,10 +107,12 @@ class Scan:
             raise InvalidArgument(
                 "the steps of this Dataset do not increase; sort it by step, and keep each once"
             )
-        self._together: dict[str, tuple[str, ...]] = {}
+        self._measured_together: dict[str, tuple[str, ...]] = {}
         for lattice, asked in (measures or {}).items():
-            known = self._together.get(self._own_name(lattice), ())
-            self._together[self._own_name(lattice)] = tuple(dict.fromkeys((*known, *asked)))
+            known = self._measured_together.get(self._own_name(lattice), ())
+            self._measured_together[self._own_name(lattice)] = tuple(
+                dict.fromkeys((*known, *asked))
+            )
         self._blocks: dict[str, da.Array] = {}
         self._boundaries: dict[tuple[str, str], da.Array] = {}
         self._points: dict[str, Points] = {}
@@ -274,20 +276,20 @@ class Scan:
         """
         self.require_rows(1, "a question about motion")
         lattice = self._own_name(lattice)
-        together = self._together.get(lattice, ())
-        together = together if measure in together else (measure,)
-        if (lattice, together) not in self._measured:
-            points = self.recorded() if together == ("step_norm",) else self.points(lattice)
+        measures = self._measured_together.get(lattice, ())
+        measures = measures if measure in measures else (measure,)
+        if (lattice, measures) not in self._measured:
+            points = self.recorded() if measures == ("step_norm",) else self.points(lattice)
             measured = over_hidden(
                 measure_pairs,
                 points.blocks,
                 points.boundaries,
-                measures=together,
+                measures=measures,
                 native=points.type,
-                dtype=pair_dtype(together, points.blocks.dtype),
+                dtype=pair_dtype(measures, points.blocks.dtype),
             )
-            self._measured[lattice, together] = points.variable, measured[1:]
-        variable, measured = self._measured[lattice, together]
+            self._measured[lattice, measures] = points.variable, measured[1:]
+        variable, measured = self._measured[lattice, measures]
         dtype = measured.dtype[measure]
         data = measured.map_blocks(
             _field, measure, dtype=dtype, meta=np.empty((0, 0), dtype), token=f"pair-{measure}"
