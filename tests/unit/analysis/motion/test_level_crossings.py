@@ -16,7 +16,7 @@ from trajstore.errors import InvalidArgument
 VALUES = st.sampled_from([0.0, -0.0, 0.25, 0.5, 1.0, -1.0, np.nan, np.inf])
 
 
-@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "30")), deadline=None)
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "12")), deadline=None)
 @given(
     arrays(np.float32, st.tuples(st.integers(1, 7), st.integers(1, 3)), elements=VALUES),
     st.integers(1, 4),
