@@ -5,7 +5,7 @@ DEMO := demo.zarr
 
 .PHONY: help
 help:  ## List what can be made
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 .venv: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -18,41 +18,41 @@ demo: .venv  ## Record 300 steps of Gatsby and print the summary
 	$(BIN)/trajstore summary $(DEMO)
 
 .PHONY: test
-test: .venv  ## Run the tests
+test: .venv  ## Run the tests, without the long searches
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# Fewer random tries and kills than `make test` has.
-oldest newest: export TRAJSTORE_FUZZ := 600
-oldest newest: export TRAJSTORE_KILLS := 1
+.PHONY: test-all
+test-all: .venv  ## Run all tests, with the long searches
+	$(BIN)/python -m pytest -n auto --dist worksteal -m ''
 
 .PHONY: oldest
 oldest:  ## Test without torch, with the oldest versions that pyproject.toml allows
 	$(PYTHON) -m venv --clear .venv-oldest
 	.venv-oldest/bin/pip install -q -c constraints-oldest.txt -e '.[test]'
-	.venv-oldest/bin/python -m pytest -q -n auto --dist worksteal -m 'not torch'
+	.venv-oldest/bin/python -m pytest -q -n auto --dist worksteal -m 'not torch and not nightly'
 
 .PHONY: newest
 newest:  ## Test without torch, with the newest of everything: what the next release will break
 	$(PYTHON) -m venv --clear .venv-newest
 	.venv-newest/bin/pip install -q -e '.[test]'
-	.venv-newest/bin/python -m pytest -q -n auto --dist worksteal -m 'not torch'
+	.venv-newest/bin/python -m pytest -q -n auto --dist worksteal -m 'not torch and not nightly'
 
 .PHONY: flips
 flips: .venv  ## Flip 300 random bits in the files of runs; each must be found, or harmless
-	TRAJSTORE_FLIPS=300 $(BIN)/python -m pytest -q tests/unit/trajstore/integrity/test_verify_flips.py
+	TRAJSTORE_FLIPS=300 $(BIN)/python -m pytest -q -m '' tests/unit/trajstore/integrity/test_verify_flips.py
 
 .PHONY: fuzz
 fuzz: .venv  ## Import 100,000 damaged files; each is an error or a run, within the memory of its size
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
-	TRAJSTORE_FUZZ=100000 $(BIN)/python -m pytest -q -n auto tests/property/test_exchange_fuzz.py
+	TRAJSTORE_FUZZ=100000 $(BIN)/python -m pytest -q -n auto -m '' tests/property/test_exchange_fuzz.py
 
 .PHONY: objects
 objects: .venv  ## Record 1,000 steps of Gatsby to S3 on loopback, with faults, kill it, resume, verify
-	TRAJSTORE_OBJECTS=1000 $(BIN)/python -m pytest -q -s tests/integration/test_object_stores_story.py
+	TRAJSTORE_OBJECTS=1000 $(BIN)/python -m pytest -q -s -m '' tests/integration/test_object_stores_story.py
 
 .PHONY: browser
 browser: .venv  ## Look at the page of `trajstore explore` in Chromium, as `chromium`
-	TRAJSTORE_BROWSER=1 $(BIN)/python -m pytest -q tests/integration/test_explore_page.py
+	TRAJSTORE_BROWSER=1 $(BIN)/python -m pytest -q -m '' tests/integration/test_explore_page.py
 
 .PHONY: check
 check: .venv  ## Lint, check types and imports, build the site; change nothing
@@ -77,7 +77,7 @@ format: .venv  ## Format the code, and mend what the linter can
 
 .PHONY: crash
 crash: .venv  ## Kill writers and trainings 200 times and more, with readers looking on
-	TRAJSTORE_KILLS=40 $(BIN)/python -m pytest -q tests/crash
+	TRAJSTORE_KILLS=40 $(BIN)/python -m pytest -q -m '' tests/crash
 
 .PHONY: faults
 faults: .venv  ## Have the system refuse calls of every command (EIO, ENOSPC, EMFILE, EROFS), for minutes

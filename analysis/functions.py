@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trajstore.accessors import register_accessors
 from trajstore.analysis.cloud.alignments import alignment
 from trajstore.analysis.cloud.identical_vectors import clusters
 from trajstore.analysis.cloud.near_cells import adjacency
@@ -38,6 +39,8 @@ from trajstore.analysis.several.divergence import divergence
 from trajstore.analysis.several.many_runs import each_run, over_runs
 from trajstore.analysis.several.run_comparison import compare
 from trajstore.populations.named import with_populations
+
+register_accessors()
 
 __all__ = [
     "CAUSES",

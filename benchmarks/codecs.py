@@ -21,7 +21,7 @@ from measure import cache, machine, save, table
 from trajstore.codec.chunk_decoder import Decoder
 from trajstore.codec.codec_chain import Chain
 from trajstore.store.reading.array_reader import stored_array
-from trajstore.store.reading.open_group import open_group, run_identity
+from trajstore.store.reading.open_group import open_group
 from trajstore.values.native_types import native_type
 
 NATIVE = native_type("bfloat16")
@@ -34,9 +34,9 @@ def lz4(level: int, blocksize: int = 1 << 17, **options: Any) -> Chain:
     )
 
 
-def zstd(kind: Any, level: int) -> Chain:
-    """Zstd, as the encodings use it."""
-    return Chain(native=NATIVE, kind=kind, compressor="zstd", level=level)
+def zstd(level: int) -> Chain:
+    """Differences, compressed by zstd."""
+    return Chain(native=NATIVE, kind="delta", compressor="zstd", level=level)
 
 
 def by_token(level: int) -> Chain:
@@ -56,15 +56,13 @@ WORDYBIRD = [
     ("delta, bytes, token first, lz4-5 (chosen for W)", (8, 762), by_token(5)),
     ("delta, bytes, token first, lz4-9", (8, 762), by_token(9)),
     ("delta, bytes, token first, lz4-9", (16, 508), by_token(9)),
-    ("delta, bits, zstd-1", (16, 508), zstd("delta", 1)),
-    ("step last, zstd-1 (`portable`)", (16, 508), zstd("step-last", 1)),
+    ("delta, bits, zstd-1", (16, 508), zstd(1)),
 ]
 GATSBY = [
-    ("delta, bits, zstd-1", (256, 128), zstd("delta", 1)),
-    ("delta, bits, zstd-3 (chosen)", (256, 128), zstd("delta", 3)),
-    ("delta, bits, zstd-3", (64, 128), zstd("delta", 3)),
+    ("delta, bits, zstd-1", (256, 128), zstd(1)),
+    ("delta, bits, zstd-3 (chosen)", (256, 128), zstd(3)),
+    ("delta, bits, zstd-3", (64, 128), zstd(3)),
     ("delta, bits, lz4-9", (256, 128), lz4(9)),
-    ("step last, zstd-3 (`portable`)", (256, 128), zstd("step-last", 3)),
 ]
 
 
@@ -117,7 +115,7 @@ def _gatsby(run: Path | None) -> dict[str, np.ndarray]:
     group = open_group(run)
     history = {}
     for name in MATRICES:
-        array = stored_array(run, name, group[name], run_identity(group.attrs))
+        array = stored_array(run, name, group[name])
         history[name] = np.concatenate(
             [array.bits((slice(at, at + 256),)) for at in (1, 800, array.shape[0] - 256)]
         )

@@ -192,9 +192,8 @@ def main() -> None:
     }
     few = loaded(8)
     fast: dict[str, Callable[[Rows], Path]] = {
-        "trajstore delta": trajstore_writer,
-        "trajstore delta, 1 thread": lambda rows: trajstore_writer(rows, threads=1),
-        "trajstore portable": lambda rows: trajstore_writer(rows, encoding="portable"),
+        "trajstore": trajstore_writer,
+        "trajstore, 1 thread": lambda rows: trajstore_writer(rows, threads=1),
         BASE: hdf5,
         "np.memmap, uncompressed": memmap,
         "list, then save_file": list_then_save,

@@ -1,11 +1,11 @@
-"""Which codec a block should have: the same chunks stored in three ways, read by `xr.open_zarr`.
+"""Which codec a block should have: the same chunks stored in two ways, read by `xr.open_zarr`.
 
     python benchmarks/pipelines.py [--rows 96] [--rounds 5]
 
-``block``: one codec that is the whole object, `trajstore.block`, as runs have it. ``sharded``:
-zarr's `sharding_indexed`, with the codecs of format 1 inside. ``sharded-fused``: the same, with one
-codec inside that does what those do. Each under zarr's pipeline, and, where this zarr has it, under
-its `FusedCodecPipeline`. W of Wordybird; the ratios are to h5py on chunks of one step.
+``block``: one codec that is the whole object, `trajstore.block`, as runs have it.
+``sharded-fused``: zarr's `sharding_indexed`, with one codec inside that encodes a chunk. Each under
+zarr's pipeline, and, where this zarr has it, under its `FusedCodecPipeline`. W of Wordybird; the
+ratios are to h5py on chunks of one step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from trajstore import RunWriter
 from trajstore.codec.chunk_decoder import Decoder
 from trajstore.codec.codec_chain import Chain
 from trajstore.store.reading.array_reader import stored_array
-from trajstore.store.reading.open_group import run_identity
 from trajstore.values.native_types import narrow
 
 FUSED = "benchmark.fused"
@@ -80,8 +79,8 @@ register_codec(FUSED, FusedCodec)
 
 
 def write(folder: Path, bits: np.ndarray) -> dict[str, Path]:
-    """The same chunks of the same W in three stores."""
-    paths = {name: folder / f"{name}.zarr" for name in ("block", "sharded", "sharded-fused")}
+    """The same chunks of the same W in two stores."""
+    paths = {name: folder / f"{name}.zarr" for name in ("block", "sharded-fused")}
     with RunWriter.create(
         paths["block"],
         token=np.arange(bits.shape[1]),
@@ -92,23 +91,21 @@ def write(folder: Path, bits: np.ndarray) -> dict[str, Path]:
         for step in range(len(bits)):
             run.append(step=step, W=np.array(bits[step]))
     group = zarr.open_group(paths["block"], mode="r")
-    stored = stored_array(paths["block"], "W", group["W"], run_identity(group.attrs))
+    stored = stored_array(paths["block"], "W", group["W"])
     assert stored is not None
     values = widened(bits)
-    own = stored.chain.codecs(3)
     fused = {"serializer": FusedCodec(stored.chain), "compressors": None, "filters": None}
-    for name, codecs in (("sharded", own), ("sharded-fused", fused)):
-        array = zarr.create_group(paths[name]).create_array(
-            "W",
-            shape=bits.shape,
-            dtype="f4",
-            chunks=stored.chunk,
-            shards=stored.shard,
-            dimension_names=("step", "token", "hidden"),
-            **codecs,
-        )
-        array[...] = values
-        zarr.consolidate_metadata(paths[name])
+    array = zarr.create_group(paths["sharded-fused"]).create_array(
+        "W",
+        shape=bits.shape,
+        dtype="f4",
+        chunks=stored.chunk,
+        shards=stored.shard,
+        dimension_names=("step", "token", "hidden"),
+        **fused,
+    )
+    array[...] = values
+    zarr.consolidate_metadata(paths["sharded-fused"])
     return paths
 
 

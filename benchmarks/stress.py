@@ -19,7 +19,7 @@ from measure import cache, machine, resident, save, table
 
 from trajstore import RunWriter
 from trajstore.store.reading.array_reader import stored_array
-from trajstore.store.reading.open_group import open_group, run_identity
+from trajstore.store.reading.open_group import open_group
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
     group = open_group(path)
     wrong = 0
     for number, name in enumerate(MATRICES):
-        array = stored_array(path, name, group[name], run_identity(group.attrs))
+        array = stored_array(path, name, group[name])
         for start in range(0, len(expected), run.layout.block_rows):
             block = array.bits((slice(start, start + run.layout.block_rows),))
             for row, bits in enumerate(block, start):

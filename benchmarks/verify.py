@@ -24,12 +24,12 @@ from measure import alternate, cache, machine, resident, save, table
 from memory import SHAPES
 
 from trajstore import RunWriter, open_run, verify
-from trajstore.schema import ENCODINGS, VARIABLES
+from trajstore.schema import VARIABLES
 
 MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
 
 
-def write(path: Path, shape: str, steps: int, encoding: str) -> None:
+def write(path: Path, shape: str, steps: int) -> None:
     """A run in which half of the values stay from one step to the next."""
     tokens, hidden = SHAPES[shape]
     rng = np.random.default_rng(0)
@@ -41,7 +41,6 @@ def write(path: Path, shape: str, steps: int, encoding: str) -> None:
         token=np.arange(tokens),
         hidden=hidden,
         variables=dict.fromkeys(MATRICES, "bfloat16"),
-        encoding=encoding,
     ) as run:
         for step in range(steps):
             run.append(step=step, **dict.fromkeys(MATRICES, bits))
@@ -112,9 +111,8 @@ def main() -> None:
     if options.run:
         runs = {str(options.run): options.run}
     else:
-        runs = {encoding: folder / f"{encoding}.zarr" for encoding in ENCODINGS}
-        for encoding, path in runs.items():
-            write(path, options.shape, options.steps, encoding)
+        runs = {"random walks": folder / "run.zarr"}
+        write(runs["random walks"], options.shape, options.steps)
     rows: list[list[str]] = []
     results: dict[str, Any] = {}
     for title, path in runs.items():

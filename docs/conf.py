@@ -39,7 +39,7 @@ napoleon_use_rtype = False
 default_role = "py:obj"
 nitpicky = True
 # What others have is described elsewhere, and so are shapes beside a type.
-nitpick_ignore_regex = [("py:.*", r"(?!(trajstore|trainers|analysis)\.).*")]
+nitpick_ignore_regex = [("py:.*", r"(?!trajstore\.).*")]
 
 html_theme = "pydata_sphinx_theme"
 html_title = "trajstore"

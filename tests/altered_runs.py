@@ -11,7 +11,6 @@ import zarr
 
 from trajstore.codec.block_label import digest_of
 from trajstore.store.reading.array_reader import stored_array
-from trajstore.store.reading.open_group import run_identity
 
 __all__ = ["flip"]
 
@@ -23,12 +22,9 @@ def flip(path: Path, variable: str, where: tuple[int, ...], bit: int) -> None:
     """
     group = zarr.open_group(path, mode="r")
     array = group[variable]
-    stored = stored_array(path, variable, array, run_identity(group.attrs))
+    stored = stored_array(path, variable, array)
     assert stored is not None
     assert stored.parts == 1
-    native = array.attrs["native_dtype"]
-    if native == "bfloat16" and stored.chain.native.name == "float32":
-        bit += 16  # as the portable encoding holds it
     block, inside = divmod(where[0], stored.shard[0])
     place = (inside, *where[1:])
     start = block * stored.shard[0]
@@ -47,6 +43,6 @@ def flip(path: Path, variable: str, where: tuple[int, ...], bit: int) -> None:
     chunks[number] = stored.chain.encode(np.ascontiguousarray(bits[window]), stored.chunk)
     offsets = np.cumsum([0, *map(len, chunks)])[:-1].tolist()
     digest = digest_of(hashlib.sha256(chunk).digest() for chunk in chunks)
-    label = None if tail.label is None else replace(tail.label, digest=digest)
+    label = replace(tail.label, digest=digest)
     end = stored.form.tail(list(zip(offsets, map(len, chunks), strict=True)), label)
     (path / stored.key(block, 0)).write_bytes(b"".join(chunks) + end)

@@ -47,7 +47,7 @@ def row(step: int) -> dict[str, Any]:
     }
 
 
-def create(path: Path, encoding: str) -> RunWriter:
+def create(path: Path) -> RunWriter:
     """Empty run of such rows."""
     return RunWriter.create(
         path,
@@ -55,7 +55,6 @@ def create(path: Path, encoding: str) -> RunWriter:
         hidden=HIDDEN,
         variables=TYPES,
         block_rows=BLOCK,
-        encoding=encoding,
         threads=2,
         commit_every=None,
     )
@@ -90,7 +89,6 @@ class KillAt:
 def write_rows(
     path: Path,
     rows: int,
-    encoding: str,
     kill: KillAt | None,
     told: Connection | None,
     *,
@@ -100,7 +98,7 @@ def write_rows(
     if kill is not None:
         kill.install()
     there = path.exists()
-    writer = RunWriter.resume(path, commit_every=None) if there else create(path, encoding)
+    writer = RunWriter.resume(path, commit_every=None) if there else create(path)
     with writer:
         for step in range(writer.rows, rows):
             writer.append(step=step, **row(step))
@@ -110,11 +108,9 @@ def write_rows(
                 told.send(step)
 
 
-def write_rows_by_time(
-    path: Path, rows: int, encoding: str, kill: KillAt | None, told: Connection | None
-) -> None:
+def write_rows_by_time(path: Path, rows: int, kill: KillAt | None, told: Connection | None) -> None:
     """As `write_rows`, each row committed before the next one, wherever its block ends."""
-    write_rows(path, rows, encoding, kill, told, by_time=True)
+    write_rows(path, rows, kill, told, by_time=True)
 
 
 def poll(path: Path, stop: Any, result: Connection) -> None:

@@ -65,12 +65,11 @@ def write_shard(
     digest = digest_of(hashlib.sha256(piece).digest() for piece in pieces)
     with stored.opened(block, 0) as file:
         label = stored.tail(file, block, 0).label
-    assert label is not None
     tail = stored.form.tail(index, replace(label, digest=digest))
     (run / stored.key(block, 0)).write_bytes(chunks + tail)
 
 
-def wide_run(path: Path, encoding: str, rows: int = 11) -> Path:
+def wide_run(path: Path, rows: int = 11) -> Path:
     """A run of several chunks a shard, in blocks of 4 rows, as training makes it."""
     rng = np.random.default_rng(7)
     tokens = 300
@@ -88,7 +87,6 @@ def wide_run(path: Path, encoding: str, rows: int = 11) -> Path:
             token_text=[f"«{number}»" for number in range(tokens)],
             config={"why": "a test", "lr": 1.5e-05},
             block_rows=4,
-            encoding=encoding,
         )
     with writer as run:
         for row in range(rows):

@@ -34,7 +34,6 @@ def write_run(
     steps: np.ndarray | None = None,
     attributes: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
-    encoding: str = "portable",
 ) -> dict[str, np.ndarray]:
     """Write a run and return its bits.
 
@@ -67,7 +66,6 @@ def write_run(
         block_rows=block_rows,
         config=config,
         attributes=attributes,
-        encoding=encoding,
     ) as run:
         for row in range(rows):
             for name, place in run.next_row().items():

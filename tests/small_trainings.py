@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
+import xarray as xr
 
 pytest.importorskip("torch")
+from trajstore.store.metadata.object_keys import checkpoint_folder
 from trajstore.trainers import RunConfig, preset
+from trajstore.trainers.runs.checkpoint import Checkpoint
 
-__all__ = ["BLOCK", "TEXT", "small_config", "stop_after"]
+__all__ = [
+    "BLOCK", "TEXT", "contents", "last_checkpoint", "same_values", "small_config", "stop_after",
+]  # fmt: skip
 
 BLOCK = 4
 TEXT = b"It was a bright cold day in April. " * 2
@@ -30,3 +36,25 @@ def stop_after(step: int) -> Callable[[], bool]:
     """Ask to stop when so many steps have been taken."""
     steps = iter(range(1, step + 1))
     return lambda: next(steps) == step
+
+
+def contents(run: Path) -> dict[str, bytes]:
+    """Bytes of every file."""
+    return {
+        str(file.relative_to(run)): file.read_bytes() for file in run.rglob("*") if file.is_file()
+    }
+
+
+def last_checkpoint(run: Path) -> Checkpoint:
+    """The newest one beside a run."""
+    return Checkpoint.load(max(checkpoint_folder(run).iterdir()))
+
+
+def same_values(one: Path, other: Path) -> xr.Dataset:
+    """The second run, all of whose variables are, bit for bit, those of the first."""
+    a, b = xr.open_zarr(one).load(), xr.open_zarr(other).load()
+    assert list(a.variables) == list(b.variables)
+    for name in a.variables:
+        if a[name].dtype.kind in "fi":
+            assert a[name].values.tobytes() == b[name].values.tobytes(), name
+    return b

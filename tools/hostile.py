@@ -45,7 +45,7 @@ def main() -> int:
     """Try, and print a table."""
     for module in ("h5py", "xarray", "dask.array", "zarr", "trajstore.analysis.figures",
                    "trajstore.analysis.accessor", "trajstore.exchange.importing.import_file",
-                   "trajstore.exchange.exporting.export_run"):  # fmt: skip
+                   "trajstore.exchange.exporting.export"):  # fmt: skip
         __import__(module)  # what is imported is no memory of what is read
     wanted = sys.argv[1] if len(sys.argv) > 1 else ""
     root = Path(tempfile.mkdtemp(prefix="hostile-"))

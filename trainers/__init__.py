@@ -1,6 +1,6 @@
 """Training runs that record themselves.
 
-Nothing here is imported before it is asked for: `import trainers` needs no torch.
+Names are imported on first use: `import trajstore.trainers` needs no torch.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _HOME = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'trainers' has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         module = importlib.import_module(_HOME[name])
     except ModuleNotFoundError as error:
         from trajstore.errors import MissingExtra
 
         raise MissingExtra(
-            f"trainers.{name} needs {error.name}, which is not installed; "
+            f"trajstore.trainers.{name} needs {error.name}, which is not installed; "
             "run: pip install 'trajstore[train]'"
         ) from error
     return getattr(module, name)

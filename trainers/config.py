@@ -215,8 +215,6 @@ class RecordingConfig(_Section):
     """For all buffers of the recorder together."""
     block_rows: int | None = Field(default=None, ge=1)
     """Rows of a block; planned from the memory without it."""
-    encoding: Literal["delta", "portable"] = "delta"
-    """portable is read by any reader of Zarr v3, delta is smaller and faster."""
     commit_every: float = Field(default=COMMIT_EVERY, ge=0)
     """Seconds after a commit at which rows are committed that are no whole block yet; 0 for whole
     blocks only."""
@@ -347,7 +345,7 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
         meant = did_you_mean(path[-1], owner.model_fields) or _elsewhere(path[-1], model)
         if not meant and len(path) == 1 and isinstance(first["input"], dict):
             # No such section; perhaps another has what was to be set in it.
-            meant = next((told for key in first["input"] if (told := _elsewhere(key, model))), "")
+            meant = next((found for key in first["input"] if (found := _elsewhere(key, model))), "")
         return f"there is no field {name}{meant}; there are {', '.join(owner.model_fields)}"
     reason = first["msg"].removeprefix("Value error, ")
     given = first["input"]

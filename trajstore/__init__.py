@@ -29,9 +29,8 @@ TYPE_CHECKING = False  # of typing, whose import would take most of the time tha
 if TYPE_CHECKING:
     from typing import Any
 
-    from trajstore.exchange.exporting.export_run import Exported, export
+    from trajstore.exchange.exporting.export import Exported, export
     from trajstore.exchange.exporting.to_torch import to_torch
-    from trajstore.exchange.exporting.upgrade_run import Upgraded, upgrade
     from trajstore.exchange.importing.import_file import Imported, import_file
     from trajstore.integrity.repair import Repair, repair
     from trajstore.integrity.verify import Verification, verify
@@ -57,7 +56,6 @@ __all__ = [
     "RunWriter",
     "StepNotFound",
     "TrajstoreError",
-    "Upgraded",
     "VariableNotRecorded",
     "Verification",
     "WriterClosed",
@@ -68,24 +66,21 @@ __all__ = [
     "open_runs",
     "repair",
     "to_torch",
-    "upgrade",
     "verify",
 ]
 
 _HOME = {
-    "Exported": "trajstore.exchange.exporting.export_run",
+    "Exported": "trajstore.exchange.exporting.export",
     "Imported": "trajstore.exchange.importing.import_file",
     "Repair": "trajstore.integrity.repair",
     "RunWriter": "trajstore.store.writing.writer",
-    "Upgraded": "trajstore.exchange.exporting.upgrade_run",
     "Verification": "trajstore.integrity.verify",
-    "export": "trajstore.exchange.exporting.export_run",
+    "export": "trajstore.exchange.exporting.export",
     "import_file": "trajstore.exchange.importing.import_file",
     "open_run": "trajstore.store.reading.open_run",
     "open_runs": "trajstore.store.reading.open_runs",
     "repair": "trajstore.integrity.repair",
     "to_torch": "trajstore.exchange.exporting.to_torch",
-    "upgrade": "trajstore.exchange.exporting.upgrade_run",
     "verify": "trajstore.integrity.verify",
 }
 

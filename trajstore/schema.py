@@ -15,7 +15,7 @@ from trajstore.nearest_name import did_you_mean
 __all__ = [
     "ALONG_TOKEN",
     "COORDINATES",
-    "ENCODINGS",
+    "ENCODING",
     "FORMAT",
     "IMPORTED",
     "LATTICES",
@@ -39,19 +39,22 @@ __all__ = [
 ]
 
 FORMAT = 2
-"""Number of the store format that this version writes."""
+"""Number of the store format, which `trajstore_format` of a root says."""
 
 OF_RUN = "of_run"
 """Attribute of several runs in one Dataset: what each has of its own."""
 
-ENCODINGS = ("delta", "portable")
-"""How arrays are encoded: smaller and faster, or for any reader of Zarr v3."""
+ENCODING = "delta"
+"""How arrays are encoded, as every root says it."""
 
 LATTICES = ("native", "bfloat16", "float16", "float32")
 """Lattices on which a question can be asked: that of the values' own type, or of another."""
 
 
-@dataclass(frozen=True, kw_only=True)
+Row0 = Literal["initial", "zero", "nan"]
+
+
+@dataclass(frozen=True)
 class Variable:
     """A quantity with one row per recorded optimizer step.
 
@@ -60,20 +63,20 @@ class Variable:
     name : str
     dims : tuple of str
         Always begins with ``step``.
-    long_name, units : str
-        CF attributes. ``1`` is dimensionless.
     row0 : {'initial', 'zero', 'nan'}
         The value before any step was taken: the initial state, 0, or NaN for what a step makes.
+    units, long_name : str
+        CF attributes. ``1`` is dimensionless.
     """
 
     name: str
     dims: tuple[str, ...]
-    long_name: str
+    row0: Row0
     units: str
-    row0: Literal["initial", "zero", "nan"]
+    long_name: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Coordinate:
     """A coordinate, mostly along ``token``: written once, when the run is created."""
 
@@ -84,198 +87,57 @@ class Coordinate:
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
+_STEP = ("step",)
+_TOKEN = ("step", "token")
 _MATRIX = ("step", "token", "hidden")
+_HIDDEN = ("step", "hidden")
+_EXAMPLE = ("step", "example")
+_STATES = ("step", "example", "position", "hidden")
 _MODEL = ("step", "parameter")
 
-STEP = Variable(
-    name="step",
-    dims=("step",),
-    long_name="optimizer steps taken",
-    units="1",
-    row0="zero",
-)
+STEP = Variable("step", _STEP, "zero", "1", "optimizer steps taken")
 """The coordinate of the rows, which grows with them."""
 
-VARIABLES: dict[str, Variable] = {
-    entry.name: entry
-    for entry in (
-        Variable(
-            name="W",
-            dims=_MATRIX,
-            long_name="recorded parameter after the step",
-            units="1",
-            row0="initial",
-        ),
-        Variable(
-            name="grad",
-            dims=_MATRIX,
-            long_name="gradient of the loss consumed by the step, before clipping",
-            units="nat",
-            row0="nan",
-        ),
-        Variable(
-            name="exp_avg",
-            dims=_MATRIX,
-            long_name="Adam's first moment after the step",
-            units="nat",
-            row0="zero",
-        ),
-        Variable(
-            name="exp_avg_sq",
-            dims=_MATRIX,
-            long_name="Adam's second moment after the step",
-            units="nat2",
-            row0="zero",
-        ),
-        Variable(
-            name="logits",
-            dims=("step", "token"),
-            long_name="logits of the forward pass of the step",
-            units="nat",
-            row0="nan",
-        ),
-        Variable(
-            name="loss",
-            dims=("step",),
-            long_name="training loss of the step, mean over its micro-batches",
-            units="nat",
-            row0="nan",
-        ),
-        Variable(
-            name="lr",
-            dims=("step",),
-            long_name="learning rate that the step used",
-            units="1",
-            row0="nan",
-        ),
-        Variable(
-            name="grad_norm",
-            dims=("step",),
-            long_name="global gradient norm before clipping, over all parameters",
-            units="nat",
-            row0="nan",
-        ),
-        Variable(
-            name="clip_coef",
-            dims=("step",),
-            long_name="factor that clipping multiplied the gradients by before the step",
-            units="1",
-            row0="nan",
-        ),
-        Variable(
-            name="delta",
-            dims=_MATRIX,
-            long_name="change of the recorded parameter in the step",
-            units="1",
-            row0="nan",
-        ),
-        Variable(
-            name="skipped",
-            dims=("step",),
-            long_name="1 if the gradient scaler skipped the optimizer's step, else 0",
-            units="1",
-            row0="nan",
-        ),
-        Variable(
-            name="hidden_mean",
-            dims=("step", "hidden"),
-            long_name="mean over batch and position of the hidden state that is unembedded",
-            units="1",
-            row0="nan",
-        ),
-        Variable(
-            name="hidden_trace",
-            dims=("step",),
-            long_name="trace of the covariance of the hidden states that are unembedded",
-            units="1",
-            row0="nan",
-        ),
-        Variable(
-            name="hidden_cosine",
-            dims=("step",),
-            long_name="mean cosine of the hidden states that are unembedded to their mean",
-            units="1",
-            row0="nan",
-        ),
-        Variable(
-            name="batch",
-            dims=("step", "example"),
-            long_name="indices in the data set of the examples of the step",
-            units="1",
-            row0="nan",
-        ),
-        Variable(
-            name="example_loss",
-            dims=("step", "example"),
-            long_name="training loss of each example of the step, mean over its targets",
-            units="nat",
-            row0="nan",
-        ),
-        Variable(
-            name="hidden_states",
-            dims=("step", "example", "position", "hidden"),
-            long_name="hidden states of the step that are unembedded",
-            units="1",
-            row0="nan",
-        ),
-        Variable(
-            name="grad_token_norm",
-            dims=("step", "token"),
-            long_name="L2 norm over hidden of the gradient before clipping",
-            units="nat",
-            row0="nan",
-        ),
-        Variable(
-            name="W_step_norm",
-            dims=("step", "token"),
-            long_name="L2 norm over hidden of the change of W since the previous row",
-            units="1",
-            row0="nan",
-        ),
-        Variable(
-            name="W_ulp_l1",
-            dims=("step", "token"),
-            long_name="L1 norm over hidden of the change of W since the previous row, in ulp",
-            units="1",
-            row0="nan",
-        ),
-        Variable(
-            name="cells",
-            dims=_MATRIX,
-            long_name="recorded parameter after the step, rounded to bfloat16",
-            units="1",
-            row0="initial",
-        ),
-        Variable(
-            name="param_grad_norm",
-            dims=_MODEL,
-            long_name="L2 norm of the gradient of each parameter, before clipping",
-            units="nat",
-            row0="nan",
-        ),
-        Variable(
-            name="param_norm",
-            dims=_MODEL,
-            long_name="L2 norm of each parameter after the step",
-            units="1",
-            row0="initial",
-        ),
-        Variable(
-            name="param_update_norm",
-            dims=_MODEL,
-            long_name="L2 norm of the change of each parameter in the step",
-            units="1",
-            row0="nan",
-        ),
-        Variable(
-            name="param_update_lost",
-            dims=_MODEL,
-            long_name="share of a parameter's elements with a gradient that the step left",
-            units="1",
-            row0="nan",
-        ),
-    )
-}
+_TABLE: tuple[tuple[str, tuple[str, ...], Row0, str, str], ...] = (
+    ("W", _MATRIX, "initial", "1", "recorded parameter after the step"),
+    ("grad", _MATRIX, "nan", "nat", "gradient of the loss consumed by the step, before clipping"),
+    ("exp_avg", _MATRIX, "zero", "nat", "Adam's first moment after the step"),
+    ("exp_avg_sq", _MATRIX, "zero", "nat2", "Adam's second moment after the step"),
+    ("logits", _TOKEN, "nan", "nat", "logits of the forward pass of the step"),
+    ("loss", _STEP, "nan", "nat", "training loss of the step, mean over its micro-batches"),
+    ("lr", _STEP, "nan", "1", "learning rate that the step used"),
+    ("grad_norm", _STEP, "nan", "nat", "global gradient norm before clipping, over all parameters"),
+    ("clip_coef", _STEP, "nan", "1",
+     "factor that clipping multiplied the gradients by before the step"),
+    ("delta", _MATRIX, "nan", "1", "change of the recorded parameter in the step"),
+    ("skipped", _STEP, "nan", "1", "1 if the gradient scaler skipped the optimizer's step, else 0"),
+    ("hidden_mean", _HIDDEN, "nan", "1",
+     "mean over batch and position of the hidden state that is unembedded"),
+    ("hidden_trace", _STEP, "nan", "1",
+     "trace of the covariance of the hidden states that are unembedded"),
+    ("hidden_cosine", _STEP, "nan", "1",
+     "mean cosine of the hidden states that are unembedded to their mean"),
+    ("batch", _EXAMPLE, "nan", "1", "indices in the data set of the examples of the step"),
+    ("example_loss", _EXAMPLE, "nan", "nat",
+     "training loss of each example of the step, mean over its targets"),
+    ("hidden_states", _STATES, "nan", "1", "hidden states of the step that are unembedded"),
+    ("grad_token_norm", _TOKEN, "nan", "nat",
+     "L2 norm over hidden of the gradient before clipping"),
+    ("W_step_norm", _TOKEN, "nan", "1",
+     "L2 norm over hidden of the change of W since the previous row"),
+    ("W_ulp_l1", _TOKEN, "nan", "1",
+     "L1 norm over hidden of the change of W since the previous row, in ulp"),
+    ("cells", _MATRIX, "initial", "1", "recorded parameter after the step, rounded to bfloat16"),
+    ("param_grad_norm", _MODEL, "nan", "nat",
+     "L2 norm of the gradient of each parameter, before clipping"),
+    ("param_norm", _MODEL, "initial", "1", "L2 norm of each parameter after the step"),
+    ("param_update_norm", _MODEL, "nan", "1",
+     "L2 norm of the change of each parameter in the step"),
+    ("param_update_lost", _MODEL, "nan", "1",
+     "share of a parameter's elements with a gradient that the step left"),
+)  # fmt: skip
+
+VARIABLES: dict[str, Variable] = {row[0]: Variable(*row) for row in _TABLE}
 
 IMPORTED = ("delta",)
 """Variables that only a foreign file gives: a recorded run holds W, from which they follow."""
@@ -292,46 +154,18 @@ Where a step has fewer examples or positions than a row has room for, the rest i
 RECORDED = tuple(name for name in VARIABLES if name not in IMPORTED)
 """Variables that a recording can hold."""
 
-COORDINATES: dict[str, Coordinate] = {
-    entry.name: entry
-    for entry in (
-        Coordinate(
-            name="token",
-            dims=("token",),
-            dtype="int32",
-            fill_value=-1,
-            attributes={"long_name": "vocabulary id"},
-        ),
-        Coordinate(
-            name="is_dead",
-            dims=("token",),
-            dtype="bool",
-            fill_value=False,
-            attributes={"long_name": "the id occurs nowhere in the training corpus"},
-        ),
-        Coordinate(
-            name="token_count",
-            dims=("token",),
-            dtype="int64",
-            fill_value=-1,
-            attributes={"long_name": "occurrences in the training corpus", "units": "1"},
-        ),
-        Coordinate(
-            name="token_text",
-            dims=("token",),
-            dtype="string",
-            fill_value="",
-            attributes={"long_name": "how the token reads"},
-        ),
-        Coordinate(
-            name="parameter",
-            dims=("parameter",),
-            dtype="string",
-            fill_value="",
-            attributes={"long_name": "name of a parameter of the model"},
-        ),
-    )
-}
+_COORDINATES = (
+    Coordinate("token", ("token",), "int32", -1, {"long_name": "vocabulary id"}),
+    Coordinate("is_dead", ("token",), "bool", False,
+               {"long_name": "the id occurs nowhere in the training corpus"}),
+    Coordinate("token_count", ("token",), "int64", -1,
+               {"long_name": "occurrences in the training corpus", "units": "1"}),
+    Coordinate("token_text", ("token",), "string", "", {"long_name": "how the token reads"}),
+    Coordinate("parameter", ("parameter",), "string", "",
+               {"long_name": "name of a parameter of the model"}),
+)  # fmt: skip
+
+COORDINATES: dict[str, Coordinate] = {entry.name: entry for entry in _COORDINATES}
 
 POPULATION = "is_"
 """What the names of populations begin with, as coordinates of truth values along token."""
@@ -369,13 +203,8 @@ def coordinate(name: str) -> Coordinate | None:
     """
     if name in COORDINATES or not name.startswith(POPULATION) or not name.isidentifier():
         return COORDINATES.get(name)
-    return Coordinate(
-        name=name,
-        dims=("token",),
-        dtype="bool",
-        fill_value=False,
-        attributes={"long_name": f"the token is of the population {name[len(POPULATION) :]}"},
-    )
+    attributes = {"long_name": f"the token is of the population {name[len(POPULATION) :]}"}
+    return Coordinate(name, ("token",), "bool", False, attributes)
 
 
 def along_token(names: Iterable[str]) -> tuple[str, ...]:

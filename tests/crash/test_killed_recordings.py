@@ -22,7 +22,7 @@ from crashing import KillAt, Reader, killed
 from trajstore import FormatError, verify
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.nightly]
 
 STEPS = 26
 SIZES = [
@@ -65,7 +65,7 @@ def train(
     options: dict[str, Any] = {"corpus": corpus}
     if told is not None:
         options["on_step"] = lambda recorder: told.send(recorder.step)
-        options["on_proof"] = lambda step, last: told.send(step)
+        options["on_retrain"] = lambda step, last: told.send(step)
     trainers.record(config, path, resume=True, **options)
 
 
@@ -102,7 +102,10 @@ def compare_rows(path: Path, stop: Any, result: Connection) -> None:
     result.send((opens, most, problems))
 
 
-@pytest.fixture(scope="module", params=["gatsby", "gatsby-adam"])
+@pytest.fixture(
+    scope="module",
+    params=["gatsby", pytest.param("gatsby-adam", marks=pytest.mark.nightly)],
+)
 def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Preset, text, and the run that was never killed."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -113,6 +116,20 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, corpus, folder
 
 
+def test_a_training_that_is_killed_once_is_resumed(whole: Any) -> None:
+    preset, corpus, folder = whole
+    path = folder / "once.zarr"
+    expected = xr.open_zarr(folder / "whole.zarr").load()
+    assert killed(train, path, preset, corpus, CHECKPOINTS, None, after_step=15)
+    left = xr.open_zarr(path)
+    assert left.attrs["committed_rows"] >= 12  # blocks of 4 rows, and one that was on its way
+    assert left.W.values.tobytes() == expected.W[: left.sizes["step"]].values.tobytes()
+    assert verify(path).clean
+    assert not killed(train, path, preset, corpus, CHECKPOINTS, None)
+    check_end(path, expected)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("changes", [CHECKPOINTS, BY_TIME], ids=["by steps", "by time"])
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TRAJSTORE_KILLS", "1"))))
 def test_a_killed_training_ends_as_if_it_had_not_been(
@@ -141,6 +158,7 @@ def test_a_killed_training_ends_as_if_it_had_not_been(
     assert reader.most == STEPS + 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TRAJSTORE_KILLS", "1"))))
 def test_one_call_in_a_queue_needs_no_checkpoints(whole: Any, seed: int) -> None:
     """Killed before there is a run, before its first rows, and then anywhere."""

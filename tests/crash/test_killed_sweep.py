@@ -1,13 +1,8 @@
-"""A sweep that is killed, and started again: what is skipped, and what is gone on with.
-
-It takes long, for what it shows of each training the other tests here show, too: so it runs only
-where `TRAJSTORE_KILLS` asks for several (`make crash`).
-"""
+"""A sweep that is killed and started again skips complete runs and resumes the others."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -24,12 +19,7 @@ from trajstore.store.storage.lock import is_written_to
 from trajstore.trainers import preset, record
 from trajstore.trainers.replay.replay_device import torch_threads
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.skipif(
-        int(os.environ.get("TRAJSTORE_KILLS", "1")) < 2, reason="only in `make crash`"
-    ),
-]
+pytestmark = [pytest.mark.torch, pytest.mark.nightly]
 
 FIELDS = (
     "model.context=16", "model.hidden=8", "model.layers=1", "training.batch_size=2",

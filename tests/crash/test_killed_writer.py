@@ -26,7 +26,6 @@ from crashing import (
 )
 
 from trajstore import repair, verify
-from trajstore.schema import ENCODINGS
 
 ROWS = 7 * BLOCK + 2
 OBJECTS = 5  # arrays, each with a shard and a document in every commit, and then the root
@@ -51,9 +50,9 @@ def check_whole(path: Path, *, by_time: bool = False) -> int:
     return rows
 
 
-def finish(path: Path, encoding: str) -> None:
+def finish(path: Path) -> None:
     """Resume to the end, and compare with the run that was never killed, file by file."""
-    assert not killed(write_rows, path, ROWS, encoding, None)
+    assert not killed(write_rows, path, ROWS, None)
     ds = xr.open_zarr(path)
     ((_, identity),) = ds.attrs["runs"]
     whole = path.with_name("whole.zarr")
@@ -61,7 +60,7 @@ def finish(path: Path, encoding: str) -> None:
         patch.setattr(
             "trajstore.store.writing.writer.new_identity", lambda: identity
         )  # as blocks have it
-        run = create(whole, encoding)
+        run = create(whole)
     with run:
         for step in range(ROWS):
             run.append(step=step, **row(step))
@@ -74,70 +73,81 @@ def finish(path: Path, encoding: str) -> None:
     assert not [file for file in path.parent.iterdir() if file.name.startswith(".")]
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-@pytest.mark.parametrize("after", [False, True])
-def test_killed_at_every_move_of_a_commit(tmp_path: Path, encoding: str, after: bool) -> None:
+@pytest.mark.parametrize("move", [1, A_COMMIT])
+def test_killed_at_the_first_and_the_last_move_of_a_commit(tmp_path: Path, move: int) -> None:
     path = tmp_path / "run.zarr"
-    assert killed(write_rows, path, ROWS, encoding, KillAt(A_COMMIT + 8, after))
+    assert killed(write_rows, path, ROWS, KillAt(A_COMMIT + 8, after=True))
+    before = committed(path)
+    assert killed(write_rows, path, ROWS, KillAt(OBJECTS + 1 + move, after=True))
+    assert check_whole(path) == before + (BLOCK if move == A_COMMIT else 0)
+    finish(path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_at_every_move_of_a_commit(tmp_path: Path, after: bool) -> None:
+    path = tmp_path / "run.zarr"
+    assert killed(write_rows, path, ROWS, KillAt(A_COMMIT + 8, after))
     with Reader(path) as reader:
         for move in range(1, A_COMMIT + 1):
             before = committed(path)
             # A resumed run cuts itself to where it stands first: the documents and the root.
-            assert killed(write_rows, path, ROWS, encoding, KillAt(OBJECTS + 1 + move, after))
+            assert killed(write_rows, path, ROWS, KillAt(OBJECTS + 1 + move, after))
             rows = check_whole(path)
             assert rows == before + (BLOCK if after and move == A_COMMIT else 0)
-        finish(path, encoding)
+        finish(path)
     assert reader.opens > A_COMMIT
     assert reader.most == ROWS
 
 
-@pytest.mark.parametrize(("encoding", "after"), [("delta", False), ("portable", True)])
-def test_killed_at_every_move_of_a_commit_by_time(
-    tmp_path: Path, encoding: str, after: bool
-) -> None:
+@pytest.mark.nightly
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_at_every_move_of_a_commit_by_time(tmp_path: Path, after: bool) -> None:
     """Of a block that is there already, with fewer rows, and is replaced."""
     path = tmp_path / "run.zarr"
     before = BLOCK + 1
-    with create(path, encoding) as run:
+    with create(path) as run:
         for step in range(before):
             run.append(step=step, **row(step))
     with Reader(path) as reader:
         for move in range(1, A_COMMIT + 1):
             kill = KillAt(OBJECTS + 1 + move, after)
-            assert killed(write_rows_by_time, path, ROWS, encoding, kill)
+            assert killed(write_rows_by_time, path, ROWS, kill)
             rows = check_whole(path, by_time=True)
             assert rows == before + (after and move == A_COMMIT)
             if move % 2 == 0:
                 assert repair(path, yes=True).rows == rows
                 assert check_whole(path, by_time=True) == rows
-        finish(path, encoding)
+        finish(path)
     assert reader.opens > A_COMMIT
     assert reader.most == ROWS
 
 
-@pytest.mark.parametrize("move", range(1, 10))
+@pytest.mark.parametrize(
+    "move", [pytest.param(n, marks=() if n == 5 else pytest.mark.nightly) for n in range(1, 10)]
+)
 def test_killed_while_it_is_made_there_is_no_run_or_an_empty_one(tmp_path: Path, move: int) -> None:
     path = tmp_path / "run.zarr"
-    assert killed(write_rows, path, ROWS, "delta", KillAt(move, after=True))
+    assert killed(write_rows, path, ROWS, KillAt(move, after=True))
     assert check_whole(path) == 0
-    finish(path, "delta")
+    finish(path)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(int(os.environ.get("TRAJSTORE_KILLS", "4"))))
 def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
     """Also more than once, until the run is through."""
     rng = random.Random(seed)
-    encoding = rng.choice(ENCODINGS)
     path = tmp_path / "run.zarr"
     first = KillAt(rng.randrange(1, 3 * A_COMMIT), after=rng.random() < 0.5)
-    assert killed(write_rows, path, ROWS, encoding, first)
+    assert killed(write_rows, path, ROWS, first)
     with Reader(path) as reader:
         done = check_whole(path)
         while done < ROWS:
             target = rng.choice([write_rows, write_rows_by_time])
             last = rng.randrange(done, ROWS + 1)
             before = committed(path)
-            if not killed(target, path, ROWS, encoding, None, after_step=last):
+            if not killed(target, path, ROWS, None, after_step=last):
                 break
             done = check_whole(path, by_time=True)
             assert before <= done <= ROWS
@@ -145,5 +155,5 @@ def test_killed_at_any_moment(tmp_path: Path, seed: int) -> None:
                 assert repair(path, yes=True).rows == done
                 assert repair(path).actions == ()
                 assert check_whole(path, by_time=True) == done
-        finish(path, encoding)
+        finish(path)
     assert reader.most == ROWS

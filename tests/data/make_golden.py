@@ -1,4 +1,4 @@
-"""Writes golden stores of the current format: those that are not there. They are read forever.
+"""Writes golden stores: those that are not there. They are read forever.
 
 python tests/data/make_golden.py
 """
@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 
 from trajstore import RunWriter
-from trajstore.schema import ENCODINGS, FORMAT
 from trajstore.store.metadata import block_plan as layout
 
 ROWS, TOKENS, HIDDEN = 7, 4, 3
@@ -30,7 +29,7 @@ def golden_bits(name: str) -> np.ndarray:
     return (mixed >> np.uint64(64 - width)).astype(f"u{width // 8}")
 
 
-def write(path: Path, encoding: str, block_rows: int) -> None:
+def write(path: Path, block_rows: int) -> None:
     """One golden store."""
     if path.exists():
         return
@@ -44,7 +43,6 @@ def write(path: Path, encoding: str, block_rows: int) -> None:
         token_text=["a", "b", "é", "\\n"],
         config={"golden": True},
         block_rows=block_rows,
-        encoding=encoding,
     ) as run:
         bits = {name: golden_bits(name) for name in TYPES}
         for row in range(ROWS):
@@ -55,12 +53,11 @@ def write(path: Path, encoding: str, block_rows: int) -> None:
 
 def main() -> None:
     folder = Path(__file__).parent
-    for encoding in ENCODINGS:
-        write(folder / f"format{FORMAT}-{encoding}.zarr", encoding, 3)
+    write(folder / "format2-delta.zarr", 3)
     # So that these rows are stored as large ones are, each block in two parts of two inner chunks.
     layout._SMALL_ROW, layout._FEWEST_TOKENS, layout._LARGEST_OBJECT = 0, 1, 10 * HIDDEN * 4 * 2
     layout._CHUNK = layout._CHUNK_OF_HISTORIES = 1
-    write(folder / f"format{FORMAT}-delta-large.zarr", "delta", 10)
+    write(folder / "format2-delta-large.zarr", 10)
 
 
 if __name__ == "__main__":

@@ -80,10 +80,8 @@ LOCAL = "read and written in local folders; name one"
         ("plot {here} loss -o {out}/loss.png", LOCAL),
         ("report {here} -o {out}/page.html", LOCAL),
         ("export {here} -o {out}/a.safetensors", LOCAL),
-        ("export {here} -o {out}/a.zarr", "other runs are made in a local folder"),
+        ("export {here} -o {out}/a.zarr", LOCAL),
         ("import {out}/a.safetensors -o a.zarr", LOCAL),
-        ("upgrade {here} -o {out}/newer.zarr", LOCAL),
-        ("upgrade {run} -o newer.zarr", "copy the run to a local folder first"),
         ("annotate {run} --masks {here}/../dead_mask.npy", "and copy it to a new address"),
     ],
 )

@@ -67,4 +67,4 @@ def test_every_function_is_described() -> None:
     page = PAGE.read_text()
     for name in analysis.__all__:
         if name.islower() and name != "answer":
-            assert f"`{name}(" in page or f"`analysis.{name}(" in page, name
+            assert f"`{name}(" in page or f"`trajstore.analysis.{name}(" in page, name

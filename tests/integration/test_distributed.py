@@ -100,7 +100,13 @@ TRAINER = """
 """
 
 
-@pytest.mark.parametrize("body", [LOOP, TRAINER], ids=["capture", "Trainer"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(LOOP, id="capture"),
+        pytest.param(TRAINER, id="Trainer", marks=pytest.mark.nightly),
+    ],
+)
 def test_two_processes_one_store(body: str, tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     run_together(2, textwrap.dedent(HEAD) + textwrap.dedent(body), tmp_path, path, tmp_path)

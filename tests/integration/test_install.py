@@ -19,6 +19,7 @@ FOR_USERS = set(PROJECT["optional-dependencies"]) - {"all", "test", "docs", "dev
 
 # With torch at hand, which need not be downloaded to be taken into account.
 @pytest.mark.torch
+@pytest.mark.nightly
 @pytest.mark.parametrize("constrained", [True, False])
 def test_everything_can_be_installed_together(constrained: bool) -> None:
     pytest.importorskip("torch")

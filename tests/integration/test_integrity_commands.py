@@ -11,12 +11,11 @@ from bits_and_calls import Cli
 from damage import contents, flip, shard_index, wide_run
 
 from trajstore import RunWriter
-from trajstore.schema import ENCODINGS
 
 
-@pytest.fixture(params=ENCODINGS)
-def run(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    return wide_run(tmp_path / "run.zarr", request.param)
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return wide_run(tmp_path / "run.zarr")
 
 
 def test_a_sound_run(trajstore_cli: Cli, run: Path) -> None:

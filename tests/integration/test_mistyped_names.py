@@ -47,7 +47,6 @@ MISTYPED = {
     "plan --preset gatsby --set training.autocast=fp16": "float16",
     "plan --preset gatsby --set training.device=gpu": "cuda",
     "record --preset gatsby --device gpu": "cuda",
-    "record --preset gatsby --encoding portabel": "portable",
     # variables, tokens
     "plan --preset gatsby --record weight": "weights",
     "plan --preset gatsby --record W,exp_avgsq": "exp_avg_sq",

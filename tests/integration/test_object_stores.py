@@ -72,9 +72,11 @@ def test_a_run_is_the_same_there(s3: str, local: Path, monkeypatch: pytest.Monke
                 open_run(URL, chunks=chunks).load(),  # type: ignore[arg-type]
                 open_run(local).load(),
             )
+        assert verify(URL).clean
         assert {path.name for path in location(URL).parent.iterdir()} == {"run.zarr"}  # no lock
 
 
+@pytest.mark.nightly
 def test_what_fails_for_a_while_is_tried_again(
     s3: str, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,6 +96,7 @@ def test_what_fails_for_a_while_is_tried_again(
     assert len(seen) > 100
 
 
+@pytest.mark.nightly
 def test_a_long_outage_ends_a_recording_and_loses_no_commit(
     s3: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,19 +29,28 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAJSTORE_CACHE", str(tmp_path / "cache"))
 
 
-def test_every_preset_records_without_files(
-    trajstore_cli: Callable[..., Any], tmp_path: Path
+LARGE = ("wordybird-1", "wordybird-1b", "duckling")
+PRESETS = ("gatsby", "gatsby-gradients", "gatsby-adam", *LARGE)
+
+
+def test_all_presets_are_listed(trajstore_cli: Callable[..., Any]) -> None:
+    assert set(json.loads(trajstore_cli("presets", "--json").stdout)) == set(PRESETS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name in LARGE)) for name in PRESETS],
+)
+def test_a_preset_records_without_files(
+    name: str, trajstore_cli: Callable[..., Any], tmp_path: Path
 ) -> None:
-    presets = json.loads(trajstore_cli("presets", "--json").stdout)
-    assert len(presets) == 6
-    for name in presets:
-        path = tmp_path / f"{name}.zarr"
-        done = trajstore_cli("record", "--preset", name, "--steps", 2, *SMALL, "-o", path)
-        assert "embedded" in done.stderr
-        ds = xr.open_zarr(path)
-        assert ds.step.values.tolist() == [0, 1, 2]
-        assert abs(ds.loss.values[1] - np.log(ds.sizes["token"])) < 0.1
-        assert (np.abs(ds.grad.values[1, ds.is_dead.values]).max(axis=-1) > 0).all()
+    path = tmp_path / "run.zarr"
+    done = trajstore_cli("record", "--preset", name, "--steps", 2, *SMALL, "-o", path)
+    assert "embedded" in done.stderr
+    ds = xr.open_zarr(path)
+    assert ds.step.values.tolist() == [0, 1, 2]
+    assert abs(ds.loss.values[1] - np.log(ds.sizes["token"])) < 0.1
+    assert (np.abs(ds.grad.values[1, ds.is_dead.values]).max(axis=-1) > 0).all()
 
 
 def test_plan_says_what_record_then_does(trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
@@ -128,6 +137,7 @@ def test_a_recording_ends_with_its_pace_and_what_to_type_next(
         trajstore_cli(*shlex.split(command)[1:])
 
 
+@pytest.mark.nightly
 def test_nobody_reading_what_it_says_does_not_end_a_training(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     readable, writable = os.pipe()

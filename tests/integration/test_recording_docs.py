@@ -29,6 +29,7 @@ def test_both_ways_are_there() -> None:
     assert set(SCRIPTS) == {"trainer", "loop"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_of_the_docs(name: str, tmp_path: Path) -> None:
     assert len([line for line in SCRIPTS[name].splitlines() if line.strip()]) < 25

@@ -17,6 +17,8 @@ import xarray as xr
 from click.testing import CliRunner
 
 pytest.importorskip("torch")
+from small_trainings import same_values
+
 from trajstore.cli.main import main
 from trajstore.trainers import preset, record
 
@@ -44,23 +46,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def straight(tmp_path: Path, text: Path) -> Callable[[str, int], xr.Dataset]:
+def straight(tmp_path: Path, text: Path) -> Callable[[str, int], Path]:
     """Run of a preset, over so many steps, that was never interrupted."""
 
-    def run(name: str, steps: int) -> xr.Dataset:
+    def run(name: str, steps: int) -> Path:
         path = tmp_path / "straight.zarr"
         config = preset(name).with_values([*FIELDS, f"training.steps={steps}"])
         record(config, path, corpus=text)
-        return xr.open_zarr(path).load()
+        return path
 
     return run
-
-
-def same(a: xr.Dataset, b: xr.Dataset) -> None:
-    assert list(a.variables) == list(b.variables)
-    for name in a.variables:
-        if a[name].dtype.kind in "fi":
-            assert a[name].values.tobytes() == b[name].values.tobytes(), name
 
 
 def line_after_notes(stream: IO[str]) -> str:
@@ -69,14 +64,18 @@ def line_after_notes(stream: IO[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGINT, "gatsby"), (signal.SIGTERM, "gatsby-adam")]
+    ("number", "name"),
+    [
+        (signal.SIGINT, "gatsby"),
+        pytest.param(signal.SIGTERM, "gatsby-adam", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_signal_interrupts_and_the_command_it_names_goes_on(
     number: int,
     name: str,
     text: Path,
     tmp_path: Path,
-    straight: Callable[[str, int], xr.Dataset],
+    straight: Callable[[str, int], Path],
     trajstore_cli: Callable[..., Any],
 ) -> None:
     path = tmp_path / "a run.zarr"
@@ -104,12 +103,13 @@ def test_a_signal_interrupts_and_the_command_it_names_goes_on(
     go_on = said.partition("Go on with: ")[2].strip()
     assert go_on == f"trajstore record --resume -o '{path}'"
     trajstore_cli(*go_on.replace("'", "").split(" ", 4)[1:4], path, "--steps", last + 9)
-    same(straight(name, last + 9), xr.open_zarr(path).load())
+    same_values(straight(name, last + 9), path)
     assert [file.name for file in (tmp_path / "a run.ckpt").iterdir()] == [
         f"step-{last + 9:08d}.safetensors"
     ]
 
 
+@pytest.mark.nightly
 def test_the_second_signal_ends_it_at_once(text: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     # It works on its first step for as long as it is let: there is no end to be waited for.
@@ -136,10 +136,11 @@ def test_the_second_signal_ends_it_at_once(text: Path, tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.nightly
 def test_a_killed_recording_goes_on_from_its_checkpoint(
     text: Path,
     tmp_path: Path,
-    straight: Callable[[str, int], xr.Dataset],
+    straight: Callable[[str, int], Path],
     trajstore_cli: Callable[..., Any],
 ) -> None:
     path = tmp_path / "run.zarr"
@@ -161,13 +162,13 @@ def test_a_killed_recording_goes_on_from_its_checkpoint(
     assert done.returncode == -signal.SIGKILL
     assert xr.open_zarr(path).attrs["status"] == "recording"
     trajstore_cli("record", "--resume", "-o", path)
-    same(straight("gatsby", 70), xr.open_zarr(path).load())
+    same_values(straight("gatsby", 70), path)
 
 
 def test_a_finished_run_is_extended(
     text: Path,
     tmp_path: Path,
-    straight: Callable[[str, int], xr.Dataset],
+    straight: Callable[[str, int], Path],
     trajstore_cli: Callable[..., Any],
 ) -> None:
     path = tmp_path / "run.zarr"
@@ -178,7 +179,7 @@ def test_a_finished_run_is_extended(
     done = trajstore_cli(*call, "--resume", "--steps", 70, "--json")
     assert json.loads(done.stdout)["committed_rows"] == 71
     assert "Note:" not in done.stderr
-    same(straight("gatsby", 70), xr.open_zarr(path).load())
+    same_values(straight("gatsby", 70), path)
 
 
 def test_the_steps_of_a_preset_are_not_those_of_a_run_that_goes_on(

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from trajstore import RunNotFound, RunWriter, open_run, repair, verify
+from trajstore import RunNotFound, RunWriter, open_run, repair, strict_json, verify
 from trajstore.cli.main import main
-from trajstore.store.metadata import zarr_json
 from trajstore.watching.run_follower import RunFollower
 
 VARIABLES = {"W": "bfloat16", "grad": "float32", "loss": "float32"}
@@ -98,7 +97,7 @@ def test_a_clock_that_goes_back_hours_changes_nothing(
             cls.hour += 1
             return datetime(2030, 1, 1, tzinfo=UTC) - timedelta(hours=5 * cls.hour)
 
-    monkeypatch.setattr(zarr_json, "datetime", Clock)
+    monkeypatch.setattr(strict_json, "datetime", Clock)
     monkeypatch.setattr("time.time", lambda: 0.0)
     path = tmp_path / "run.zarr"
     with writer(path, commit_every=0.001) as run:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from still_timer import commit_now
 
 from trajstore import RunWriter
-from trajstore.schema import ENCODINGS
 from trajstore.store.metadata.block_plan import BLOCKS
 
 TYPES = {"bfloat16": 16, "float16": 16, "float32": 32, "float64": 64}
@@ -30,7 +29,6 @@ def runs(draw: st.DrawFn) -> dict[str, Any]:
         "by_time": draw(st.sets(st.integers(1, 25))),
         "seed": draw(st.integers(0, 2**32 - 1)),
         "in_place": draw(st.booleans()),
-        "encoding": draw(st.sampled_from(ENCODINGS)),
     }
 
 
@@ -50,7 +48,6 @@ def test_what_was_appended_is_what_is_read(run: dict[str, Any]) -> None:
             hidden=hidden,
             variables={"W": native},
             block_rows=int(run["block_rows"]),
-            encoding=str(run["encoding"]),
             commit_every=None,
         ) as writer:
             step = seen = 0

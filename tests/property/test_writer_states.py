@@ -29,7 +29,6 @@ from hypothesis.stateful import (
 from still_timer import commit_now
 
 from trajstore import RunWriter, repair, verify
-from trajstore.schema import ENCODINGS
 from trajstore.store.metadata.block_plan import BLOCKS
 from trajstore.store.metadata.object_keys import DOCUMENT
 
@@ -43,12 +42,12 @@ class History(RuleBasedStateMachine):
 
     writer: RunWriter | None = None
 
-    @initialize(encoding=st.sampled_from(ENCODINGS))
-    def make(self, encoding: str) -> None:
+    @initialize()
+    def make(self) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.path = self.folder / "run.zarr"
         self.least = self.most = 0  # rows that a reader must see, and may see
-        self.writer = create(self.path, encoding)
+        self.writer = create(self.path)
 
     def teardown(self) -> None:
         if self.writer is not None:

@@ -18,6 +18,8 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -33,6 +35,7 @@ PAGES = sorted(
     for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
     if path.name != "changelog.md" and "_build" not in path.parts
 )
+FOLDERS = "trajstore|trainers|analysis|tests|benchmarks|tools|docs"
 BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>(?:not )?run): .+? -->\n)?```(?P<language>python|sh)\n(?P<code>.*?)^```$",
     re.DOTALL | re.MULTILINE,
@@ -40,6 +43,12 @@ BLOCK = re.compile(
 READ = {"record", "sweep", "what-if", "plan", "presets", "fetch", "watch", "explore", "report"}
 """Commands that train, need the network or another process, or take long; others test them."""
 
+PUBLIC = {
+    "trajstore": {"analysis", "trainers"},
+    "trajstore.analysis": set(),
+    "trajstore.trainers": set(),
+}
+"""Packages whose names scripts import, and their subpackages among these."""
 
 LONG = ("long.zarr", "model.zarr")
 """The runs that the gallery shows. Tests of the figures draw each kind."""
@@ -113,11 +122,55 @@ def test_the_gallery_has_every_figure() -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, Path("CONTRIBUTING.md")], ids=str)
-def test_links_lead_to_files(page: Path) -> None:
-    """Those of docs/ are held against headings too, when the site is built."""
+def test_links_and_paths_lead_to_files(page: Path) -> None:
+    """Links within docs/ are held against headings too, when the site is built."""
     text = (ROOT / page).read_text()
     links = re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)", text)
     assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+    paths = re.findall(rf"\b(?:{FOLDERS})/[\w/]*(?:\.py|(?=`))", text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_contributing_has_a_line_for_every_room() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    rooms = {
+        f"`{package}/{path.parent.name}/`"
+        for package in ("trajstore", "trainers", "analysis")
+        for path in (ROOT / package).glob("*/__init__.py")
+        if not path.parent.is_symlink()
+    }
+    assert {room for room in rooms if f"| {room} |" not in text} == set()
+
+
+def test_contributing_names_modules_that_there_are() -> None:
+    named = re.findall(r"`(?:\w+/)*(\w+\.py)`", (ROOT / "CONTRIBUTING.md").read_text())
+    folders = [ROOT / name for name in FOLDERS.split("|")]
+    assert {*named} <= {path.name for folder in folders for path in folder.rglob("*.py")}
+
+
+def test_dotted_names_lead_to_something() -> None:
+    groups = {"trajstore.commands", "trajstore.accessors", "trajstore.replays"}
+    known = {point.name for point in entry_points(group="zarr.codecs")} | groups
+    missing = {
+        name
+        for page in [*PAGES, Path("CONTRIBUTING.md")]
+        for name in re.findall(r"`(trajstore(?:\.\w+)+)\b", (ROOT / page).read_text())
+        if name not in known and not is_there(name)
+    }
+    assert missing == set()
+
+
+def is_there(name: str) -> bool:
+    """Whether a module, or something in one, has this name; nothing heavy is imported."""
+    owner, _, last = name.rpartition(".")
+    if owner in PUBLIC and last in importlib.import_module(owner).__all__:
+        return True
+    module = find_spec(owner)
+    if module is None or module.origin is None:
+        return False
+    if module.submodule_search_locations and find_spec(name):
+        return True
+    return re.search(rf"\b{last}\b", Path(module.origin).read_text()) is not None
 
 
 def test_a_mark_stands_before_a_block() -> None:
@@ -140,12 +193,9 @@ def test_python_that_is_not_run_could_be(page: Path) -> None:
             continue
         tree = ast.parse(block.code, filename=block.where)
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module in ("trajstore", "analysis"):
-                module = importlib.import_module(node.module)
-                assert all(hasattr(module, alias.name) for alias in node.names), block.where
-            if isinstance(node, ast.ImportFrom) and node.module == "trainers":
-                module = importlib.import_module("trainers")
-                assert {alias.name for alias in node.names} <= set(module.__all__), block.where
+            if isinstance(node, ast.ImportFrom) and node.module in PUBLIC:
+                known = {*importlib.import_module(node.module).__all__, *PUBLIC[node.module]}
+                assert {alias.name for alias in node.names} <= known, block.where
 
 
 def _marked(pages: list[Path]) -> list[object]:
@@ -177,10 +227,8 @@ def test_a_page_runs(
         shutil.copytree(example_run, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     import trajstore
-    import trajstore.analysis.figures
-    from trajstore import analysis
 
-    names = {"analysis": analysis, "trajstore": trajstore, "ds": trajstore.open_run("gatsby.zarr")}
+    names = {"trajstore": trajstore, "ds": trajstore.open_run("gatsby.zarr")}
     for block in blocks(page):
         if block.mark is not None:
             continue

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.cli.options import RECORD, Choice
+from trajstore.cli.options import RECORD
 from trajstore.errors import InvalidArgument, MissingExtra
-from trajstore.schema import ENCODINGS
 
 if TYPE_CHECKING:
     from trajstore.store.storage.remote_path import Location
+    from trajstore.trainers import RunConfig
 
 
-__all__ = ["configuration", "configured", "preset_names", "settings_of"]
+__all__ = ["configuration", "configured", "named_config", "preset_names", "settings_of"]
 
 
 def preset_names(ctx: click.Context, option: click.Parameter, begun: str) -> list[str]:
@@ -77,11 +77,6 @@ def configuration(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--block-rows", type=int, help="Rows of a block; default: planned from the memory."
         ),
-        click.option(
-            "--encoding",
-            type=Choice(ENCODINGS),
-            help="delta (default): smaller, faster; portable: for any reader of Zarr v3.",
-        ),
     )
     for option in reversed(options):
         command = option(command)
@@ -97,7 +92,6 @@ _PLACES = {
     "populations": "recording.populations",
     "memory": "recording.memory",
     "block_rows": "recording.block_rows",
-    "encoding": "recording.encoding",
     "commit_every": "recording.commit_every",
     "checkpoint_every": "recording.checkpoint_every",
 }
@@ -110,7 +104,7 @@ def configured(
     variables: str | None,
     fields: dict[str, Any],
     run: Location | None = None,
-) -> Any:
+) -> RunConfig:
     """Configuration that is asked for; of a run that goes on, where none is named, its own.
 
     `run` is the one that goes on, if it is there. The steps of a preset or a file are those of a
@@ -121,17 +115,21 @@ def configured(
     named = preset_name is not None or config_file is not None
     begins = run is not None and named and not run.exists()
     recorded = None if run is None or begins else trainers.recorded_config(run)
-    if not named and recorded is not None:
-        config = recorded
-    elif (preset_name is None) == (config_file is None):
-        raise InvalidArgument("name either a preset (--preset gatsby) or a file (--config FILE)")
-    elif preset_name is not None:
-        config = trainers.preset(preset_name)
-    else:
-        config = trainers.RunConfig.from_toml(str(config_file))
+    config = recorded if recorded and not named else named_config(preset_name, config_file)
     if recorded is not None:
         config = config.with_values([f"training.steps={recorded.training.steps}"])
     return config.with_values(settings_of(assignments, variables, fields))
+
+
+def named_config(preset_name: str | None, config_file: str | None) -> RunConfig:
+    """Configuration of a preset or of a file."""
+    from trajstore import trainers
+
+    if (preset_name is None) == (config_file is None):
+        raise InvalidArgument("name either a preset (--preset gatsby) or a file (--config FILE)")
+    if preset_name is not None:
+        return trainers.preset(preset_name)
+    return trainers.RunConfig.from_toml(str(config_file))
 
 
 def settings_of(

@@ -115,7 +115,7 @@ def record(
 
     path = location(output or f"{preset_name or Path(str(config_file)).stem}.zarr")
     changes = settings_of(assignments, variables, fields)
-    with StopRequest() as stop, _stopping_told(path):
+    with StopRequest() as stop, _report_early_stop(path):
         if source is None:
             config = configured(
                 preset_name, config_file, assignments, variables, fields, path if resume else None
@@ -138,7 +138,7 @@ def record(
                 "on_corpus": begin,
                 "on_step": progress.show_step,
                 "on_note": progress.show_note,
-                "on_proof": progress.show_proof,
+                "on_retrain": progress.show_retrain,
             }
             if source is None or at is None:
                 trainers.record(config, path, resume=resume, **common)
@@ -157,7 +157,7 @@ def record(
 
 
 @contextmanager
-def _stopping_told(path: Location) -> Iterator[None]:
+def _report_early_stop(path: Location) -> Iterator[None]:
     """Say what is there when a signal ends the command before its training."""
     try:
         yield

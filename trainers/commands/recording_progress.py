@@ -77,7 +77,7 @@ class RecordingProgress(Bar):
         """Say what should be known about the run."""
         err.print(Text(f"Note: {note}."))
 
-    def show_proof(self, step: int, last: int) -> None:
+    def show_retrain(self, step: int, last: int) -> None:
         """Show how many of the recorded steps have been trained again."""
         if err.is_terminal:
             state = f"proving step {step} of {last} against the recorded rows"

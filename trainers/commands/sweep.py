@@ -16,7 +16,7 @@ from trajstore.cli.options import JSON, Choice, sentences
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import err, out, print_json
 from trajstore.errors import InvalidArgument
-from trajstore.trainers.commands.configuration import configuration, settings_of
+from trajstore.trainers.commands.configuration import configuration, named_config, settings_of
 from trajstore.trainers.commands.sweep_view import SweepProgress, print_jobs, sweep_facts
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def sweep(
 
 
 _FIELDS = {
-    "steps", "device", "every", "tokens", "memory", "block_rows", "encoding", "commit_every",
+    "steps", "device", "every", "tokens", "memory", "block_rows", "commit_every",
     "checkpoint_every",
 }  # fmt: skip
 """Options that are fields of a configuration."""
@@ -119,15 +119,10 @@ def _runs(
     common: list[str],
 ) -> list[SweptRun]:
     """All runs; what is wrong with any of them is told before the first begins."""
-    from trajstore import trainers
     from trajstore.trainers.sweeps.grid import parse_seeds, swept_runs
 
-    if (preset_name is None) == (config_file is None):
-        raise InvalidArgument("name either a preset (--preset gatsby) or a file (--config FILE)")
-    if preset_name is not None:
-        base, stem = trainers.preset(preset_name), preset_name
-    else:
-        base, stem = trainers.RunConfig.from_toml(str(config_file)), Path(str(config_file)).stem
+    base = named_config(preset_name, config_file)
+    stem = preset_name or Path(str(config_file)).stem
     chosen = None if seeds is None else parse_seeds(seeds)
     return swept_runs(base, stem, assignments, chosen, common)
 

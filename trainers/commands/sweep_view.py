@@ -11,8 +11,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.text import Text
 
-from trajstore.cli.printable import PlainConsole
-from trajstore.cli.tables import err, out, print_table, table
+from trajstore.cli.tables import PlainConsole, err, out, print_table, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SweepProgress", "print_jobs", "sweep_facts"]
 
-_TOLD = {
+_STATES = {
     "busy": "waits: another process writes to it",
     "waiting": "waiting",
     "running": "recording",
@@ -63,22 +62,22 @@ class SweepProgress:
             if job.state != self._shown[number]:
                 self._shown[number] = job.state
                 if self._live is None:
-                    err.print(Text(f"{job.run.name}: {_standing(job)}"))
+                    err.print(Text(f"{job.run.name}: {_status_line(job)}"))
         if self._live is not None:
             self._live.update(self._view(), refresh=True)
 
     def _view(self) -> RenderableType:
         """What is going on and what failed; of the others, how many there are."""
         counted = Counter(job.state for job in self._jobs)
-        told = ", ".join(
-            f"{number} {_TOLD.get(state, state).partition(':')[0]}"
+        counts = ", ".join(
+            f"{number} {_STATES.get(state, state).partition(':')[0]}"
             for state, number in counted.items()
         )
         printed = _table()
         for job, rows in zip(self._jobs, self._rows, strict=True):
             if job.state in ("running", "busy", "failed"):
                 _add_row(printed, job, rows)
-        return Group(Text(f"{len(self._jobs)} runs: {told}"), printed)
+        return Group(Text(f"{len(self._jobs)} runs: {counts}"), printed)
 
 
 def print_jobs(jobs: Sequence[Job], rows: Sequence[int]) -> None:
@@ -125,12 +124,12 @@ def _add_row(printed: Any, job: Job, rows: int) -> None:
     from trajstore.trainers.sweeps.sweep_folder import committed_rows
 
     took = str(timedelta(seconds=round(job.seconds))) if job.seconds else ""
-    state = _TOLD.get(job.state, job.state)
+    state = _STATES.get(job.state, job.state)
     printed.add_row(job.run.name, state, f"{committed_rows(job.run):,}", f"{rows:,}", took)
 
 
-def _standing(job: Job) -> str:
-    state = _TOLD.get(job.state, job.state)
+def _status_line(job: Job) -> str:
+    state = _STATES.get(job.state, job.state)
     after = f" after {timedelta(seconds=round(job.seconds))}" if job.seconds else ""
     said = f": {job.said}" if job.said else ""
     return f"{state}{after}{said}"

@@ -7,10 +7,9 @@ import shlex
 import click
 from rich.text import Text
 
-from trajstore.cli.options import JSON, RUN, Choice, sentences
+from trajstore.cli.options import JSON, RUN, sentences
 from trajstore.cli.progress import StepsProgress, stopped_by_signals
 from trajstore.cli.tables import out, print_json, print_notes
-from trajstore.schema import ENCODINGS
 
 __all__ = ["what_if"]
 
@@ -30,7 +29,6 @@ __all__ = ["what_if"]
 )
 @click.option("--tokens", default="all", metavar="all|dead|live|FILE", help="Of which tokens.")
 @click.option("--seed", type=int, help="Of stochastic rounding; default: 0.")
-@click.option("--encoding", type=Choice(ENCODINGS), help="Of the new run.")
 @click.option("--memory", metavar="SIZE", help="For the buffer of the writer, such as 512MiB.")
 @click.option("--overwrite", is_flag=True, help="Replace a run that is there.")
 @JSON
@@ -42,7 +40,6 @@ def what_if(
     from_step: int | None,
     tokens: str,
     seed: int | None,
-    encoding: str | None,
     memory: str | None,
     overwrite: bool,
     as_json: bool,
@@ -73,7 +70,6 @@ def what_if(
             from_step=from_step,
             tokens=tokens if tokens in ("all", "dead", "live") else read_tokens(tokens),
             seed=seed,
-            encoding=encoding,
             memory=memory or EXCHANGE_MEMORY,
             overwrite=overwrite,
             on_progress=progress.show,

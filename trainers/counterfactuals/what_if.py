@@ -12,7 +12,6 @@ from trajstore.argument_types import checks_types
 from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
 from trajstore.store.metadata.fingerprint import FINGERPRINT
-from trajstore.store.reading.run_info import digest_of_files
 from trajstore.store.reading.tiled_reader import attribute, open_tiled
 from trajstore.store.writing.create import check_local_target, staged_run
 from trajstore.store.writing.writer import RunWriter
@@ -54,7 +53,6 @@ def what_if(
     from_step: int | None = None,
     tokens: Tokens = "all",
     seed: int | None = None,
-    encoding: str | None = None,
     memory: int | str = EXCHANGE_MEMORY,
     overwrite: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
@@ -82,8 +80,6 @@ def what_if(
         Whose rows are calculated: each element of W goes its own way.
     seed : int, optional
         Of stochastic rounding; 0 without it.
-    encoding : {'delta', 'portable'}, optional
-        Of the new run; the writer's own choice without it.
     memory : int or str, default 320 MiB
         For the buffer of the writer.
     overwrite : bool
@@ -132,16 +128,14 @@ def what_if(
         origin: dict[str, Any] = {
             "run": os.path.basename(os.path.normpath(run)),
             "created": source.attributes.get("created"),
-            **_digest(run, source.attributes),
+            FINGERPRINT: source.attributes.get(FINGERPRINT),
             "tokens": tokens if isinstance(tokens, str) else "a list of ids",
         }
         earlier = attribute(source.attributes, "provenance", "what_if")
         if earlier is not None:
             origin["earlier"] = earlier
         with staged_run(target, overwrite=overwrite) as new:
-            first_difference = _write(
-                new, planned, origin, encoding=encoding, memory=memory, on_progress=on_progress
-            )
+            first_difference = _write(new, planned, origin, memory=memory, on_progress=on_progress)
     again = () if planned.settings.given else (_nothing_changed(first_difference),)
     return WhatIf(
         path=target,
@@ -163,19 +157,11 @@ def _nothing_changed(first_difference: int | None) -> str:
     )
 
 
-def _digest(run: str | os.PathLike[str], attributes: Mapping[str, Any]) -> dict[str, str]:
-    """What tells which run it was: its fingerprint, or of one of format 1 a digest of its files."""
-    if FINGERPRINT in attributes:
-        return {FINGERPRINT: attributes[FINGERPRINT]}
-    return {"sha256": digest_of_files(run)}
-
-
 def _write(
     path: Path,
     planned: PlannedCounterfactual,
     origin: Mapping[str, Any],
     *,
-    encoding: str | None,
     memory: int | str,
     on_progress: Callable[[int, int], None] | None,
 ) -> int | None:
@@ -190,8 +176,6 @@ def _write(
     chosen["populations"] = {
         name: planned.of_tokens(values) for name, values in planned.source.populations.items()
     }
-    if encoding is not None:
-        chosen["encoding"] = encoding
     with RunWriter.create(
         path,
         hidden=planned.source.series["W"].shape[2],

@@ -13,9 +13,8 @@ Where the tensors of one step go:
 
 Before the first step ``capture``, for a `Trainer` called by ``hf_callback``, puts that together:
 what ``options`` ask for, of the matrices that ``parameters`` finds, into the runs that
-``planned_run`` plans, with their ``provenance``, and, where one is to go on, ``resumed_run`` finds;
-``given_populations`` are those that it is told of, and ``data_set_tokens`` what a Trainer's data
-set tells of the tokens.
+``planned_run`` plans, with their populations and ``provenance``, and, where one is to go on,
+``resumed_run`` finds. ``data_set_tokens`` counts the tokens of a Trainer's data set.
 ``numeric_advice`` says what the types of the optimizer keep it from doing.
 Of a training that is done again, ``compared_run`` takes the rows and compares them.
 Of a parameter that is sharded over processes each records its tokens: ``sharding`` tells which.

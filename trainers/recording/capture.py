@@ -11,20 +11,20 @@ import torch
 from trajstore.errors import RecordingError
 from trajstore.optimizer_advice import require_sound
 from trajstore.store.storage.remote_path import RunPath
-from trajstore.store.writing.token_share import together
+from trajstore.store.writing.token_share import in_all_processes
 from trajstore.trainers.recording.compared_run import Comparison
 from trajstore.trainers.recording.model_parameters import ModelParameters
-from trajstore.trainers.recording.numeric_advice import optimizer_advice, tell
+from trajstore.trainers.recording.numeric_advice import optimizer_advice, report_notes
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trajstore.trainers.recording.parameter_rows import ParameterRows
 from trajstore.trainers.recording.parameters import find_parameters
 from trajstore.trainers.recording.planned_run import plan_runs
 from trajstore.trainers.recording.resumed_run import ExistingRun
-from trajstore.trainers.recording.sharding import find_shares
+from trajstore.trainers.recording.sharding import find_shares, is_distributed
 from trajstore.trainers.recording.step_examples import StepExamples
 from trajstore.trainers.recording.step_hooks import Recorder, real_optimizer
 
-__all__ = ["attach", "capture", "recording"]
+__all__ = ["attach", "capture"]
 
 
 def attach(
@@ -38,7 +38,7 @@ def attach(
     on_note: Callable[[str], None] | None = None,
     comparison: Comparison | None = None,
 ) -> Recorder:
-    """Recorder that watches a training from now on.
+    """Recorder that watches a training from now on, until it is closed.
 
     In all processes but the first of a distributed training it only counts, unless the recorded
     parameter is sharded over them.
@@ -82,7 +82,7 @@ def attach(
     all_tokens = isinstance(options.tokens, str) and options.tokens == "all"
     shares = find_shares(model, parameters, options.variables, all_tokens=all_tokens)
     try:
-        with together(shares[0]):
+        with in_all_processes(shares[0]):
             if _is_first_process() or shares[0] is not None:
                 device = parameters[0].tensor.device
                 whole = ModelParameters.of_recording(model, real, device, options.variables)
@@ -113,59 +113,22 @@ def attach(
     except BaseException:
         recorder.close(complete=False)
         raise
-    if planned and not options.resume and _is_first_process():  # or it was told when the run began
-        tell((one.sentence for one in advice), on_note)
-        tell((note for run in planned for note in run.notes), on_note)
+    if planned and not options.resume and _is_first_process():  # it reported them when it began
+        report_notes((one.sentence for one in advice), on_note)
+        report_notes((note for run in planned for note in run.notes), on_note)
     return recorder
-
-
-@contextlib.contextmanager
-def recording(
-    model: torch.nn.Module,
-    optimizer: Any,
-    path: RunPath,
-    options: RecordingOptions,
-    loop: TrainingLoop,
-    *,
-    on_step: Callable[[Recorder], None] | None = None,
-    on_note: Callable[[str], None] | None = None,
-    comparison: Comparison | None = None,
-) -> Iterator[Recorder]:
-    """Recorder of a training inside the ``with``; takes what `attach` takes.
-
-    It is closed as complete when the block ends, and as interrupted when an exception leaves it.
-    """
-    recorder = attach(
-        model,
-        optimizer,
-        path,
-        options,
-        loop,
-        on_step=on_step,
-        on_note=on_note,
-        comparison=comparison,
-    )
-    try:
-        yield recorder
-    except BaseException as error:
-        try:
-            recorder.close(complete=False)
-        except RecordingError as failure:  # often of the same cause, or because of it
-            error.add_note(f"The recording has ended with: {failure}")
-        raise
-    recorder.close(complete=True)
 
 
 def _remarking(
     on_step: Callable[[Recorder], None] | None, on_note: Callable[[str], None] | None
 ) -> Callable[[Recorder], None]:
-    """What is called after every step; each remark of the recorder is told once."""
-    told: set[str] = set()
+    """What is called after every step; each remark of the recorder is reported once."""
+    reported: set[str] = set()
 
     def after_step(recorder: Recorder) -> None:
-        new = [one for one in recorder.remarks() if one not in told and _is_first_process()]
-        told.update(new)
-        tell(new, on_note)
+        new = [one for one in recorder.remarks() if one not in reported and _is_first_process()]
+        reported.update(new)
+        report_notes(new, on_note)
         if on_step is not None:
             on_step(recorder)
 
@@ -173,8 +136,7 @@ def _remarking(
 
 
 def _is_first_process() -> bool:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not distributed or torch.distributed.get_rank() == 0
+    return not is_distributed() or torch.distributed.get_rank() == 0
 
 
 @takes_options
@@ -266,7 +228,7 @@ def capture(
         schedule={"max_grad_norm": max_grad_norm},
     )
     after_step = _remarking(on_step, on_note)
-    with recording(
+    with attach(
         model, optimizer, path, wanted, loop, on_step=after_step, on_note=on_note
     ) as recorder:
         yield recorder

@@ -46,7 +46,7 @@ class Comparison:
 
     Parameters
     ----------
-    go_on : callable, optional
+    make_writer : callable, optional
         Called with the number of the first row that differs; makes the writer that takes that row
         and all after it. Without it, rows after the first difference are passed over.
 
@@ -58,16 +58,16 @@ class Comparison:
         That takes the rows from there on.
     """
 
-    def __init__(self, go_on: Callable[[int], RunWriter] | None = None) -> None:
+    def __init__(self, make_writer: Callable[[int], RunWriter] | None = None) -> None:
         self.difference: RowDifference | None = None
         self.successor: RunWriter | None = None
-        self._go_on = go_on
+        self._make_writer = make_writer
 
     def differ(self, difference: RowDifference) -> RunWriter | None:
         """Note the first difference, and make what takes the rows from there on."""
         self.difference = difference
-        if self._go_on is not None:
-            self.successor = self._go_on(difference.row)
+        if self._make_writer is not None:
+            self.successor = self._make_writer(difference.row)
         return self.successor
 
 

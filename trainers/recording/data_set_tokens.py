@@ -16,7 +16,7 @@ from transformers import BatchEncoding
 
 from trajstore.trainers.recording.options import RecordingOptions
 from trajstore.trainers.recording.parameters import RecordedParameter, unwrap
-from trajstore.trainers.token_texts import token_texts
+from trajstore.trainers.texts.tokenizer import token_texts
 
 __all__ = ["COUNTING_SECONDS", "TokenFacts", "facts_of_trainer"]
 
@@ -92,17 +92,17 @@ def facts_of_trainer(
         return facts  # a run that goes on keeps its coordinates
     if options.is_dead is None and options.token_count is None:
         remedy = "give is_dead= or token_count=, or tell it afterwards with: trajstore annotate"
-        with _said_where_it_fails(facts, "which tokens are dead", remedy):
+        with _noted_where_it_fails(facts, "which tokens are dead", remedy):
             rows = _vocabulary(model, parameters)
             if rows is not None:
                 data_set = getattr(data_loader, "dataset", None)
-                _tell_counts(facts, *_counted(data_set, rows, processes))
+                _add_counts(facts, *_counted(data_set, rows, processes))
     if options.token_text is None:
-        with _said_where_it_fails(facts, "how its tokens read", "give token_text="):
+        with _noted_where_it_fails(facts, "how its tokens read", "give token_text="):
             rows = _vocabulary(model, parameters)
             backend = getattr(tokenizer, "backend_tokenizer", None)
             if rows is not None and backend is not None:
-                _tell_texts(facts, token_texts(backend), rows)
+                _add_texts(facts, token_texts(backend), rows)
     return facts
 
 
@@ -111,7 +111,7 @@ def _needs_dead(options: RecordingOptions) -> bool:
 
 
 @contextlib.contextmanager
-def _said_where_it_fails(facts: TokenFacts, what: str, remedy: str) -> Iterator[None]:
+def _noted_where_it_fails(facts: TokenFacts, what: str, remedy: str) -> Iterator[None]:
     """Have a note say why something is not known; no failure here may end a training."""
     try:
         yield
@@ -124,7 +124,7 @@ def _said_where_it_fails(facts: TokenFacts, what: str, remedy: str) -> Iterator[
     facts.notes.append(f"the run does not say {what}, because {reason}; {remedy}")
 
 
-def _tell_counts(facts: TokenFacts, counts: npt.NDArray[np.int64], examples: int) -> None:
+def _add_counts(facts: TokenFacts, counts: npt.NDArray[np.int64], examples: int) -> None:
     dead = counts == 0
     facts.options.update(is_dead=dead, token_count=counts)
     facts.origin["tokens_counted"] = {"examples": examples, "tokens": int(counts.sum())}
@@ -135,7 +135,7 @@ def _tell_counts(facts: TokenFacts, counts: npt.NDArray[np.int64], examples: int
     )
 
 
-def _tell_texts(facts: TokenFacts, texts: tuple[str, ...], rows: int) -> None:
+def _add_texts(facts: TokenFacts, texts: tuple[str, ...], rows: int) -> None:
     if len(texts) <= rows:  # the others pad the matrix
         facts.options["token_text"] = [*texts, *[""] * (rows - len(texts))]
 

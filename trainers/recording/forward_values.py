@@ -44,7 +44,7 @@ class ForwardPasses:
     Attributes
     ----------
     loss_looks_divided : bool
-        Whether a step was told of several losses, each of which was made by a division.
+        Whether the loop gave several losses in a step, each of them made by a division.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ForwardPasses:
         self.loss_looks_divided |= self._loss.looks_divided
         self._loss = StepLoss(self._loss_scale)
         self._logits = StepLogits(self._logits_mode)
-        self._logits_are_told = False
+        self._logits_are_observed = False
         self._unembedding_was_called = False
         self._hidden = WeightedMean()
         self._spread = HiddenSpread()
@@ -90,14 +90,14 @@ class ForwardPasses:
             handles.append(head.register_forward_pre_hook(outside_compile(self._add_spread)))
         return handles
 
-    def tell(self, *, loss: torch.Tensor | None, logits: torch.Tensor | None) -> None:
-        """Take what the loop tells of a micro-batch, in place of what the hooks have seen."""
+    def observe(self, *, loss: torch.Tensor | None, logits: torch.Tensor | None) -> None:
+        """Take the values that the loop gives, in place of those that the hooks have seen."""
         if loss is not None:
-            self._loss.tell(loss)
+            self._loss.observe(loss)
         if logits is not None:
-            if not self._logits_are_told:
+            if not self._logits_are_observed:
                 self._logits = StepLogits(self._logits_mode)
-                self._logits_are_told = True
+                self._logits_are_observed = True
             self._logits.add(logits)
 
     def values(self) -> dict[str, torch.Tensor | None]:
@@ -123,7 +123,7 @@ class ForwardPasses:
     def _on_head_output(self, head: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
         if is_trained(head):
             self._unembedding_was_called = True
-            if not self._logits_are_told:
+            if not self._logits_are_observed:
                 self._logits.add(output)
 
     def _on_model_output(
@@ -134,7 +134,7 @@ class ForwardPasses:
         loss, logits = loss_of(output), logits_of(output)
         if loss is not None:
             self._loss.add(loss, share=kwargs.get("num_items_in_batch") is not None)
-        known = self._unembedding_was_called or self._logits_are_told
+        known = self._unembedding_was_called or self._logits_are_observed
         if not known and logits is not None and self._are_of_a_vocabulary(logits):
             self._logits.add(logits)
         self._unembedding_was_called = False
@@ -151,26 +151,26 @@ class StepLoss:
         self._values: list[torch.Tensor] = []
         self._quotients = 0
         self._shares = False
-        self._is_told = False
+        self._is_observed = False
 
     def add(self, loss: torch.Tensor, *, share: bool) -> None:
         """Of one micro-batch: its mean, or its share of the mean over the step."""
-        if not self._is_told:
+        if not self._is_observed:
             self._values.append(loss.detach())
             self._shares = share
 
-    def tell(self, loss: torch.Tensor) -> None:
-        """Of one micro-batch, as the loop tells it, in place of what was seen."""
-        if not self._is_told:
-            self._is_told, self._shares = True, False
+    def observe(self, loss: torch.Tensor) -> None:
+        """Of one micro-batch, given by the loop, in place of what was seen."""
+        if not self._is_observed:
+            self._is_observed, self._shares = True, False
             self._values.clear()
         self._values.append(loss.detach())
         self._quotients += loss.grad_fn is not None and loss.grad_fn.name() == "DivBackward0"
 
     @property
     def looks_divided(self) -> bool:
-        """Whether it was told several losses, each of them a quotient: ``loss / accumulation``."""
-        return self._is_told and len(self._values) > 1 and self._quotients == len(self._values)
+        """Whether the loop gave several losses, each of them a quotient."""
+        return self._is_observed and len(self._values) > 1 and self._quotients == len(self._values)
 
     def value(self) -> torch.Tensor | None:
         """Of the step until now; None if nothing was seen."""

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from trajstore.errors import RecordingError
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.trainers.recording.capture import attach
 from trajstore.trainers.recording.compared_run import Comparison
 from trajstore.trainers.recording.data_set_tokens import facts_of_trainer
-from trajstore.trainers.recording.numeric_advice import tell
+from trajstore.trainers.recording.numeric_advice import report_notes
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop, takes_options
 from trajstore.trainers.recording.parameters import find_parameters
 from trajstore.trainers.recording.step_hooks import Recorder, real_optimizer
@@ -108,8 +108,7 @@ class TrajectoryCallback(TrainerCallback):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
-        *,
+        *_: Any,
         model: torch.nn.Module,
         optimizer: Any,
         **kwargs: Any,
@@ -161,7 +160,7 @@ class TrajectoryCallback(TrainerCallback):
             comparison=self.comparison,
         )
         if state.is_world_process_zero:
-            tell(facts.notes, self._on_note)
+            report_notes(facts.notes, self._on_note)
         # The Trainer tells no callback that it failed: what is whole is committed when the cell of
         # the notebook ends, when another callback begins the run anew or goes on with it, and at
         # the latest when the interpreter ends.
@@ -170,9 +169,7 @@ class TrajectoryCallback(TrainerCallback):
         atexit.register(self.close)
         _at_end_of_cell(self, register=True)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Commit what is left, and mark the run complete."""
         self.close(complete=True)
 
@@ -190,24 +187,17 @@ class TrajectoryCallback(TrainerCallback):
         if self.recorder is not None:
             self.recorder.close(complete=complete)
 
-    def _has_ended(self) -> bool:
-        """Whether its training, which was begun by the thread that asks, must be over."""
-        return self._thread == threading.get_ident()
-
-    def _is_of(self, path: RunPath) -> bool:
-        """Whether it records to a path."""
-        return os.path.realpath(str(self._path)) == os.path.realpath(str(path))
-
     def _after_cell(self, *result: Any) -> None:
         """Close what a training has left that failed in a cell of a notebook."""
-        if self._has_ended():
+        if self._thread == threading.get_ident():
             self.close()
 
 
 def _end_failed(path: RunPath) -> None:
     """Close what records to a path, and must have failed: its thread begins another training."""
+    place, thread = os.path.realpath(str(path)), threading.get_ident()
     for other in list(_recording):
-        if other._is_of(path) and other._has_ended():
+        if other._thread == thread and os.path.realpath(str(other._path)) == place:
             other.close()
 
 

@@ -12,7 +12,7 @@ from trajstore.optimizer_advice import Advice, advise
 from trajstore.trainers.recording.parameters import RecordedParameter
 from trajstore.trainers.recording.provenance import optimizer_attributes
 
-__all__ = ["optimizer_advice", "tell"]
+__all__ = ["optimizer_advice", "report_notes"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def optimizer_advice(parameters: Sequence[RecordedParameter], optimizer: Optimiz
     return list({advice.sentence: advice for advice in found}.values())
 
 
-def tell(sentences: Iterable[str], on_note: Callable[[str], None] | None) -> None:
+def report_notes(sentences: Iterable[str], on_note: Callable[[str], None] | None) -> None:
     """Give sentences to a function, or else to the logger of this module.
 
     Not as a warning of Python's, which whoever turns warnings into errors could not get past.

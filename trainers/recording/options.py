@@ -19,7 +19,7 @@ import torch
 
 from trajstore.byte_sizes import DEFAULT_MEMORY, parse_bytes
 from trajstore.errors import InvalidArgument
-from trajstore.schema import ENCODINGS, TIERS, VARIABLES, resolve_record
+from trajstore.schema import TIERS, VARIABLES, resolve_record
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.store.writing.commit_timer import COMMIT_EVERY, check_commit_every
@@ -62,8 +62,6 @@ class RecordingOptions:
         For all buffers of the recorder together.
     block_rows : int, optional
         Rows of a block; planned from the memory without it.
-    encoding : {'delta', 'portable'}, optional
-        The writer's own choice without it.
     overwrite : bool
         Replace a run that is there.
     resume : bool
@@ -95,7 +93,6 @@ class RecordingOptions:
     origin: Mapping[str, Any] | None = None
     memory: int | str = DEFAULT_MEMORY
     block_rows: int | None = None
-    encoding: str | None = None
     overwrite: bool = False
     resume: bool = False
     commit_every: float | None = COMMIT_EVERY
@@ -107,13 +104,9 @@ class RecordingOptions:
         resolve_record(self._names)
         if self.every < 1:
             raise InvalidArgument(f"every: got {self.every}, expected at least 1")
-        for name, value, allowed in (
-            ("logits_mode", self.logits_mode, get_args(LogitsMode)),
-            ("encoding", self.encoding, (None, *ENCODINGS)),
-        ):
-            if value not in allowed:
-                expected = " or ".join(repr(choice) for choice in allowed if choice is not None)
-                raise InvalidArgument(f"{name}: got {value!r}, expected {expected}")
+        if self.logits_mode not in get_args(LogitsMode):
+            expected = " or ".join(map(repr, get_args(LogitsMode)))
+            raise InvalidArgument(f"logits_mode: got {self.logits_mode!r}, expected {expected}")
         if self.block_rows is not None and self.block_rows < 1:
             raise InvalidArgument(f"block_rows: got {self.block_rows}, expected at least 1")
         parse_bytes(self.memory)

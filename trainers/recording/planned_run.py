@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import xarray as xr
 from torch.optim import Optimizer
 
 from trajstore.byte_sizes import parse_bytes
 from trajstore.errors import InvalidArgument
+from trajstore.populations.named import with_populations
 from trajstore.schema import POPULATION
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.token_share import TokenShare
 from trajstore.store.writing.writer import RunWriter
-from trajstore.trainers.recording.given_populations import population_masks
 from trajstore.trainers.recording.model_parameters import ModelParameters
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
 from trajstore.trainers.recording.parameters import RecordedParameter
@@ -116,8 +117,6 @@ class PlannedRun:
         """
         options = self.options
         chosen: dict[str, Any] = {**self.coordinates, **room}
-        if options.encoding is not None:
-            chosen["encoding"] = options.encoding
         return RunWriter.create(
             self.path,
             token=self.token,
@@ -170,7 +169,7 @@ def plan_runs(
         known = _known_of_vocabulary(options, parameter)
         dead = np.asarray(known["is_dead"], bool) if "is_dead" in known else None
         ids = select_tokens(options.tokens, len(parameter.tensor), dead)
-        masks = population_masks(options.populations or {}, known, len(parameter.tensor))
+        masks = _population_masks(options.populations or {}, known, len(parameter.tensor))
         planned.append(
             PlannedRun(
                 path=place,
@@ -224,3 +223,21 @@ def _known_of_vocabulary(
                 f"rows of {parameter.name}"
             )
     return known
+
+
+def _population_masks(
+    given: Mapping[str, Any], known: Mapping[str, npt.NDArray[Any]], tokens: int
+) -> dict[str, npt.NDArray[np.bool_]]:
+    """Mask of each population over a vocabulary, by the name of its coordinate.
+
+    `given` is as `analysis.with_populations` takes it; expressions may name what is `known`.
+    """
+    if not given:
+        return {}
+    token = np.arange(tokens, dtype=np.int32)
+    ds = xr.Dataset(coords={"token": token, **{k: ("token", v) for k, v in known.items()}})
+    return {
+        str(name): np.asarray(values)
+        for name, values in with_populations(ds, given).coords.items()
+        if name not in ds.coords and str(name).startswith(POPULATION)
+    }

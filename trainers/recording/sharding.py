@@ -23,6 +23,7 @@ __all__ = [
     "agreed",
     "find_shares",
     "has_rows_of",
+    "is_distributed",
     "is_sharded",
     "own_logits",
     "own_rows",
@@ -39,10 +40,14 @@ _KNOWN = (
 )
 
 
+def is_distributed() -> bool:
+    """Whether several processes train together."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether a tensor is held by several processes together."""
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if not is_distributed():
         return False
     from torch.distributed.tensor import DTensor  # takes long, and not every torch has it
 

@@ -16,6 +16,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.schema import OF_EXAMPLES
 from trajstore.trainers.recording.forward_values import is_trained, logits_of, loss_of
+from trajstore.trainers.recording.sharding import is_distributed
 from trajstore.trainers.recording.torch_internals import outside_compile
 
 __all__ = ["EXAMPLE_INDEX", "StepExamples", "example_losses", "padded"]
@@ -47,7 +48,7 @@ class StepExamples:
     def begin_step(self) -> None:
         """Forget the step before."""
         self._parts: dict[str, list[torch.Tensor]] = {name: [] for name in self._variables}
-        self._told: set[str] = set()
+        self._observed: set[str] = set()
 
     def watch(self, model: torch.nn.Module, head: torch.nn.Module | None) -> list[RemovableHandle]:
         """Register the hooks that the variables need.
@@ -69,8 +70,8 @@ class StepExamples:
             handles.append(head.register_forward_pre_hook(outside_compile(self._on_head_input)))
         return handles
 
-    def tell(self, *, batch: Any, example_loss: Any) -> None:
-        """Take what the loop tells of a micro-batch, in place of what the hooks have seen.
+    def observe(self, *, batch: Any, example_loss: Any) -> None:
+        """Take the values that the loop gives, in place of those that the hooks have seen.
 
         Raises
         ------
@@ -89,8 +90,8 @@ class StepExamples:
                 )
             if name not in self._variables:
                 continue
-            if name not in self._told:
-                self._told.add(name)
+            if name not in self._observed:
+                self._observed.add(name)
                 self._parts[name].clear()
             self._parts[name].append(_as_recorded(name, values))
 
@@ -123,14 +124,14 @@ class StepExamples:
         if EXAMPLE_INDEX not in kwargs:
             return None
         index = kwargs[EXAMPLE_INDEX]
-        if is_trained(model) and "batch" not in self._told:
+        if is_trained(model) and "batch" not in self._observed:
             self._parts["batch"].append(_as_recorded("batch", index))
         return args, {key: value for key, value in kwargs.items() if key != EXAMPLE_INDEX}
 
     def _on_model_output(
         self, model: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any
     ) -> None:
-        if not is_trained(model) or "example_loss" in self._told:
+        if not is_trained(model) or "example_loss" in self._observed:
             return
         labels, logits, loss = kwargs.get("labels"), logits_of(output), loss_of(output)
         if labels is None or logits is None or loss is None or not _is_causal(model, kwargs):
@@ -228,7 +229,7 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _of_all_processes(mine: Tensors) -> Tensors:
     """Shares of all processes in the first one; in the others their own."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not is_distributed():
         return mine
     first = torch.distributed.get_rank() == 0
     shares: list[Any] = [None] * torch.distributed.get_world_size()

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy.typing as npt
 import torch
@@ -39,6 +39,7 @@ from trajstore.trainers.recording.parameter_rows import MOMENTS, ParameterRows
 from trajstore.trainers.recording.parameters import unwrap
 from trajstore.trainers.recording.sharding import (
     agreed,
+    is_distributed,
     is_sharded,
     own_logits,
     own_rows,
@@ -162,6 +163,19 @@ class Recorder:
         if self._scaler is not None:
             self._watch_scaler(self._scaler)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Close as complete, or as interrupted when an exception leaves the ``with``."""
+        try:
+            self.close(complete=error is None)
+        except RecordingError as failure:
+            if error is None:
+                raise
+            # Often of the same cause, or because of it.
+            error.add_note(f"The recording has ended with: {failure}")
+
     @property
     def writer(self) -> RowTarget | None:
         """Writer of the first parameter's run; None until the first step is complete."""
@@ -224,8 +238,8 @@ class Recorder:
         InvalidArgument
             If `batch` or `example_loss` is not one number for each example.
         """
-        self._forward.tell(loss=loss, logits=logits)
-        self._examples.tell(batch=batch, example_loss=example_loss)
+        self._forward.observe(loss=loss, logits=logits)
+        self._examples.observe(batch=batch, example_loss=example_loss)
 
     def close(self, *, complete: bool) -> None:
         """Remove all hooks, and commit what is whole. Twice does no harm."""
@@ -272,7 +286,7 @@ class Recorder:
             call_when_backward_ends(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
+        if is_distributed():
             # Gradients are averaged over the processes by another such callback: be after it.
             call_when_backward_ends(self._after_backward)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,56 +21,35 @@ from trajstore.trainers.replay.replay_result import (
 from trajstore.values.native_types import NativeType, widen
 from trajstore.values.ulp_lattice import ordinal
 
-__all__ = ["Comparisons", "Findings", "Suspect", "UnreplayedSteps", "finding_at", "ulps_apart"]
+__all__ = ["Comparisons", "Findings", "UnreplayedSteps", "finding_at"]
 
 Array = npt.NDArray[Any]
 
 
-class Suspect(NamedTuple):
-    """A variable of a row that may have been altered."""
-
-    variable: str
-    step: int
-
-    def __str__(self) -> str:
-        return f"{self.variable} at step {self.step}"
-
-
 class Findings:
-    """What is wrong: the first findings are kept, all are counted and can be looked up.
-
-    Attributes
-    ----------
-    total : int
-        Number of all findings.
-    """
+    """What is wrong; all findings are kept, one or two for a step."""
 
     def __init__(self) -> None:
-        self.total = 0
-        self._listed: list[Finding] = []
-        self._named: set[tuple[str, int, int | None]] = set()
+        self._all: list[Finding] = []
+        self._steps: set[int] = set()
+
+    @property
+    def total(self) -> int:
+        """Number of all findings."""
+        return len(self._all)
 
     def add(self, finding: Finding) -> None:
         """Add one."""
-        self.total += 1
-        self._listed.append(finding)
-        if len(self._listed) > 8 * LISTED:  # kept in order of steps, whenever they are found
-            self._listed = list(self.first())
-        for variable in finding.variable.split(", "):
-            token = finding.token if finding.tokens == 1 else None
-            self._named.add((variable, finding.step, token))
+        self._all.append(finding)
+        self._steps.add(finding.step)
 
-    def add_unlisted(self, number: int) -> None:
-        """Count findings that nobody looked at."""
-        self.total += number
-
-    def names(self, variable: str, step: int, token: int) -> bool:
-        """Whether a value of that token is named."""
-        return bool({(variable, step, token), (variable, step, None)} & self._named)
+    def concern(self, step: int) -> bool:
+        """Whether a finding of that step was added."""
+        return step in self._steps
 
     def first(self) -> tuple[Finding, ...]:
         """The first `LISTED`, in order of steps."""
-        return tuple(sorted(self._listed, key=lambda finding: finding.step)[:LISTED])
+        return tuple(sorted(self._all, key=lambda finding: finding.step)[:LISTED])
 
 
 class Comparisons:
@@ -107,7 +86,7 @@ class Comparisons:
         wrong = stored != computed
         number = int(np.count_nonzero(wrong))
         if number:
-            apart = ulps_apart(stored[wrong], computed[wrong], self._natives[name])
+            apart = _ulps_apart(stored[wrong], computed[wrong], self._natives[name])
             counted = replace(
                 counted,
                 differing=before.differing + number,
@@ -150,40 +129,31 @@ class UnreplayedSteps:
         return tuple(self._reasons.values())
 
 
-def finding_at(
-    chosen: Array,
-    tokens: Array,
-    *,
-    kind: Kind,
-    variable: str,
-    step: int,
-    ulps: int | None = None,
-    others: tuple[str, ...] = (),
-) -> Finding:
-    """Finding about values of one row.
+def finding_at(wrong: dict[str, Array], tokens: Array, *, kind: Kind, step: int) -> Finding:
+    """Finding about values of one row: where the first one is, and how many there are.
 
     Parameters
     ----------
-    chosen : ndarray of bool, (token, hidden)
-        Which values; some.
+    wrong : dict of str to ndarray of bool, (token, hidden) or (token,)
+        By variable, which values; some of each, and all of one shape.
     tokens : ndarray of int, (token,)
         Vocabulary ids.
     """
-    token, hidden = np.argwhere(chosen)[0]
+    masks = list(wrong.values())
+    token, *hidden = np.argwhere(masks[0])[0].tolist()
+    concerned = np.any(masks, axis=0).reshape(len(tokens), -1)
     return Finding(
         kind=kind,
-        variable=variable,
+        variable=", ".join(wrong),
         step=step,
         token=int(tokens[token]),
-        hidden=int(hidden),
-        values=int(np.count_nonzero(chosen)),
-        tokens=int(np.count_nonzero(chosen.any(axis=1))),
-        ulps=ulps,
-        others=others,
+        hidden=hidden[0] if hidden else None,
+        values=sum(int(np.count_nonzero(mask)) for mask in masks),
+        tokens=int(np.count_nonzero(concerned.any(axis=1))),
     )
 
 
-def ulps_apart(stored: Array, computed: Array, native: NativeType) -> int | None:
+def _ulps_apart(stored: Array, computed: Array, native: NativeType) -> int | None:
     """Largest distance between bit patterns, in values of the native type; None for float64."""
     if native.name == "float64":
         return None

@@ -58,16 +58,12 @@ class Placement:
         -------
         tensor of the native type, a copy
         """
-        return self._placed(tensor_of(bits, native))
-
-    def mask(self, chosen: Array) -> torch.Tensor:
-        """Mask over the parameter, of a mask over the recorded values.
-
-        Parameters
-        ----------
-        chosen : ndarray of bool, (token, hidden)
-        """
-        return self._placed(torch.from_numpy(chosen))
+        values = tensor_of(bits, native)
+        if self.ids is not None:
+            whole = torch.zeros(self.shape, dtype=values.dtype)
+            whole[torch.from_numpy(self.ids)] = values
+            values = whole
+        return values.to(self.device)
 
     def bits(self, parameter: torch.Tensor, native: NativeType) -> Array:
         """Bits of the recorded values of a parameter.
@@ -80,13 +76,6 @@ class Placement:
         if self.ids is not None:
             values = values[torch.from_numpy(self.ids)]
         return as_bits(values, native, "parameter")
-
-    def _placed(self, values: torch.Tensor) -> torch.Tensor:
-        if self.ids is not None:
-            whole = torch.zeros(self.shape, dtype=values.dtype)
-            whole[torch.from_numpy(self.ids)] = values
-            values = whole
-        return values.to(self.device)
 
 
 def recorded_placement(source: TiledRun, device: torch.device) -> Placement:

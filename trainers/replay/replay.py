@@ -8,34 +8,53 @@ for bit.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
 from trajstore.store.reading.tiled_reader import attribute, open_tiled
-from trajstore.trainers.replay.cell_checks import CellChecks
-from trajstore.trainers.replay.findings import Comparisons, Findings, UnreplayedSteps
-from trajstore.trainers.replay.pending_mismatch import OpenMismatch
+from trajstore.trainers.replay.findings import (
+    Comparisons,
+    Findings,
+    UnreplayedSteps,
+    finding_at,
+)
+from trajstore.trainers.replay.recorded_optimizer import State
 from trajstore.trainers.replay.recorded_rows import RecordedRow, RecordedRows
-from trajstore.trainers.replay.recorded_steps import RecordedSteps
 from trajstore.trainers.replay.replay_device import replay_device, torch_threads
-from trajstore.trainers.replay.replay_result import CannotReplay, Compared, Replay
+from trajstore.trainers.replay.replay_result import CannotReplay, Finding, Kind, Replay
 from trajstore.trainers.replay.row_checks import (
-    ClippingCheck,
+    CellChecks,
+    SummaryChecks,
+    check_clipping,
     check_skipped,
     checked_first_row,
-    with_usable_rate,
 )
-from trajstore.trainers.replay.step_simulator import Simulator, recorded_simulator
-from trajstore.trainers.replay.summary_checks import SummaryChecks
+from trajstore.trainers.replay.step_simulator import (
+    Bits,
+    Simulator,
+    StepInputs,
+    recorded_simulator,
+)
 
 __all__ = ["replay"]
+
+Array = npt.NDArray[Any]
+
+_LARGEST_RATE = 1e30
 
 
 def replay(
     path: str | os.PathLike[str], *, on_progress: Callable[[int, int], None] | None = None
 ) -> Replay:
     """Carry out every recorded step again, and compare bit for bit.
+
+    A step that does not give the recorded row is one finding: the first value that differs, and
+    how many differ. The next step starts from the recorded row again, so one altered value gives
+    a finding in its own step and at most one more in the next step.
 
     Parameters
     ----------
@@ -65,40 +84,33 @@ def replay(
     rows = RecordedRows(source)
     device = replay_device(source.attributes)
     findings, unreplayed = Findings(), UnreplayedSteps()
-    summaries = SummaryChecks(rows)
-    cells = CellChecks(rows)
+    comparisons = Comparisons(rows.tokens, rows.natives)
+    summaries = SummaryChecks(rows, comparisons, findings)
+    cells = CellChecks(rows, comparisons, findings)
     names = (summaries.names if device.exact else set()) | cells.names
     steps: StepReplay | None = None
     with torch_threads(device.threads):
         with unreplayed.collect(*rows.steps[1:].tolist()):
             simulator = recorded_simulator(source, device.device)
-            clipped_to = attribute(source.attributes, "optimizer", "schedule", "max_grad_norm")
             steps = StepReplay(
-                rows,
-                simulator,
-                clipped_to,
-                findings,
-                exact=device.exact,
-                others_until=steps_of_another_optimizer(source.attributes),
+                rows, simulator, source.attributes, comparisons, findings, exact=device.exact
             )
             names |= {"grad", *simulator.recorded}
         check_skipped(rows, findings)
         previous: RecordedRow | None = None
         for row in rows.read(names):
-            cells.compare(row)
             if previous is None:
                 previous = checked_first_row(row, rows, findings)
             else:
-                summaries.compare(previous, row)
                 if steps is not None:
                     with unreplayed.collect(row.step):
                         steps.replay(previous, row)
+                summaries.compare(previous, row)
                 previous = row
+            cells.compare(row)
             if on_progress is not None:
                 on_progress(row.number + 1, len(rows))
-        proven = ProvenSteps() if steps is None else steps.conclude()
-        summaries.conclude(findings, proven.steps)
-        cells.conclude(findings)
+    replayed = frozenset() if steps is None else frozenset(steps.replayed)
     return Replay(
         path=os.fspath(path),
         optimizer=attribute(source.attributes, "optimizer", "class"),
@@ -106,84 +118,79 @@ def replay(
         recorded_on=device.recorded_on,
         replayed_on=device.replayed_on,
         steps=max(len(rows) - 1, 0),
-        replayed=len(proven.steps),
-        skipped=proven.skipped,
-        rebuilt=proven.rebuilt,
-        variables=(
-            proven.variables | summaries.comparisons.variables | cells.comparisons.variables
-        ),
+        replayed=len(replayed),
+        skipped=len(replayed.intersection(rows.steps[rows.skipped].tolist())),
+        rebuilt=() if steps is None else steps.rebuilt,
+        variables=comparisons.variables,
         findings=findings.first(),
         total=findings.total,
         unreplayed=unreplayed.all(),
-        notes=device.notes + proven.notes,
+        notes=device.notes + (() if steps is None else steps.notes),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProvenSteps:
-    """What came of the steps that were replayed.
-
-    Attributes
-    ----------
-    steps : frozenset of int
-        Which they are.
-    skipped : int
-        How many of them a gradient scaler had skipped.
-    rebuilt : tuple of str
-        State of the optimizer that is not recorded.
-    variables : dict of str to Compared
-    notes : tuple of str
-    """
-
-    steps: frozenset[int] = frozenset()
-    skipped: int = 0
-    rebuilt: tuple[str, ...] = ()
-    variables: dict[str, Compared] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-
-
 class StepReplay:
-    """Replays one recorded step after the other: carries it out, compares, and explains.
+    """Carries out one recorded step after the other, and compares it with the row after it.
+
+    Every step starts from the recorded row before it, whether that row was right or not. State
+    that is not recorded is carried from step to step; where a value differs, this state is wrong
+    from there on, so that value is no longer compared.
 
     Parameters
     ----------
     rows : RecordedRows
     simulator : Simulator
-    max_grad_norm : object
-        What the run says that the loop clipped gradients to.
+    attributes : mapping
+        Of the root of the run.
+    comparisons : Comparisons
+        That count every value.
     findings : Findings
         That what is wrong is added to.
     exact : bool
         Whether every bit has to agree. If not, values that differ are counted, and are no findings.
-    others_until : int
-        Last step that another optimizer than the run's made, before it was forked; 0 for none.
+
+    Attributes
+    ----------
+    replayed : list of int
+        Steps that were carried out.
     """
 
     def __init__(
         self,
         rows: RecordedRows,
         simulator: Simulator,
-        max_grad_norm: object,
+        attributes: Mapping[str, Any],
+        comparisons: Comparisons,
         findings: Findings,
         *,
         exact: bool,
-        others_until: int = 0,
     ) -> None:
+        self.replayed: list[int] = []
         self._rows = rows
-        self._others_until = others_until
         self._simulator = simulator
+        self._max_grad_norm = attribute(attributes, "optimizer", "schedule", "max_grad_norm")
+        self._others_until = steps_of_another_optimizer(attributes)
+        self._comparisons = comparisons
         self._findings = findings
         self._exact = exact
-        self._comparisons = Comparisons(rows.tokens, rows.natives)
-        self._steps = RecordedSteps(rows, simulator)
-        self._clipping = ClippingCheck(
-            simulator=simulator,
-            max_grad_norm=max_grad_norm,
-            comparisons=self._comparisons,
-            findings=findings,
+        self._carried: State | None = None
+        self._dropped: Array | None = None  # (token, hidden)
+        self._most_dropped = 0
+
+    @property
+    def rebuilt(self) -> tuple[str, ...]:
+        """State of the optimizer that is not recorded."""
+        return self._simulator.rebuilt
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What should be known about the comparison."""
+        if not self._most_dropped:
+            return ()
+        return (
+            f"{self._most_dropped} values were not compared after they first differed, because "
+            "the state rebuilt for them is wrong from there on",
         )
-        self._mismatch = OpenMismatch(simulator, rows.tokens, findings)
-        self._proven: set[int] = set()
 
     def replay(self, previous: RecordedRow, row: RecordedRow) -> None:
         """Replay the step from one row to the next.
@@ -194,45 +201,87 @@ class StepReplay:
             If something that it starts from is not known.
         """
         try:
-            if row.step <= self._others_until:
-                raise CannotReplay(
-                    "it was taken with other settings, before the run was forked; replay the run "
-                    "that it was forked from"
-                )
-            step = self._steps.step_to(previous, row)
-            step = with_usable_rate(step, self._simulator, self._findings)
+            self._check(previous, row)
         except CannotReplay:
-            self._steps.break_off()
-            self._mismatch.break_off()
+            # What the step would have given is not known, and so nothing rebuilt is, either.
+            self._carried = self._dropped = None
             raise
-        result = self._simulator.simulate(step.inputs)
-        if self._exact:
-            if not step.skipped:
-                step, result = self._clipping.check(step, result)
-            step, result = self._mismatch.resolve(step, result)
-            self._mismatch.open(step, result)
-        elif step.skipped:  # which moves nothing on any device
-            self._mismatch.open(step, result)
-            self._mismatch.conclude()
-        for name, bits in result.bits.items():
-            self._comparisons.add(name, step.step, row.bits[name], bits)
-        self._steps.go_on(step, result)
-        self._proven.add(step.step)
+        inputs = self._inputs(previous, row)
+        result = self._simulator.simulate(inputs)
+        skipped = inputs.gradient is None
+        if self._exact and not skipped:
+            check_clipping(row, self._rows, self._max_grad_norm, self._comparisons, self._findings)
+        computed = result.bits
+        if self._dropped is not None:
+            dropped = self._dropped
+            computed = {n: np.where(dropped, row.bits[n], bits) for n, bits in computed.items()}
+        for name, bits in computed.items():
+            self._comparisons.add(name, row.step, row.bits[name], bits)
+        if self._exact or skipped:  # a skipped step moves nothing on any device
+            self._find(row, computed, skipped=skipped)
+        if not skipped:
+            self._carried = result.carried
+        self.replayed.append(row.step)
 
-    def conclude(self) -> ProvenSteps:
-        """After the last row: explain what is still open."""
-        self._mismatch.conclude()
-        notes: tuple[str, ...] = ()
-        if self._mismatch.diverged:
-            notes = (
-                f"{self._mismatch.diverged} values were not compared after they had diverged, "
-                "because the state rebuilt for them is wrong from there on",
-            )
-        skipped = self._rows.steps[self._rows.skipped].tolist()
-        return ProvenSteps(
-            steps=frozenset(self._proven),
-            skipped=len(self._proven.intersection(skipped)),
-            rebuilt=self._simulator.rebuilt,
-            variables=self._comparisons.variables,
-            notes=notes,
+    def _inputs(self, previous: RecordedRow, row: RecordedRow) -> StepInputs:
+        rows = self._rows
+        return StepInputs(
+            before={name: previous.bits[name] for name in self._simulator.recorded},
+            carried=self._carried or {},
+            steps_taken=rows.steps_taken(previous.number),
+            gradient=None if rows.skipped[row.number] else row.bits["grad"],
+            clip_coef=rows.scalar("clip_coef", row.number),
+            lr=rows.value("lr", row.number),
         )
+
+    def _find(self, row: RecordedRow, computed: Bits, *, skipped: bool) -> None:
+        """Add a finding if the row is not what the step gives."""
+        wrong = {name: row.bits[name] != bits for name, bits in computed.items()}
+        wrong = {name: mask for name, mask in wrong.items() if mask.any()}
+        if not wrong:
+            return
+        kind: Kind = "skipped" if skipped else "mismatch"
+        self._findings.add(finding_at(wrong, self._rows.tokens, kind=kind, step=row.step))
+        if self._simulator.rebuilt:
+            concerned: Array = np.any(list(wrong.values()), axis=0)
+            self._dropped = concerned if self._dropped is None else self._dropped | concerned
+            self._most_dropped = max(self._most_dropped, int(np.count_nonzero(self._dropped)))
+
+    def _check(self, previous: RecordedRow, row: RecordedRow) -> None:
+        rows, simulator = self._rows, self._simulator
+        if row.step <= self._others_until:
+            raise CannotReplay(
+                "it was taken with other settings, before the run was forked; replay the run "
+                "that it was forked from"
+            )
+        if row.step - previous.step != 1:
+            raise CannotReplay("the row before is not of the step before (recorded with every > 1)")
+        if rows.skipped[row.number]:
+            return
+        rate = rows.value("lr", row.number)
+        if np.isnan(rate):
+            raise CannotReplay("the learning rate is NaN, so it is not known")
+        if abs(rate) >= _LARGEST_RATE:  # torch refuses some of these
+            self._findings.add(Finding(kind="invalid", variable="lr", step=row.step, tokens=0))
+            raise CannotReplay("no optimizer can calculate with its learning rate")
+        if np.isnan(rows.value("clip_coef", row.number)):
+            raise CannotReplay(
+                "clip_coef is NaN, so what the gradient was multiplied by is not known; tell the "
+                "recorder max_grad_norm"
+            )
+        if rows.steps_taken(previous.number) == 0:
+            return
+        if simulator.optimizer.counts_steps and not rows.counts_skipped(row.number):
+            raise CannotReplay(
+                "how many of the steps before were skipped, and so do not count, is not recorded"
+            )
+        if simulator.rebuilt and self._carried is None:
+            raise CannotReplay(
+                f"the optimizer's {', '.join(simulator.rebuilt)} is not recorded, and can be "
+                "rebuilt only from step 0 on, without a gap"
+            )
+        state = simulator.recorded[1:]
+        if previous.number == 0 and state and not any(previous.bits[name].any() for name in state):
+            raise CannotReplay(
+                "the state of the optimizer before this step was not seen (the run begins here)"
+            )

@@ -12,7 +12,7 @@ __all__ = ["LISTED", "CannotReplay", "Compared", "Finding", "Kind", "Replay", "U
 LISTED = 20
 """Findings that a result lists; it counts all."""
 
-Kind = Literal["altered", "diverged", "start", "skipped"]
+Kind = Literal["mismatch", "skipped", "start", "inconsistent", "invalid"]
 
 
 class CannotReplay(TrajstoreError):
@@ -48,20 +48,16 @@ class Finding:
 
     Attributes
     ----------
-    kind : {'altered', 'diverged', 'start', 'skipped'}
-        A stored value is not what was recorded; from this step on the run is not what its steps
-        give; row 0 is not the state before training; a skipped step moved something.
+    kind : {'mismatch', 'skipped', 'start', 'inconsistent', 'invalid'}
+        The row is not what its step gives; a skipped step moved something; row 0 is not the state
+        before training; values of one row contradict each other; no run can hold such a value.
     variable : str
-        That is wrong; of a divergence, those that disagree.
+        That is wrong, or the names of all that disagree; the place is that of the first one.
     step : int
     token, hidden : int, optional
-        Vocabulary id and position of the first value; None where all are concerned or it has none.
+        Vocabulary id and position of the first value; None where it has none.
     values, tokens : int
         How many disagree.
-    ulps : int, optional
-        Largest distance to what is expected, in values of the native type, where that is known.
-    others : tuple of str
-        What else would explain it as well: ``grad at step 3``.
     """
 
     kind: Kind
@@ -71,8 +67,6 @@ class Finding:
     hidden: int | None = None
     values: int = 1
     tokens: int = 1
-    ulps: int | None = None
-    others: tuple[str, ...] = ()
 
     @property
     def sentence(self) -> str:
@@ -84,22 +78,18 @@ class Finding:
             where += f", hidden {self.hidden}"
         several = self.values > 1
         count = f" ({self.values:,} values of {self.tokens:,} tokens)" if several else ""
-        apart = "" if self.ulps is None else f", at most {self.ulps:,} ulp from what it gives"
         text = {
-            "altered": f"{self.variable}{count} is not what was recorded",
-            "diverged": f"{self.variable}{count} does not follow from the step before{apart}",
-            "start": f"{self.variable}{count} is not what it is before training",
-            "skipped": f"{self.variable}{count} moved in a step that was skipped",
+            "mismatch": "does not follow from the row before",
+            "skipped": "moved in a step that was skipped",
+            "start": "is not what it is before training",
+            "inconsistent": "contradicts other values of its row",
+            "invalid": "has a value that no run can hold",
         }[self.kind]
-        if self.kind == "altered" and self.ulps is not None:
-            text += f": {self.ulps:,} ulp from what the steps give"
-        if self.others:
-            text += f"; {' or '.join(self.others)} would explain it as well"
-        return f"{where}: {text}"
+        return f"{where}: {self.variable}{count} {text}"
 
     def facts(self) -> dict[str, Any]:
         """JSON values."""
-        return asdict(self) | {"others": list(self.others), "sentence": self.sentence}
+        return asdict(self) | {"sentence": self.sentence}
 
 
 @dataclass(frozen=True, kw_only=True)

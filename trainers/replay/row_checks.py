@@ -1,56 +1,57 @@
 """Checks of rows by themselves, besides what the steps give.
 
-Row 0 is the state before training, ``skipped`` is 0 or 1, a learning rate is one that an optimizer
-can calculate with, and the factor of clipping is what the norm of all gradients gives.
+Row 0 is the state before training, ``skipped`` is 0 or 1, and the factor of clipping is what the
+norm of all gradients gives. Recorded summaries are computed again from the recorded arrays, by the
+functions that made them, and recorded cells from W. Summaries show what the steps cannot: a change
+of a gradient that is rounded away in everything the optimizer makes of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from trajstore.trainers.recording.device_norms import token_norm, ulp_l1
 from trajstore.trainers.recording.parameter_rows import MOMENTS
 from trajstore.trainers.recording.step_hooks import clip_coefficient
-from trajstore.trainers.replay.findings import Comparisons, Findings, Suspect, finding_at
+from trajstore.trainers.replay.findings import Comparisons, Findings, finding_at
 from trajstore.trainers.replay.parameter_placement import tensor_of
 from trajstore.trainers.replay.recorded_rows import RecordedRow, RecordedRows
-from trajstore.trainers.replay.recorded_steps import RecordedStep
-from trajstore.trainers.replay.replay_result import CannotReplay, Finding
-from trajstore.trainers.replay.step_simulator import Simulator, StepInputs, StepResult
-from trajstore.values.native_types import as_bits
+from trajstore.trainers.replay.replay_result import Finding
+from trajstore.values.native_types import NATIVE_TYPES, as_bits, is_nan, widen
+from trajstore.values.rounding import convert
 
 __all__ = [
-    "ClippingCheck",
+    "CellChecks",
+    "SummaryChecks",
+    "check_clipping",
     "check_skipped",
     "checked_first_row",
-    "flipped_clip_coefs",
-    "flipped_rates",
-    "with_usable_rate",
 ]
 
 Array = npt.NDArray[Any]
 
-_LARGEST_RATE = 1e30
+_OF_GRADIENT = "grad_token_norm"
+_OF_MOTION = {"W_step_norm": token_norm, "W_ulp_l1": ulp_l1}
 
 
 def check_skipped(rows: RecordedRows, findings: Findings) -> None:
-    """Every row but the first one says 0 or 1."""
+    """Every row but the first one holds 0 or 1."""
     if "skipped" not in rows:
         return
     for number, step in enumerate(rows.steps[1:].tolist(), 1):
         if rows.value("skipped", number) not in (0, 1):
-            findings.add(Finding(kind="altered", variable="skipped", step=step, tokens=0))
+            findings.add(Finding(kind="invalid", variable="skipped", step=step, tokens=0))
 
 
 def checked_first_row(row: RecordedRow, rows: RecordedRows, findings: Findings) -> RecordedRow:
     """The state before training, as the first step starts from it: with moments of 0.
 
-    Findings are added where the row says otherwise, or holds a gradient. A run that begins later
+    Findings are added where the row holds something else, or a gradient. A run that begins later
     is not checked.
     """
     if not rows.from_start:
@@ -68,110 +69,134 @@ def checked_first_row(row: RecordedRow, rows: RecordedRows, findings: Findings) 
             wrong = stored != 0
             bits[name] = np.zeros_like(stored)
         if wrong.any():
-            findings.add(finding_at(wrong, rows.tokens, kind="start", variable=name, step=row.step))
+            findings.add(finding_at({name: wrong}, rows.tokens, kind="start", step=row.step))
     return replace(row, bits=bits)
 
 
-def with_usable_rate(step: RecordedStep, simulator: Simulator, findings: Findings) -> RecordedStep:
-    """The step, with a learning rate that an optimizer can calculate with.
+def check_clipping(
+    row: RecordedRow,
+    rows: RecordedRows,
+    max_grad_norm: object,
+    comparisons: Comparisons,
+    findings: Findings,
+) -> None:
+    """Compare the factor of clipping with the norm that it was made of.
 
-    If it has another one, one bit of which flipped gives what is stored, this is taken.
-
-    Raises
-    ------
-    CannotReplay
-        If there is none.
-    """
-    if step.skipped or _is_usable(step.inputs.lr):
-        return step
-    findings.add(Finding(kind="altered", variable="lr", step=step.step, tokens=0))
-    for inputs in flipped_rates(step.inputs):
-        if not step.wrong(simulator.simulate(inputs)).any():
-            return replace(step, inputs=inputs)
-    raise CannotReplay("no optimizer can calculate with its learning rate")
-
-
-def flipped_rates(inputs: StepInputs) -> Iterator[StepInputs]:
-    """The inputs with each bit of the learning rate flipped."""
-    lr = np.array(inputs.lr).view(np.uint64)
-    for bit in range(64):
-        flipped = float((lr ^ np.uint64(1 << bit)).view(np.float64))
-        if _is_usable(flipped):
-            yield replace(inputs, lr=flipped)
-
-
-def flipped_clip_coefs(inputs: StepInputs) -> Iterator[StepInputs]:
-    """The inputs with each bit of the clipping factor flipped."""
-    clip_coef = inputs.clip_coef
-    for bit in range(8 * clip_coef.itemsize):
-        yield replace(inputs, clip_coef=clip_coef ^ clip_coef.dtype.type(1 << bit))
-
-
-def _is_usable(lr: float) -> bool:
-    """Whether an optimizer can calculate with a learning rate: torch refuses larger ones."""
-    return abs(lr) < _LARGEST_RATE
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ClippingCheck:
-    """Compares the factor of clipping with the norm that it was made of.
-
-    Attributes
+    Parameters
     ----------
-    simulator : Simulator
+    row : RecordedRow
+    rows : RecordedRows
     max_grad_norm : object
-        What the run says that the loop clips gradients to.
+        The limit that the run records for the norm.
     comparisons : Comparisons
     findings : Findings
     """
+    if "grad_norm" not in rows or not isinstance(max_grad_norm, int | float):
+        return
+    native = rows.natives["clip_coef"]
+    if rows.natives["grad_norm"] != native:
+        return
+    expected = clip_coefficient(
+        tensor_of(rows.scalar("grad_norm", row.number), native), max_grad_norm
+    )
+    stored = rows.scalar("clip_coef", row.number)
+    # Without clipping, the factor is 1.
+    allowed = [
+        as_bits(factor, native, "clip_coef") for factor in (expected, torch.ones_like(expected))
+    ]
+    agrees = any(stored == factor for factor in allowed)
+    comparisons.add("clip_coef", row.step, stored, stored if agrees else allowed[0])
+    if not agrees:
+        variable = "clip_coef, grad_norm"
+        findings.add(Finding(kind="inconsistent", variable=variable, step=row.step, tokens=0))
 
-    simulator: Simulator
-    max_grad_norm: object
-    comparisons: Comparisons
-    findings: Findings
 
-    def check(self, step: RecordedStep, result: StepResult) -> tuple[RecordedStep, StepResult]:
-        """Check one step.
+class SummaryChecks:
+    """Compares the recorded summaries of one row after the other.
 
-        Returns
-        -------
-        RecordedStep, StepResult
-            With the factor that gives more of what is stored, if it is not the recorded one.
-        """
-        natives = self.simulator.natives
-        if step.grad_norm is None or not isinstance(self.max_grad_norm, int | float):
-            return step, result
-        if natives["grad_norm"] != natives["clip_coef"]:
-            return step, result
-        allowed = self._allowed(step.grad_norm, self.max_grad_norm)
-        stored = step.inputs.clip_coef
-        agrees = any(stored == clip_coef for clip_coef in allowed)
-        expected = stored if agrees else allowed[0]
-        self.comparisons.add("clip_coef", step.step, stored, expected)
-        if agrees:
-            return replace(step, clip_coef_trusted=True), result
-        variable = "grad_norm"
-        others: tuple[str, ...] = ()
-        wrong = step.wrong(result).sum()
-        if wrong:
-            variable, others = "clip_coef", (str(Suspect("grad_norm", step.step)),)
-            for clip_coef in allowed:
-                inputs = replace(step.inputs, clip_coef=clip_coef)
-                given = self.simulator.simulate(inputs)
-                left = step.wrong(given).sum()
-                if left < wrong:
-                    step = replace(step, inputs=inputs, clip_coef_trusted=True)
-                    result, wrong, others = given, left, ()
-        self.findings.add(
-            Finding(kind="altered", variable=variable, step=step.step, tokens=0, others=others)
-        )
-        return step, result
+    Parameters
+    ----------
+    rows : RecordedRows
+    comparisons : Comparisons
+    findings : Findings
+        That get a finding where a step has none yet.
 
-    def _allowed(self, grad_norm: Array, max_grad_norm: float) -> tuple[Array, Array]:
-        """Bits of the factor that the norm gives, and of the one that is no clipping."""
-        native = self.simulator.natives["clip_coef"]
-        expected = clip_coefficient(tensor_of(grad_norm, native), max_grad_norm)
-        return (
-            as_bits(expected, native, "clip_coef"),
-            as_bits(torch.ones_like(expected), native, "clip_coef"),
-        )
+    Attributes
+    ----------
+    names : set of str
+        Variables to read: recorded summaries, and what they are made of, if that is recorded.
+    """
+
+    def __init__(self, rows: RecordedRows, comparisons: Comparisons, findings: Findings) -> None:
+        self._rows = rows
+        self._comparisons = comparisons
+        self._findings = findings
+        self.names = {name for name in _OF_MOTION if name in rows}
+        if self.names:
+            self.names.add("W")
+        if _OF_GRADIENT in rows and "grad" in rows:
+            self.names |= {_OF_GRADIENT, "grad"}
+
+    def compare(self, previous: RecordedRow, row: RecordedRow) -> None:
+        """Compare the summaries of a row, as far as they were read."""
+        wrong = {}
+        for name, values in self._summaries(previous, row).items():
+            stored, computed = row.bits[name], as_bits(values, NATIVE_TYPES["float32"], name)
+            self._comparisons.add(name, row.step, stored, computed)
+            if (stored != computed).any():
+                wrong[name] = stored != computed
+        _add_inconsistent(wrong, row, self._rows, self._findings)
+
+    def _summaries(self, previous: RecordedRow, row: RecordedRow) -> dict[str, torch.Tensor]:
+        natives, computed = self._rows.natives, {}
+        if _OF_GRADIENT in row.bits:
+            computed[_OF_GRADIENT] = token_norm(tensor_of(row.bits["grad"], natives["grad"]))
+        for name, norm in _OF_MOTION.items():
+            if name in row.bits:
+                before, now = (tensor_of(r.bits["W"], natives["W"]) for r in (previous, row))
+                computed[name] = norm(now, before)
+        return computed
+
+
+class CellChecks:
+    """Compares the recorded cells of one row after the other with W rounded to bfloat16.
+
+    Parameters
+    ----------
+    rows : RecordedRows
+    comparisons : Comparisons
+    findings : Findings
+        That get a finding where a step has none yet.
+
+    Attributes
+    ----------
+    names : set of str
+        Variables to read.
+    """
+
+    def __init__(self, rows: RecordedRows, comparisons: Comparisons, findings: Findings) -> None:
+        self._rows = rows
+        self._comparisons = comparisons
+        self._findings = findings
+        self.names = {"W", "cells"} if "W" in rows and "cells" in rows else set()
+
+    def compare(self, row: RecordedRow) -> None:
+        """Compare the cells of a row."""
+        if not self.names:
+            return
+        native, bfloat16 = self._rows.natives["W"], NATIVE_TYPES["bfloat16"]
+        expected, _ = convert(np.asarray(widen(row.bits["W"], native)), native, bfloat16)
+        held = row.bits["cells"]
+        nan = is_nan(held, bfloat16) & is_nan(expected, bfloat16)
+        expected = np.where(nan, held, expected)
+        self._comparisons.add("cells", row.step, held, expected)
+        wrong = held != expected
+        _add_inconsistent({"cells": wrong} if wrong.any() else {}, row, self._rows, self._findings)
+
+
+def _add_inconsistent(
+    wrong: dict[str, Array], row: RecordedRow, rows: RecordedRows, findings: Findings
+) -> None:
+    """Add a finding, unless the step has one: an altered W shows in its summaries as well."""
+    if wrong and not findings.concern(row.step):
+        findings.add(finding_at(wrong, rows.tokens, kind="inconsistent", step=row.step))

@@ -171,15 +171,7 @@ class TrainerCheckpoints(TrainerCallback):
         self._taken_from = taken_from
         self._random_from = taken_from
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        optimizer: Any,
-        **kwargs: Any,
-    ) -> None:
+    def on_train_begin(self, *_: Any, optimizer: Any, **kwargs: Any) -> None:
         """Put back everything but the random states, after accelerate has moved it about."""
         if self._taken_from is not None:
             taken = self._taken_from
@@ -189,8 +181,7 @@ class TrainerCheckpoints(TrainerCallback):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
-        *,
+        *_: Any,
         train_dataloader: Any,
         **kwargs: Any,
     ) -> None:
@@ -199,9 +190,7 @@ class TrainerCheckpoints(TrainerCallback):
         if state.global_step % steps == 0:
             self._restore_random()
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, *_: Any, **kwargs: Any) -> None:
         """Put back the random states, where it fell within one.
 
         The Trainer has drawn the epoch's order and the first batches by now, as it had then.
@@ -209,13 +198,7 @@ class TrainerCheckpoints(TrainerCallback):
         self._restore_random()
 
     def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        *,
-        optimizer: Any,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: TrainerControl, *, optimizer: Any, **kwargs: Any
     ) -> None:
         """Have a checkpoint taken if one is due, and stop if that is asked for."""
         recorder = self._trajectory.recorder

@@ -41,7 +41,7 @@ from trajstore.trainers.runs.resume_checks import (
     decay_note,
     recorded_config,
 )
-from trajstore.trainers.runs.retraining import explained, train_again
+from trajstore.trainers.runs.retraining import explain_difference, train_again
 from trajstore.trainers.runs.run_plan import numeric_advice
 from trajstore.trainers.runs.training_setup import build_training
 from trajstore.trainers.texts.corpus import Corpus, load_corpus
@@ -66,7 +66,7 @@ def fork(
     on_corpus: Callable[[Corpus], None] | None = None,
     on_step: Callable[[Recorder], None] | None = None,
     on_note: Callable[[str], None] | None = None,
-    on_proof: Callable[[int, int], None] | None = None,
+    on_retrain: Callable[[int, int], None] | None = None,
 ) -> Path:
     """Train on from a step of a recorded run with other settings, and record that as a run.
 
@@ -93,7 +93,7 @@ def fork(
         anew.
     corpus, tokenizer, overwrite, fsync, strict_numerics
         As for `trainers.record`.
-    stop, on_corpus, on_step, on_note, on_proof
+    stop, on_corpus, on_step, on_note, on_retrain
         As for `trainers.record`. While steps are trained again, `stop` is not asked.
 
     Returns
@@ -130,7 +130,7 @@ def fork(
     >>> changed.values.tolist()
     [False, False, False, True, True]
     """
-    tell = on_note or _say_nothing
+    report_note = on_note or _ignore_note
     source = _Source.open(run)
     config = forked_config(source.config, settings)
     source.check_step(at, config)
@@ -147,21 +147,21 @@ def fork(
     if strict_numerics:
         require_sound(advice)
     for note in _notes(source.config, config, at):
-        tell(note)
+        report_note(note)
     folder = CheckpointFolder(target, fsync=fsync)
     try:
         with staged_run(target, overwrite=overwrite, on_place=folder.place) as new:
-            history = source.reach(at, new, text, sources, tell, on_proof)
-            checkpoint = _make(source, history, new, config, types, text, fsync=fsync)
+            point = source.reach(at, new, text, sources, report_note, on_retrain)
+            checkpoint = _make(source, point, new, config, types, text, fsync=fsync)
             # Put into its place right after the run, so that a failure leaves a run that was there
             # its own. A kill between the two leaves a fork without it: `--resume` says so then.
             folder.stage(replace(checkpoint, name=target.name))
     except BaseException:
         folder.discard()
         raise
-    del history, checkpoint  # what is trained from here on is as large
+    del point, checkpoint  # what is trained from here on is as large
     for one in advice:
-        tell(one.sentence)
+        report_note(one.sentence)
     record(
         config,
         target,
@@ -180,7 +180,7 @@ def fork(
 
 def _make(
     source: _Source,
-    history: _History,
+    point: _ForkPoint,
     new: Path,
     config: RunConfig,
     types: dict[str, str],
@@ -191,20 +191,20 @@ def _make(
     """Make the run of a fork, with what it has in common with its source; its first checkpoint."""
     training = build_training(config, text)
     kept = keeps_state(source.config, config)
-    forked = ForkedState(training, history.checkpoint, keep_state=kept)
+    forked = ForkedState(training, point.checkpoint, keep_state=kept)
     optimizer = forked.optimizer_attributes(source.parameter)
     created = utc_now()
     values = config.model_dump(mode="json")
     branch_run(
-        history.path,
+        point.path,
         new,
-        history.checkpoint.rows,
+        point.checkpoint.rows,
         types=types,
         attributes={
             "created": created,
             "config": values,
             "optimizer": optimizer,
-            "provenance": source.forked_provenance(config, optimizer, history),
+            "provenance": source.forked_provenance(config, optimizer, point),
         },
         memory=config.recording.memory,
         fsync=fsync,
@@ -213,7 +213,7 @@ def _make(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _History:
+class _ForkPoint:
     """What a fork has in common with its source.
 
     Attributes
@@ -326,9 +326,9 @@ class _Source:
         new: Path,
         text: Corpus,
         sources: dict[str, str],
-        tell: Callable[[str], None],
-        on_proof: Callable[[int, int], None] | None,
-    ) -> _History:
+        report_note: Callable[[str], None],
+        on_retrain: Callable[[int, int], None] | None,
+    ) -> _ForkPoint:
         """Come to the state after a step: from its checkpoint, or by training again.
 
         Parameters
@@ -344,7 +344,7 @@ class _Source:
         taken = self.newest_checkpoint(until=at)
         if taken is not None and taken.step == at:
             self._check_weights(taken)
-            return _History(path=self.path, checkpoint=taken, proven_until=at)
+            return _ForkPoint(path=self.path, checkpoint=taken, proven_until=at)
         before = self.provenance.get("fork")
         if taken is None and before:
             raise NothingToResume(
@@ -353,45 +353,51 @@ class _Source:
                 "run instead"
             )
         first = 0 if taken is None else taken.step
-        tell(
+        report_note(
             f"{self.path} has no checkpoint of step {at}, so steps {first + 1} to {at} are trained "
             "again, and compared with what was recorded"
         )
         retrained = new.with_name("retrained.zarr")
 
-        def go_on(rows: int) -> RunWriter:
+        def make_writer(rows: int) -> RunWriter:
             memory = self.config.recording.memory
             branch_run(self.path, retrained, rows, types=self.types, attributes={}, memory=memory)
             return RunWriter.resume(retrained, memory=memory, commit_every=None)
 
         reached = train_again(
-            self.path, text, taken, at, sources=sources, go_on=go_on, on_proof=on_proof
+            self.path,
+            text,
+            taken,
+            at,
+            sources=sources,
+            make_writer=make_writer,
+            on_retrain=on_retrain,
         )
         difference = reached.difference
         if reached.checkpoint is not None and difference is None:
-            return _History(path=self.path, checkpoint=reached.checkpoint, proven_until=at)
+            return _ForkPoint(path=self.path, checkpoint=reached.checkpoint, proven_until=at)
         assert difference is not None
-        reason = explained(self.path, difference)
+        reason = explain_difference(self.path, difference)
         if reached.checkpoint is None or "lr" in difference.variables:
             raise NothingToResume(
                 f"{self.path} cannot be forked at step {at}, because trained again it is not what "
                 f"was recorded: {reason}"
             )
         proven = self.steps[difference.row - 1]
-        tell(_unproven(self.path, proven, difference, reason))
-        return _History(path=retrained, checkpoint=reached.checkpoint, proven_until=proven)
+        report_note(_difference_note(self.path, proven, difference, reason))
+        return _ForkPoint(path=retrained, checkpoint=reached.checkpoint, proven_until=proven)
 
     def forked_provenance(
-        self, config: RunConfig, optimizer: dict[str, Any], history: _History
+        self, config: RunConfig, optimizer: dict[str, Any], point: _ForkPoint
     ) -> dict[str, Any]:
         """Provenance of a fork: that of the run until there, and where it parts from it."""
-        at = history.checkpoint.step
+        at = point.checkpoint.step
         entry: dict[str, Any] = {
             "run": str(self.path),
             "created": self.attributes.get("created"),
             "step": at,
             "settings": changed_fields(self.config, config),
-            "proven_until": history.proven_until,
+            "proven_until": point.proven_until,
             "weights_sha256": hashlib.sha256(self._weights(at)).hexdigest(),
             "time": utc_now(),
         }
@@ -434,7 +440,7 @@ def _rule(optimizer: dict[str, Any]) -> dict[str, Any]:
     return {"class": optimizer.get("class"), **kept}
 
 
-def _say_nothing(note: str) -> None:
+def _ignore_note(note: str) -> None:
     return
 
 
@@ -454,7 +460,7 @@ def _notes(recorded: RunConfig, config: RunConfig, at: int) -> list[str]:
     return found
 
 
-def _unproven(path: Path, proven: int, difference: RowDifference, reason: str) -> str:
+def _difference_note(path: Path, proven: int, difference: RowDifference, reason: str) -> str:
     return (
         f"from step {difference.step} on this is not the recorded training any more: {reason}; the "
         f"fork has the rows of {path} until step {proven}, and then those that were trained now"

@@ -16,8 +16,14 @@ from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
 from trajstore.trainers.runs.checkpoint_schedule import Checkpointing
 from trajstore.trainers.runs.recorded_training import recording_options, run_recorded
-from trajstore.trainers.runs.resume_checks import Standing, check_text, complete, notes, standing
-from trajstore.trainers.runs.retraining import prove_last_row
+from trajstore.trainers.runs.resume_checks import (
+    ResumePoint,
+    check_text,
+    find_resume_point,
+    mark_complete,
+    resume_notes,
+)
+from trajstore.trainers.runs.retraining import retrain_to_last_row
 from trajstore.trainers.runs.run_plan import numeric_advice
 from trajstore.trainers.runs.training_setup import build_training, find_device
 from trajstore.trainers.texts.corpus import Corpus, load_corpus
@@ -40,7 +46,7 @@ def record(
     on_corpus: Callable[[Corpus], None] | None = None,
     on_step: Callable[[Recorder], None] | None = None,
     on_note: Callable[[str], None] | None = None,
-    on_proof: Callable[[int, int], None] | None = None,
+    on_retrain: Callable[[int, int], None] | None = None,
 ) -> Location:
     """Train and record a run, or go on with one.
 
@@ -73,7 +79,7 @@ def record(
         Called with the `Corpus` when the recording begins, with the `Recorder` after every step,
         and with what should be known about a run that goes on, and about the numerics of any;
         without `on_note` the latter is logged.
-    on_proof : callable, optional
+    on_retrain : callable, optional
         Called after every step that is trained again, with it and the last of them.
 
     Returns
@@ -115,10 +121,10 @@ def record(
     if strict_numerics:
         require_sound(numeric_advice(config))
     find_device(config.training.device)  # before what is there, which would hide that
-    before: Standing | None = None
+    before: ResumePoint | None = None
     target = location(path).absolute()
     if resume and target.exists():
-        before = standing(target, config)
+        before = find_resume_point(target, config)
         if before.has_all(config.training.steps):
             _finish(target, before, on_note, fsync=fsync)
             return target
@@ -149,11 +155,13 @@ def record(
                 f"{target} has no checkpoint, so its {before.last_step} steps are trained again "
                 "and compared with what was recorded, before it goes on"
             )
-        taken = prove_last_row(target, text, sources=sources, fsync=fsync, on_proof=on_proof)
+        taken = retrain_to_last_row(
+            target, text, sources=sources, fsync=fsync, on_retrain=on_retrain
+        )
     if on_corpus is not None:
         on_corpus(text)
     if taken is not None and on_note is not None:
-        for note in notes(target, config, taken):
+        for note in resume_notes(target, config, taken):
             on_note(note)
     training = build_training(config, text)
     checkpointing = Checkpointing(
@@ -179,11 +187,11 @@ def record(
 
 
 def _finish(
-    target: Location, before: Standing, on_note: Callable[[str], None] | None, *, fsync: bool
+    target: Location, before: ResumePoint, on_note: Callable[[str], None] | None, *, fsync: bool
 ) -> None:
     """Mark a run complete that has every step, and say what became of it."""
     if not before.complete:
-        complete(target, fsync=fsync)
+        mark_complete(target, fsync=fsync)
     elif on_note is not None:
         on_note(
             f"{target} has all {before.last_step} steps already, so nothing is trained; to extend "

@@ -9,7 +9,7 @@ from trajstore.errors import RecordingError
 from trajstore.populations.files import populations_from
 from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.config import RunConfig
-from trajstore.trainers.recording.capture import recording
+from trajstore.trainers.recording.capture import attach
 from trajstore.trainers.recording.compared_run import Comparison
 from trajstore.trainers.recording.hf_callback import TrajectoryCallback
 from trajstore.trainers.recording.options import RecordingOptions, TrainingLoop
@@ -58,7 +58,6 @@ def recording_options(config: RunConfig, text: Corpus, **choices: Any) -> Record
         origin=text.provenance(),
         memory=recording.memory,
         block_rows=recording.block_rows,
-        encoding=recording.encoding,
         commit_every=recording.commit_every or None,
         schedule={
             "name": config.schedule.name,
@@ -105,24 +104,19 @@ def run_recorded(
     Recorder
         Closed.
     """
-    run = _run_plain if training.batches is not None else _run_trainer
-    return run(training, target, options, taken, after_step, on_step, on_note, comparison)
-
-
-def _run_plain(
-    training: Training,
-    target: Location,
-    options: RecordingOptions,
-    taken: Checkpoint | None,
-    after_step: Callable[[Recorder, Any], bool],
-    on_step: Callable[[Recorder], None] | None,
-    on_note: Callable[[str], None] | None,
-    comparison: Comparison | None,
-) -> Recorder:
-    first_step = 0
+    first_step = 0 if taken is None else taken.step
+    if training.batches is None:
+        trajectory = TrajectoryCallback(target, on_step=on_step, on_note=on_note, **vars(options))
+        trajectory.comparison = comparison
+        checkpoints = TrainerCheckpoints(training, after_step, trajectory, taken)
+        try:
+            training.run([checkpoints, trajectory], first_step=first_step)
+        finally:
+            trajectory.close()
+        assert trajectory.recorder is not None
+        return trajectory.recorder
     if taken is not None:
         restore_state(training, taken, training.scaler)
-        first_step = taken.step
     max_grad_norm = training.config.training.max_grad_norm
     loop = TrainingLoop(
         scaler=training.scaler,
@@ -131,7 +125,7 @@ def _run_plain(
         schedule={"max_grad_norm": max_grad_norm},
         examples=training.config.examples,
     )
-    with recording(
+    with attach(
         training.model,
         training.optimizer,
         target,
@@ -151,24 +145,3 @@ def _run_plain(
             f"every step was skipped while {target} was to be recorded, so there is no run"
         )
     return recorder
-
-
-def _run_trainer(
-    training: Training,
-    target: Location,
-    options: RecordingOptions,
-    taken: Checkpoint | None,
-    after_step: Callable[[Recorder, Any], bool],
-    on_step: Callable[[Recorder], None] | None,
-    on_note: Callable[[str], None] | None,
-    comparison: Comparison | None,
-) -> Recorder:
-    trajectory = TrajectoryCallback(target, on_step=on_step, on_note=on_note, **vars(options))
-    trajectory.comparison = comparison
-    checkpoints = TrainerCheckpoints(training, after_step, trajectory, taken)
-    try:
-        training.run([checkpoints, trajectory], first_step=0 if taken is None else taken.step)
-    finally:
-        trajectory.close()
-    assert trajectory.recorder is not None
-    return trajectory.recorder

@@ -21,16 +21,16 @@ from trajstore.trainers.runs.training_setup import find_device
 from trajstore.trainers.texts.corpus import Corpus
 
 __all__ = [
-    "Standing",
+    "ResumePoint",
     "check_device",
     "check_recorded",
     "check_text",
-    "complete",
     "decay_note",
-    "flat",
-    "notes",
+    "find_resume_point",
+    "flat_fields",
+    "mark_complete",
     "recorded_config",
-    "standing",
+    "resume_notes",
 ]
 
 
@@ -61,7 +61,7 @@ def recorded_config(path: RunPath) -> RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Standing:
+class ResumePoint:
     """How far a run has come that is to go on.
 
     Attributes
@@ -88,7 +88,7 @@ class Standing:
         return self.complete or self.taken is None or self.taken.step >= steps
 
 
-def standing(path: Location, config: RunConfig) -> Standing:
+def find_resume_point(path: Location, config: RunConfig) -> ResumePoint:
     """How far a run has come.
 
     Parameters
@@ -132,7 +132,7 @@ def standing(path: Location, config: RunConfig) -> Standing:
             f"{path} is a fork of {fork.get('run')} at step {fork.get('step')} and has no "
             f"checkpoint in {checkpoint_folder(path).name}; fork that run again"
         )
-    return Standing(
+    return ResumePoint(
         rows=rows, last_step=last, complete=attributes["status"] == "complete", taken=taken
     )
 
@@ -157,7 +157,7 @@ def check_recorded(path: Location, attributes: dict[str, Any]) -> None:
         )
 
 
-def complete(path: Location, *, fsync: bool = False) -> None:
+def mark_complete(path: Location, *, fsync: bool = False) -> None:
     """Mark a run complete that has every step that is wanted, and train no further.
 
     Its configuration stays that which its rows were made with.
@@ -201,7 +201,7 @@ def check_text(path: Location, text: Corpus) -> None:
         )
 
 
-def notes(path: Location, config: RunConfig, taken: Checkpoint) -> list[str]:
+def resume_notes(path: Location, config: RunConfig, taken: Checkpoint) -> list[str]:
     """What should be known about a run that goes on: where it is not as if never interrupted."""
     found = []
     before = _attributes(path).get("provenance", {})
@@ -252,7 +252,7 @@ def _attributes(path: Location) -> dict[str, Any]:
 def _check_config(
     path: Location, recorded: RunConfig, config: RunConfig, provenance: dict[str, Any]
 ) -> None:
-    before, now = flat(recorded), flat(config)
+    before, now = flat_fields(recorded), flat_fields(config)
     for field, value in now.items():
         if value == before[field] or field in MAY_CHANGE or field == "training.device":
             continue
@@ -282,7 +282,7 @@ def check_device(path: Location, config: RunConfig, provenance: dict[str, Any]) 
         )
 
 
-def flat(config: RunConfig) -> dict[str, Any]:
+def flat_fields(config: RunConfig) -> dict[str, Any]:
     """Values of a configuration, by ``section.field``."""
     return {
         f"{section}.{field}": value

@@ -25,13 +25,13 @@ from trajstore.trainers.runs.training_setup import build_training, find_device
 from trajstore.trainers.runs.training_state import take_state
 from trajstore.trainers.texts.corpus import Corpus
 
-__all__ = ["Reached", "explained", "prove_last_row", "train_again"]
+__all__ = ["Retrained", "explain_difference", "retrain_to_last_row", "train_again"]
 
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Reached:
+class Retrained:
     """Where training again has led.
 
     Attributes
@@ -54,9 +54,9 @@ def train_again(
     step: int,
     *,
     sources: Mapping[str, str],
-    go_on: Callable[[int], RunWriter] | None = None,
-    on_proof: Progress | None = None,
-) -> Reached:
+    make_writer: Callable[[int], RunWriter] | None = None,
+    on_retrain: Progress | None = None,
+) -> Retrained:
     """Train a run's steps again until one of them. The run is only read.
 
     Parameters
@@ -70,10 +70,10 @@ def train_again(
         That is to be reached, which has a row; 1 or more.
     sources : mapping of str to str
         Paths of the text and the tokenizer, where they were given.
-    go_on : callable, optional
+    make_writer : callable, optional
         Called with the number of the first row that differs, makes the writer that takes that row
         and those after it. Without it, training stops there.
-    on_proof : callable, optional
+    on_retrain : callable, optional
         Called after every step with it, and with the one that is to be reached.
 
     Raises
@@ -83,13 +83,13 @@ def train_again(
     """
     config = recorded_config(run)
     attributes = open_group(run).attrs.asdict()
-    comparison = Comparison(go_on)
+    comparison = Comparison(make_writer)
     reached: list[Checkpoint] = []
     training = build_training(config, text)
 
     def after_step(recorder: Recorder, scaler: Any) -> bool:
-        if on_proof is not None:
-            on_proof(recorder.step, step)
+        if on_retrain is not None:
+            on_retrain(recorder.step, step)
         if comparison.difference is not None and comparison.successor is None:
             return True  # the rows from there on are nowhere
         if recorder.step < step:
@@ -111,19 +111,19 @@ def train_again(
 
     options = recording_options(config, text, overwrite=False, resume=True, fsync=False)
     run_recorded(training, run, options, taken, after_step=after_step, comparison=comparison)
-    return Reached(
+    return Retrained(
         checkpoint=reached[0] if reached else None,
         difference=comparison.difference,
     )
 
 
-def prove_last_row(
+def retrain_to_last_row(
     run: Location,
     text: Corpus,
     *,
     sources: Mapping[str, str],
     fsync: bool = False,
-    on_proof: Progress | None = None,
+    on_retrain: Progress | None = None,
 ) -> Checkpoint:
     """Checkpoint of the last row of a run that has none, by training all its steps again.
 
@@ -140,9 +140,9 @@ def prove_last_row(
         arrays: Any = open_group(run)
         rows = int(arrays.attrs["committed_rows"])
         step = int(arrays["step"][rows - 1])
-        reached = train_again(run, text, None, step, sources=sources, on_proof=on_proof)
+        reached = train_again(run, text, None, step, sources=sources, on_retrain=on_retrain)
         if reached.difference is not None:
-            reason = explained(run, reached.difference)
+            reason = explain_difference(run, reached.difference)
             raise NothingToResume(
                 f"{run} has no checkpoint, and trained again it is not what was recorded: "
                 f"{reason}; the run is as it was, and can be gone on with only where it was "
@@ -153,7 +153,7 @@ def prove_last_row(
     return reached.checkpoint
 
 
-def explained(run: Location, difference: RowDifference) -> str:
+def explain_difference(run: Location, difference: RowDifference) -> str:
     """Where a training that is done again first differs, and what may be why."""
     attributes: dict[str, Any] = open_group(run).attrs.asdict()
     provenance = attributes.get("provenance", {})

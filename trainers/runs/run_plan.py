@@ -30,19 +30,18 @@ from trajstore.store.metadata.block_plan import Layout
 from trajstore.store.metadata.block_plan import plan as plan_layout
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.token_selection import read_tokens, select_tokens
-from trajstore.trainers.texts.cache import cached
 from trajstore.trainers.texts.corpus import load_corpus
+from trajstore.trainers.texts.fetch import cached
 
 __all__ = ["RunPlan", "native_types", "numeric_advice", "plan"]
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
-# Bytes of the native type for each byte on disk, with the encoding delta. bfloat16: measured on the
+# Bytes of the native type for each byte on disk. bfloat16: measured on the
 # first 32 rows of Wordybird 1b on real text (blocks of 16 rows); later steps move less and compress
 # better, and so does Gatsby (5 to 6 times in 300 steps). float32, and the cells of float32 weights:
 # measured on 200 steps of Duckling (blocks of 16 rows); hidden states on 200 steps of Gatsby. Other
-# types are not measured, and are expected not to compress. Over 200 steps `portable` made files
-# 1/0.8 as large as `delta` did.
+# types are not measured, and are expected not to compress.
 _RATIOS = {
     "bfloat16": {
         "W": 1.6, "grad": 2.55, "exp_avg": 2.55, "exp_avg_sq": 2.8, "logits": 1.95, "cells": 2.8,
@@ -50,7 +49,6 @@ _RATIOS = {
     },
     "float32": {"W": 1.4, "grad": 2.2, "exp_avg": 1.35, "exp_avg_sq": 1.8},
 }  # fmt: skip
-_OF_DELTA = {"delta": 1.0, "portable": 0.8}
 
 _ITEMSIZE = {name: np.dtype(entry.dtype).itemsize if entry.dtype != "string" else 16
              for name, entry in COORDINATES.items()}  # fmt: skip
@@ -242,7 +240,6 @@ def plan(
         parameters=model.parameters,
         memory=parse_bytes(recording.memory),
         block_rows=recording.block_rows,
-        encoding=recording.encoding,
     )
     native = {name: rows * array.row_bytes for name, array in layout.arrays.items()}
     coordinates = [name for name in ALONG_TOKEN if has_texts or name != "token_text"]
@@ -264,14 +261,11 @@ def plan(
         # Each array has its metadata, a shard for each block or one chunk; and there is the root.
         files=len(layout.arrays) * (blocks + 1) + len(coordinates) * 2 + 1,
         bytes_native=native,
-        bytes_on_disk={
-            name: round(size / _ratio(name, layout, recording.encoding))
-            for name, size in native.items()
-        },
+        bytes_on_disk={name: round(size / _ratio(name, layout)) for name, size in native.items()},
         advice=tuple(numeric_advice(config)),
     )
 
 
-def _ratio(name: str, layout: Layout, encoding: str) -> float:
+def _ratio(name: str, layout: Layout) -> float:
     native = layout.arrays[name].native.name if name in layout.arrays else ""
-    return max(_RATIOS.get(native, {}).get(name, 1.0) * _OF_DELTA[encoding], 1.0)
+    return _RATIOS.get(native, {}).get(name, 1.0)

@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl
 
 from trajstore.argument_types import checks_types
 from trajstore.byte_sizes import format_bytes, parse_bytes
@@ -176,13 +176,7 @@ class _StopWhen(TrainerCallback):
     def __init__(self, is_time: Callable[[], bool]) -> None:
         self._is_time = is_time
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        **kwargs: Any,
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         if self._is_time():
             control.should_training_stop = True
 
@@ -202,11 +196,11 @@ def _record(
     def after_step(recorder: Recorder, scaler: Any) -> bool:
         return clock()
 
-    def not_told(note: str) -> None:
-        """Of the advice, which is part of the plan."""
+    def ignore_note(note: str) -> None:
+        """The advice is part of the plan."""
 
     training = build_training(config, text)
-    run_recorded(training, run, options, None, after_step=after_step, on_note=not_told)
+    run_recorded(training, run, options, None, after_step=after_step, on_note=ignore_note)
     clock.stop()
     return clock
 

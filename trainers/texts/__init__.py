@@ -1,5 +1,6 @@
 """Texts and tokenizers to train on.
 
-``corpus`` makes token ids of a text with a ``tokenizer``; ``fetch`` downloads both to the
-``cache``; ``generated_corpus`` holds the embedded ones.
+``corpus`` makes token ids of a text with a ``tokenizer``; without a text it takes the embedded one,
+``embedded_corpus.txt.bz2``. ``fetch`` downloads texts and tokenizers to the user's cache, and finds
+them there.
 """

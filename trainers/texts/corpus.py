@@ -1,10 +1,12 @@
-"""Texts as token ids."""
+"""Texts as token ids, those included that the package brings along."""
 
 from __future__ import annotations
 
+import bz2
 import hashlib
 import os
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,13 @@ import numpy.typing as npt
 
 from trajstore.errors import ConfigError, CorpusError, InvalidArgument
 from trajstore.trainers.config import RunConfig
-from trajstore.trainers.texts.cache import cached
-from trajstore.trainers.texts.generated_corpus import gatsby_standin, id_stream
+from trajstore.trainers.texts.fetch import cached
 from trajstore.trainers.texts.tokenizer import AsciiTokenizer, FileTokenizer, Tokenizer
 
-__all__ = ["Corpus", "load_corpus", "tokenize"]
+__all__ = ["Corpus", "embedded_text", "id_stream", "load_corpus", "tokenize"]
+
+_IDS = 475_160  # of the embedded stream, as many as the notebooks' web text has
+_SEED = 1925
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,6 +87,39 @@ def _identity(tokenizer: Tokenizer) -> dict[str, str]:
     return {"name": tokenizer.name, **hashed}
 
 
+def embedded_text() -> bytes:
+    """Text that stands in for The Great Gatsby: 265,905 bytes of plain ASCII, 77 distinct ones."""
+    packed = resources.files(__package__).joinpath("embedded_corpus.txt.bz2").read_bytes()
+    return bz2.decompress(packed)
+
+
+def id_stream(vocab_size: int, live: int) -> npt.NDArray[np.int64]:
+    """Stream of token ids in which exactly `live` of `vocab_size` ids occur.
+
+    It stands in for a text where there is no tokenizer. It uses only the raw bits of NumPy's PCG64,
+    which NumPy promises to keep, so it is the same everywhere.
+
+    Parameters
+    ----------
+    vocab_size, live : int
+        ``1 <= live <= vocab_size``.
+
+    Returns
+    -------
+    ndarray of int64
+        475,160 ids, or `live` if that is more, independent of each other. The n-th most frequent
+        one occurs about as often as 1/(n + 2.7), and every live one at least once.
+    """
+    bits = np.random.PCG64(_SEED).random_raw
+    ids = np.argsort(bits(vocab_size), kind="stable")[:live]
+    size = max(_IDS, live)
+    cumulative = np.cumsum(1 / (np.arange(live) + 3.7))
+    uniform = (bits(size - live) >> np.uint64(11)) * 2.0**-53
+    drawn = ids[np.searchsorted(cumulative[:-1], uniform * cumulative[-1], side="right")]
+    stream = np.concatenate([ids, drawn])
+    return stream[np.argsort(bits(size), kind="stable")].astype(np.int64)
+
+
 def _embedded_ids(vocab_size: int, live: int, tokenizer: Tokenizer | None) -> Corpus:
     ids = id_stream(vocab_size, live)
     data = ids.astype("<i4").tobytes()
@@ -146,7 +183,7 @@ def load_corpus(
             raise InvalidArgument(f"cannot read the corpus {path}: {error.strerror}") from error
         loaded = tokenize(content, maker, path.name)
     elif isinstance(maker, AsciiTokenizer):
-        loaded = tokenize(gatsby_standin(), maker, "gatsby stand-in (embedded)")
+        loaded = tokenize(embedded_text(), maker, "gatsby stand-in (embedded)")
     else:
         if data.live_tokens > model.vocab_size:
             raise ConfigError(

@@ -20,12 +20,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import platformdirs
+
 from trajstore.errors import CorpusError, InvalidArgument, MissingExtra
 from trajstore.nearest_name import did_you_mean
 from trajstore.store.storage.hub_address import hub_endpoint
-from trajstore.trainers.texts.cache import CACHED, cache_folder
 
-__all__ = ["FETCHED", "Fetched", "clean_book", "fetch"]
+__all__ = ["CACHE_VARIABLE", "FETCHED", "Fetched", "cached", "clean_book", "fetch"]
+
+CACHE_VARIABLE = "TRAJSTORE_CACHE"
+"""Environment variable that names another folder."""
+
+_CACHED = {"gatsby": "gatsby.txt", "fineweb": "fineweb.txt", "gpt2": "gpt2"}
+"""Name in the cache of each thing that can be fetched."""
 
 _GATSBY = "https://www.gutenberg.org/cache/epub/64317/pg64317.txt"
 _FINEWEB = "HuggingFaceFW/fineweb"
@@ -44,6 +51,18 @@ _ASCII = {
     "é": "e", "è": "e", "ê": "e", "ç": "c", "à": "a", "ô": "o", "ï": "i", "ü": "u", "œ": "oe",
     "\ufeff": "",
 }  # fmt: skip
+
+
+def _cache_folder() -> Path:
+    """The user's cache; it need not exist."""
+    given = os.environ.get(CACHE_VARIABLE)
+    return Path(given) if given else platformdirs.user_cache_path("trajstore", appauthor=False)
+
+
+def cached(name: str) -> Path | None:
+    """What was fetched under that name (``gatsby``, ``fineweb``, ``gpt2``), or None."""
+    path = _cache_folder() / _CACHED[name]
+    return path if path.exists() else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +124,9 @@ def fetch(name: str, *, source: str | None = None, sha256: str | None = None) ->
     address = source or (_GATSBY if name == "gatsby" else hub_endpoint())
     if address.startswith(("http://", "https://")) and not _is_kept(name, source):
         _check_reachable(address)
-    folder = cache_folder()
+    folder = _cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / CACHED[name]
+    target = folder / _CACHED[name]
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as scratch:
         fetched = FETCHED[name](Path(scratch) / target.name, source)
         wanted = sha256 or (_GPT2_SHA256 if name == "gpt2" and source is None else None)
@@ -130,8 +149,8 @@ def _is_kept(name: str, source: str | None) -> bool:
         return False
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return True
-    cached = _hub("huggingface_hub").try_to_load_from_cache
-    return name == "gpt2" and source is None and isinstance(cached(_GPT2, "tokenizer.json"), str)
+    load = _hub("huggingface_hub").try_to_load_from_cache
+    return name == "gpt2" and source is None and isinstance(load(_GPT2, "tokenizer.json"), str)
 
 
 def _check_reachable(address: str) -> None:

@@ -12,9 +12,8 @@ import numpy.typing as npt
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trajstore.errors import CorpusError, InvalidArgument
-from trajstore.trainers.token_texts import printable, token_texts
 
-__all__ = ["ASCII_SIZE", "AsciiTokenizer", "FileTokenizer", "Tokenizer"]
+__all__ = ["ASCII_SIZE", "AsciiTokenizer", "FileTokenizer", "Tokenizer", "token_texts"]
 
 ASCII_SIZE = 128
 
@@ -48,7 +47,7 @@ class AsciiTokenizer:
 
     def texts(self) -> tuple[str, ...]:
         """How each token reads."""
-        return tuple(printable(chr(byte)) for byte in range(ASCII_SIZE))
+        return tuple(_printable(chr(byte)) for byte in range(ASCII_SIZE))
 
 
 class FileTokenizer:
@@ -114,3 +113,27 @@ class FileTokenizer:
 
 
 Tokenizer = AsciiTokenizer | FileTokenizer
+
+
+def token_texts(backend: Any) -> tuple[str, ...]:
+    """How each token reads; a token that is no whole character reads as its symbol.
+
+    Parameters
+    ----------
+    backend : tokenizers.Tokenizer
+    """
+    ids = range(backend.get_vocab_size(with_added_tokens=True))
+    decoded = backend.decode_batch([[i] for i in ids], skip_special_tokens=False)
+    return tuple(
+        _printable(text) if text and "\ufffd" not in text else backend.id_to_token(i) or ""
+        for i, text in zip(ids, decoded, strict=True)
+    )
+
+
+def _printable(text: str) -> str:
+    """A text as it is, or with escapes where a terminal would act on it.
+
+    >>> _printable("the"), _printable("a\\tb")
+    ('the', 'a\\\\tb')
+    """
+    return text if text.isprintable() else repr(text)[1:-1]

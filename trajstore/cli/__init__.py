@@ -1,29 +1,25 @@
 """The command line: each command opens a library object, calls one method, prints the result.
 
 ``exchange_commands``
-    Commands that write and read the files of others, and old formats: export, import, upgrade.
-``exchange_tables``
-    What the commands about the files of others print: what was taken for what, what is read.
+    The commands `export` and `import`.
 ``info_command``
     The command `info`.
 ``integrity_commands``
     The commands `verify` and `repair`.
 ``main``
-    The command line: each command opens a library object, calls one method, prints the result.
+    The command `trajstore`, which finds all others through their entry points.
 ``options``
-    What every command of the command line shares: its run, its --json, and how errors are told.
-``printable``
-    Texts of others, such as tokens, as a terminal may show them.
+    Options that commands share, and errors as one sentence with an exit code.
 ``progress``
-    Progress of the commands, on standard error, and what ends them early.
+    Progress bars on standard error, and commands that SIGTERM ends as Ctrl-C does.
 ``start``
-    The command as it is started: Ctrl-C is a sentence also while everything is imported.
+    The start of the process: Ctrl-C gives a sentence even while modules are imported.
 ``stop_signals``
-    Ctrl-C and SIGTERM as a request to stop, not as an end.
+    Ctrl-C and SIGTERM as a request to stop after the current step.
 ``tables``
-    What the commands print: tables and JSON on standard output.
+    Tables, JSON and notes, printed so that no text of a run controls the terminal.
 ``watch_command``
-    The command that follows a run while another process records it: watch.
+    The command `watch`, which follows a run while another process records it.
 ``watch_view``
     What `watch` shows: a view for a terminal, a line for anything else.
 """

@@ -1,21 +1,25 @@
-"""Commands that write and read the files of others, and old formats: export, import, upgrade."""
+"""Commands that write and read the files of others: export, import."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.text import Text
 
 from trajstore.byte_sizes import EXCHANGE_MEMORY, format_bytes
-from trajstore.cli.exchange_tables import print_taken, print_understood
 from trajstore.cli.options import JSON, RUN, sentences
 from trajstore.cli.progress import BytesProgress, stopped_by_signals
-from trajstore.cli.tables import out, print_json, print_notes
+from trajstore.cli.tables import out, print_json, print_notes, print_table, table
 from trajstore.errors import InvalidArgument
 
-__all__ = ["export", "import_", "upgrade"]
+if TYPE_CHECKING:
+    from trajstore.exchange.guessing.array_roles import Taken
+
+__all__ = ["export", "import_"]
 
 
 @click.command()
@@ -23,8 +27,8 @@ __all__ = ["export", "import_", "upgrade"]
 @click.option(
     "--format",
     "format_name",
-    help="safetensors, hdf5 or zarr; default: that of the layout, or as the ending of the output "
-    "says, or safetensors.",
+    help="safetensors, hdf5, zarr (for any reader of Zarr v3) or run; default: the one of the "
+    "layout, or of the ending of the output, or safetensors.",
 )
 @click.option(
     "--layout",
@@ -39,14 +43,13 @@ __all__ = ["export", "import_", "upgrade"]
 )
 @click.option("--tokens", metavar="TOKENS", help="all, dead, live, ids such as 1,2,3, or a FILE.")
 @click.option("--vars", "variables", metavar="W,grad,…", help="Variables; default: all.")
-@click.option("--block-rows", type=int, help="Rows of a block of zarr; default: planned.")
-@click.option("--encoding", default="portable", show_default=True, help="Of zarr.")
+@click.option("--block-rows", type=int, help="Rows of a chunk (zarr) or a block (run).")
 @click.option(
     "--memory",
     default=EXCHANGE_MEMORY,
     show_default=True,
     metavar="SIZE",
-    help="For the buffer of zarr.",
+    help="For the rows that zarr and run hold.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace what is there.")
 @JSON
@@ -59,9 +62,10 @@ def export(run: str, format_name: str | None, output: str, as_json: bool, **opti
       trajstore export gatsby.zarr --format safetensors --layout 15.1a -o gatsby.safetensors
       trajstore export gatsby.zarr --format hdf5 --steps 0:1000:10 --tokens dead -o dead.h5
       trajstore export gatsby.zarr --layout thimble-7 -o thimble.h5
-      trajstore export gatsby.zarr --format zarr --block-rows 64 -o portable.zarr
+      trajstore export gatsby.zarr --format zarr -o anywhere.zarr
+      trajstore export gatsby.zarr --format run --block-rows 64 -o rechunked.zarr
     """
-    from trajstore.exchange.exporting.export_run import export as write
+    from trajstore.exchange.exporting.export import export as write
 
     if options["layout"] == "native":
         format_name = format_name or _format_of(output)
@@ -93,7 +97,7 @@ def _format_of(output: str) -> str:
     if suffix not in endings:
         raise InvalidArgument(
             f"cannot tell from {suffix} what {output} is to be; end it with "
-            f"{', '.join(filter(None, endings))}, or say --format safetensors, hdf5 or zarr"
+            f"{', '.join(filter(None, endings))}, or use --format safetensors, hdf5, zarr or run"
         )
     return endings[suffix]
 
@@ -138,7 +142,6 @@ def _format_of(output: str) -> str:
     type=click.Path(),
     help="A file that tells the dead tokens: masks, lists of ids, or counts of occurrences.",
 )
-@click.option("--encoding", help="Of the run; default: as it is recorded.")
 @click.option("--block-rows", type=int, help="Rows of a block; default: planned from the memory.")
 @click.option(
     "--memory",
@@ -172,7 +175,7 @@ def import_(
       trajstore import mine.npz --dry-run --map W=weights_0 --labels steps=0:2001:50
     """
     if file is None:
-        print_understood(as_json=as_json)
+        print_importable(as_json=as_json)
         return
     roles: dict[str, tuple[str, ...]] = {}
     for role, name in map(_assignment, mapped):
@@ -193,7 +196,7 @@ def import_(
         facts = [dataclasses.asdict(one) | {"path": str(one.path), "others": []} for one in runs]
         print_json(facts[0] | {"others": facts[1:]})
         return
-    print_taken(done.table)
+    print_matches(done.table)
     for one in runs:
         held = ", ".join(f"{name} ({dtype})" for name, dtype in one.variables.items())
         out.print(
@@ -223,14 +226,14 @@ def _bits(texts: tuple[str, ...]) -> dict[str, str]:
 def _preview(file: str, said: dict[str, Any], *, as_json: bool) -> None:
     from trajstore.exchange.importing.import_file import preview_import
 
-    unused = ("encoding", "block_rows", "overwrite")
+    unused = ("block_rows", "overwrite")
     seen = preview_import(
         file, **{name: value for name, value in said.items() if name not in unused}
     )
     if as_json:
         print_json(dataclasses.asdict(seen))
         return
-    print_taken(seen.table)
+    print_matches(seen.table)
     for label, run in seen.runs.items():
         held = ", ".join(f"{name} ({dtype})" for name, dtype in run["variables"].items())
         dead = "" if run["dead"] is None else f", {run['dead']} of them dead"
@@ -242,39 +245,57 @@ def _preview(file: str, said: dict[str, Any], *, as_json: bool) -> None:
         print_notes(run["notes"])
 
 
-@click.command()
-@RUN
-@click.option("-o", "--output", type=click.Path(), required=True, help="The run to make.")
-@click.option(
-    "--memory",
-    default="1GiB",
-    show_default=True,
-    metavar="SIZE",
-    help="For a block of the run, and what encoding it takes.",
-)
-@click.option("--overwrite", is_flag=True, help="Replace a run, and checkpoints, that are there.")
-@JSON
-@sentences
-def upgrade(run: str, output: str, as_json: bool, **options: Any) -> None:
-    """Make a run of the present store format of one of format 1: the same rows, bit for bit.
+def print_matches(lines: Iterable[Taken]) -> None:
+    """Print what each array and number of a file was taken for."""
+    printed = table("", "in the file", "type", "shape", "taken as", "")
+    for column in printed.columns[1:]:
+        column.justify = "left"
+    for line in lines:
+        shape = "×".join(map(str, line.shape)) or "—"
+        taken = Text(line.role) if line.role else Text("left out", style="dim")
+        printed.add_row(Text(line.name), line.dtype, shape, taken, Text(line.why))
+    print_table(printed)
 
-    The old run stays as it is. It keeps being read; the new one is read faster by plain
-    xr.open_zarr, and knows of each block where it belongs.
 
-    \b
-    Example:
-      trajstore upgrade gatsby.zarr -o gatsby2.zarr
-    """
-    from trajstore.exchange.exporting.upgrade_run import upgrade as make
+def print_importable(*, as_json: bool) -> None:
+    """Print what can be imported: formats, roles with the names in use, and layouts."""
+    from trajstore.exchange.guessing.role_table import ROLES, SCALARS
+    from trajstore.exchange.layouts import EXPORT_LAYOUTS
+    from trajstore.formats.open_file import FORMATS
 
-    with stopped_by_signals(), BytesProgress("upgrading") as progress:
-        done = make(run, output, on_progress=progress.show, **options)
     if as_json:
-        print_json(dataclasses.asdict(done) | {"path": str(done.path)})
+        roles = {
+            role.name: {"names": list(role.names), "dims": list(role.dims), "kind": role.kind}
+            for role in ROLES.values()
+        }
+        scalars = {
+            scalar.name: {"names": list(scalar.names), "goes_to": ".".join(scalar.paths[0])}
+            for scalar in SCALARS.values()
+        }
+        facts = {"formats": FORMATS, "roles": roles, "scalars": scalars}
+        print_json(facts | {"layouts": list(EXPORT_LAYOUTS)})
         return
-    checkpoints = f"{done.checkpoints} checkpoint{'s' * (done.checkpoints != 1)}"
+    out.print("Read are", style="bold")
+    for name, what in FORMATS.items():
+        out.print(Text(f"  {name}: {what}"))
+    printed = table("Arrays", "taken as", "dimensions", "names in use")
+    for role in ROLES.values():
+        names = [name for name in role.names if name != "steps_of_the_names"]
+        printed.add_row(role.name, ", ".join(role.dims), Text(", ".join(names)))
+    for column in printed.columns[1:]:
+        column.justify = "left"
+    print_table(printed)
     out.print(
-        f"Upgraded to {done.path}: format {done.to_format} of {done.from_format}, "
-        f"{done.rows} rows, {format_bytes(done.bytes)}, {checkpoints}, {done.status}."
+        Text(
+            "Case does not matter; run_0_… before a name, and _history, _bits, _E, _W or _U behind "
+            "it, and dead_… or live_… for the rows of some tokens, are understood. An array of "
+            "(step, token, hidden) that is alone needs no name; uint16 are the bits of bfloat16."
+        )
     )
-    print_notes(done.notes)
+    printed = table("Numbers", "name", "names in use", "goes to")
+    for scalar in SCALARS.values():
+        printed.add_row(scalar.name, ", ".join(scalar.names), ".".join(scalar.paths[0]))
+    for column in printed.columns[1:]:
+        column.justify = "left"
+    print_table(printed)
+    out.print(Text(f"Layouts, of exports and imports: {', '.join(EXPORT_LAYOUTS)}"))

@@ -70,7 +70,7 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
     """Print what `trajstore.store.reading.run_info.information` found."""
     steps = facts["steps"]
     span = f"steps {steps['first']} to {steps['last']}" if steps else "no steps"
-    out.print(f"{run}: {_standing(facts)}, {facts['committed_rows']} rows, {span}")
+    out.print(f"{run}: {_status(facts)}, {facts['committed_rows']} rows, {span}")
     parameter = (facts.get("recording") or {}).get("parameter")
     if parameter:
         out.print(f"Recorded is {parameter}.")
@@ -115,14 +115,14 @@ def print_runs(found: dict[str, dict[str, Any]]) -> None:
         last = "" if facts["steps"] is None else f"{facts['steps']['last']:,}"
         tokens = f"{facts['arrays']['token']['shape'][0]:,}"
         row = (f"{facts['committed_rows']:,}", last, tokens, on_disk, ratio)
-        printed.add_row(run, _standing(facts), *row)
+        printed.add_row(run, _status(facts), *row)
     printed.columns[0].no_wrap = False  # a path goes on below rather than being cut
     printed.columns[0].overflow = "fold"
     printed.columns[1].justify = "left"
     print_table(printed)
 
 
-def _standing(facts: dict[str, Any]) -> str:
+def _status(facts: dict[str, Any]) -> str:
     """Status of a run, and whether it can be true."""
     dead = facts["status"] == "recording" and facts["written_to"] is False
     return f"{facts['status']}, but its process is gone" if dead else str(facts["status"])

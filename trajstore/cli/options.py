@@ -1,4 +1,4 @@
-"""What every command of the command line shares: its run, its --json, and how errors are told."""
+"""Options that commands share, and errors as one sentence with an exit code (`sentences`)."""
 
 from __future__ import annotations
 

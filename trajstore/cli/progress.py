@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from rich.progress import (
     BarColumn,
@@ -20,9 +20,6 @@ from rich.progress import (
 from trajstore.cli.stop_signals import working
 from trajstore.cli.tables import err
 from trajstore.errors import InvalidArgument, MissingExtra
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "AnalysisProgress",

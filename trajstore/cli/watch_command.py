@@ -13,9 +13,8 @@ import click
 from rich.live import Live
 
 from trajstore.cli.options import RUN, sentences
-from trajstore.cli.printable import PlainConsole
 from trajstore.cli.progress import stopped_by_signals
-from trajstore.cli.tables import json_value, out
+from trajstore.cli.tables import PlainConsole, json_value, out
 from trajstore.cli.watch_view import facts, line, view
 from trajstore.errors import RunNotFound
 

@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from trajstore.byte_sizes import format_bytes
-from trajstore.cli.printable import printable
+from trajstore.cli.tables import printable
 
 if TYPE_CHECKING:
-    from trajstore.watching.bounded_curve import BoundedCurve
-    from trajstore.watching.run_follower import Look
+    from trajstore.watching.measures import BoundedCurve
+from trajstore.watching.run_follower import Look
 
 __all__ = ["facts", "line", "sparkline", "view"]
 
@@ -88,8 +88,7 @@ def facts(run: str, look: Look) -> dict[str, Any]:
 def sparkline(curve: BoundedCurve, width: int, *, log: bool = False, plain: bool = False) -> str:
     """A curve in as many characters, from its least mean to its largest; blank where it has none.
 
-    >>> from trajstore.watching.bounded_curve import BoundedCurve
-    >>> curve = BoundedCurve()
+    >>>     >>> curve = BoundedCurve()
     >>> curve.add(0, [1, 10, 100, float("nan"), 1000])
     >>> sparkline(curve, 5, log=True, plain=True)
     '_-+ #'

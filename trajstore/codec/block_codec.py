@@ -28,6 +28,7 @@ from zarr.abc.codec import ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin
 from zarr.abc.store import RangeByteRequest, SuffixByteRequest
 from zarr.storage import LocalStore, StorePath
 
+from trajstore.accessors import register_accessors
 from trajstore.codec.block_form import BlockForm, Fetch, FewerRows, Runs, Tail, with_consequence
 from trajstore.codec.block_label import ANYWHERE, digest_of
 from trajstore.codec.codec_chain import Chain
@@ -70,9 +71,8 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
         Of an inner chunk; divides the shape of a chunk of the array.
     chain : Chain
         How an inner chunk is encoded.
-    runs : tuple of (int, str) or None
-        Whose blocks there are: from each number on, identity of the run. None for blocks without
-        labels, as format 1 has them.
+    runs : tuple of (int, str)
+        Whose blocks there are: from each number on, identity of the run.
 
     Raises
     ------
@@ -85,22 +85,23 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
     array: str
     chunk_shape: tuple[int, ...]
     chain: Chain
-    runs: Runs | None
+    runs: Runs
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
         """Codec from the metadata of an array."""
+        register_accessors()
         configuration = dict(data.get("configuration", {}))
         try:
             if data.get("name") != BLOCK:
                 raise ValueError(f"its name is {data.get('name')!r}")
             array, chunk_shape = configuration.pop("array"), configuration.pop("chunk_shape")
-            runs = configuration.pop("runs")
+            runs = tuple((int(at), str(run)) for at, run in configuration.pop("runs"))
             return cls(
                 array=str(array),
                 chunk_shape=tuple(int(length) for length in chunk_shape),
                 chain=Chain.from_facts(configuration),
-                runs=None if runs is None else tuple((int(at), str(run)) for at, run in runs),
+                runs=runs,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"expected the codec {BLOCK}, got {data!r}: {error}") from error
@@ -111,7 +112,7 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
             "name": BLOCK,
             "configuration": {
                 "array": self.array,
-                "runs": None if self.runs is None else [list(entry) for entry in self.runs],
+                "runs": [list(entry) for entry in self.runs],
                 "chunk_shape": list(self.chunk_shape),
                 **self.chain.facts(),
             },
@@ -293,7 +294,7 @@ class _Reading:
         try:
             tail = self._form.read_tail(data, self._place)
             label = tail.label
-            if label is not None and label.block != ANYWHERE and label.array != self._folder:
+            if label.block != ANYWHERE and label.array != self._folder:
                 raise ValueError(f"it is {label.place()}, where {self._folder} belongs")
         except ValueError as error:
             raise self._broken(error) from error

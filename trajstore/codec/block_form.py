@@ -1,9 +1,8 @@
 """How one array is stored, block by block: the inner chunks of an object, its label, its index.
 
 An object holds the inner chunks of a block, or of a range of its tokens, one behind the other; then
-the label (`trajstore.codec.block_label`), which format 1 has not; then the index, as Zarr's
-`sharding_indexed` has it at the end: offset and length of each inner chunk in C order of their
-grid, and a crc32c.
+the label (`trajstore.codec.block_label`); then the index, as Zarr's `sharding_indexed` has it at
+the end: offset and length of each inner chunk in C order of their grid, and a crc32c.
 """
 
 from __future__ import annotations
@@ -67,13 +66,12 @@ class Tail:
 
     Attributes
     ----------
-    label : BlockLabel or None
-        None in format 1.
+    label : BlockLabel
     index : ndarray of uint64, (chunk, 2)
         Offset and length of each inner chunk.
     """
 
-    label: BlockLabel | None
+    label: BlockLabel
     index: npt.NDArray[np.uint64]
 
 
@@ -91,15 +89,14 @@ class BlockForm:
         Of what one object holds: rows of a block first.
     chunk : tuple of int
         Of an inner chunk; divides the shape.
-    runs : Runs or None
-        None in format 1, whose blocks have no labels.
+    runs : Runs
     """
 
     array: str
     chain: Chain
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
-    runs: Runs | None
+    runs: Runs
 
     @cached_property
     def decoder(self) -> Decoder:
@@ -119,7 +116,7 @@ class BlockForm:
     @cached_property
     def tail_length(self) -> int:
         """Bytes behind the inner chunks."""
-        return self.index_length + (0 if self.runs is None else LABEL)
+        return self.index_length + LABEL
 
     @cached_property
     def settings(self) -> bytes:
@@ -133,15 +130,13 @@ class BlockForm:
         text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).digest()
 
-    def tail(self, entries: Sequence[tuple[int, int]], label: BlockLabel | None) -> bytes:
+    def tail(self, entries: Sequence[tuple[int, int]], label: BlockLabel) -> bytes:
         """Bytes behind the inner chunks that lie at these offsets, with these lengths."""
         packed = np.array(entries, "<u8").tobytes()
-        return (b"" if label is None else label.pack(packed)) + packed + checksum(packed)
+        return label.pack(packed) + packed + checksum(packed)
 
-    def label(self, *, block: int, part: int, rows: int, digest: bytes) -> BlockLabel | None:
-        """Label of a block of the run itself; None in format 1."""
-        if self.runs is None:
-            return None
+    def label(self, *, block: int, part: int, rows: int, digest: bytes) -> BlockLabel:
+        """Label of a block of the run itself."""
         return BlockLabel(
             run=self.runs[-1][1],
             array=self.array,
@@ -170,17 +165,12 @@ class BlockForm:
         index = data[-self.index_length :]
         if len(index) < self.index_length or not is_intact(index):
             raise ValueError(f"the index, the last {self.index_length} bytes of it, is broken")
-        label = None
-        if self.runs is not None:
-            if len(data) < self.tail_length:
-                raise LabelError("it has no label")
-            label = BlockLabel.unpack(data[:LABEL], index[:-CHECKSUM])
-            self.check_place(label, place)
-        return Tail(label=label, index=self.read_index(data))
-
-    def read_index(self, data: bytes) -> npt.NDArray[np.uint64]:
-        """Index alone, from the last bytes of an object whose index is known to be intact."""
-        return np.frombuffer(data[-self.index_length : -CHECKSUM], "<u8").reshape(-1, 2)
+        if len(data) < self.tail_length:
+            raise LabelError("it has no label")
+        entries = index[:-CHECKSUM]
+        label = BlockLabel.unpack(data[:LABEL], entries)
+        self.check_place(label, place)
+        return Tail(label=label, index=np.frombuffer(entries, "<u8").reshape(-1, 2))
 
     def check_place(self, label: BlockLabel, place: tuple[int, int] | None) -> None:
         """Refuse a block that belongs to another run, array or place, or was stored otherwise.
@@ -190,7 +180,6 @@ class BlockForm:
         ValueError
             The message names both.
         """
-        assert self.runs is not None
         block, part = (label.block, label.part) if place is None else place
         if label.block == ANYWHERE:  # a copy of another program, which does not number blocks
             block, part = label.block, label.part
@@ -239,15 +228,15 @@ class BlockForm:
         if not padding:
             self.check_rows(tail, axes)
         left = deque(self.wanted(tail, axes))
-        each = partial(_each_of, left, partial(self._decode, fetch=fetch, out=out))
+        each = partial(_decode_all, left, partial(self._decode, fetch=fetch, out=out))
         if helpers is None:
             each()
             return
         count = min(default_threads() - 1, len(left) // _CHUNKS_OF_A_HELPER)
         offer = [each]
-        called = [submit(helpers, _take_up, offer) for _ in range(count)]
+        called = [submit(helpers, _run_offered, offer) for _ in range(count)]
         try:
-            _take_up(offer)
+            _run_offered(offer)
         finally:
             # Who has not begun need not; who has is waited for, as it reads from what is open here.
             begun = [helper for helper in called if not helper.cancel()]
@@ -283,8 +272,6 @@ class BlockForm:
         FewerRows
             If so.
         """
-        if tail.label is None:
-            return
         last = max(number * self.chunk[0] + pick.window.stop for number, pick in axes[0].items())
         if last > tail.label.rows:
             raise FewerRows(f"it holds {tail.label.rows} rows, of which {last} are wanted")
@@ -299,7 +286,7 @@ class BlockForm:
             yield [axis[at] for axis, at in zip(axes, position, strict=True)], offset, length
 
 
-def _each_of(left: deque[Part], decode: Callable[[list[Pick], int, int], None]) -> None:
+def _decode_all(left: deque[Part], decode: Callable[[list[Pick], int, int], None]) -> None:
     """Decode chunk after chunk, until none is left; other threads may take of them, too."""
     try:
         while left:
@@ -325,6 +312,6 @@ def _decode_picks(data: bytes, picks: Sequence[Pick], decode: Decode, out: Array
     out[np.ix_(*[positions(pick.place) for pick in picks])] = values
 
 
-def _take_up(offer: Sequence[Callable[[], None]]) -> None:
+def _run_offered(offer: Sequence[Callable[[], None]]) -> None:
     for work in tuple(offer):
         work()

@@ -1,24 +1,37 @@
-"""How the bytes of one chunk become values again: all of them, or those that are wanted."""
+"""How the bytes of one chunk become values again: all of them, or those that are wanted.
+
+What is compressed is a Blosc frame: a header of 16 bytes, the offsets of its blocks, and the
+blocks, each compressed by itself. So a stretch of it needs a few of the blocks only, and those,
+behind a header that says so, are what any Blosc library decompresses.
+
+Source: the chunk format of C-Blosc 1, which its documentation describes.
+"""
 
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
 from numcodecs import blosc
 
-from trajstore.codec.blosc_frame import HEADER, cut
 from trajstore.codec.codec_chain import Chain
 from trajstore.codec.crc32c_check import CHECKSUM, is_intact
 from trajstore.codec.delta import unfold
 from trajstore.codec.scratch_memory import scratch
 from trajstore.values.native_types import NativeType
 
-__all__ = ["Decode", "Decoder"]
+__all__ = ["Decode", "Decoder", "cut_frame"]
 
 Array = npt.NDArray[np.generic]
+
+_HEADER = 16  # bytes of the header: of the least that a frame can be
+_FIELDS = struct.Struct("<3sBIII")  # versions and flags, typesize, bytes, of a block, compressed
+_FLAGS = 2
+_COPIED = 0x02  # the flag of a frame that holds its bytes as they are
+_OFFSET = 4
 
 Decode = Callable[[bytes, tuple[slice, ...], Array], None]
 """From the bytes of a chunk, and what is wanted of it, to where that goes."""
@@ -124,7 +137,7 @@ class Decoder:
 
     def _unpack(self, data: bytes, start: int, stop: int) -> Array:
         """As `unpack`, but only so much of the axis that comes first in the bytes."""
-        if len(data) < HEADER + CHECKSUM or not is_intact(data):
+        if len(data) < _HEADER + CHECKSUM or not is_intact(data):
             raise ValueError("the checksum does not fit")
         if int.from_bytes(data[4:8], "little") != self._size:  # of what Blosc compressed
             raise ValueError("it has another size than the metadata says")
@@ -133,9 +146,60 @@ class Decoder:
         frame, size = memoryview(data)[:-CHECKSUM], self._size
         skip = start * self._row
         if stop - start < self._length:
-            frame, skip = cut(frame, skip, stop * self._row)
+            frame, skip = cut_frame(frame, skip, stop * self._row)
             size = int.from_bytes(frame[4:8], "little")
         values = scratch.array("values", (size,), "u1")
         blosc.decompress(frame, values)
         wanted = values[skip : skip + (stop - start) * self._row].view(self._bits)
         return wanted.reshape(stop - start, *self._rest).transpose(self._natural)
+
+
+def cut_frame(frame: memoryview, start: int, stop: int) -> tuple[memoryview, int]:
+    """Smaller frame that holds a stretch of what a frame holds.
+
+    Parameters
+    ----------
+    frame : memoryview of bytes
+    start, stop : int
+        Bytes of what was compressed; start < stop.
+
+    Returns
+    -------
+    frame : memoryview
+        The one given, if its blocks do not lie in their order.
+    skip : int
+        Bytes that it holds before the stretch.
+
+    Raises
+    ------
+    ValueError
+        If the header does not describe what is there.
+    """
+    if len(frame) < _HEADER:
+        raise ValueError("it is not a whole Blosc frame")
+    kind, typesize, size, block, packed = _FIELDS.unpack_from(frame)
+    count = -(-size // block) if block else 0
+    starts_end = _HEADER + count * _OFFSET
+    copied = kind[_FLAGS] & _COPIED
+    if packed != len(frame) or not count or (not copied and starts_end > packed):
+        raise ValueError("it is not a whole Blosc frame")
+    if not 0 <= start < stop <= size:
+        raise ValueError(f"it holds {size} bytes, not those from {start} to {stop}")
+    if copied:
+        held = stop - start
+        head = _FIELDS.pack(kind, typesize, held, min(block, held), _HEADER + held)
+        return memoryview(head + frame[_HEADER + start : _HEADER + stop]), 0
+    first, last = start // block, (stop - 1) // block + 1
+    if first and last == count:
+        # A block that is shorter than the header says is taken for the last of several.
+        first = min(first, count - 2)
+    starts = [*struct.unpack_from(f"<{count}i", frame, _HEADER), packed]
+    if starts[0] < starts_end or starts != sorted(set(starts)):
+        return frame, start
+    begin, end = starts[first], starts[last]
+    moved = _HEADER + (last - first) * _OFFSET
+    head = _FIELDS.pack(
+        kind, typesize, min(last * block, size) - first * block, block, moved + end - begin
+    )
+    offsets = struct.pack(f"<{last - first}i", *(at - begin + moved for at in starts[first:last]))
+    return memoryview(head + offsets + frame[begin:end]), start - first * block

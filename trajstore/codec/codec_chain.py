@@ -1,43 +1,33 @@
-"""How one chunk of a block becomes bytes.
+"""How one chunk of a block becomes bytes, and which of the ways an array takes.
 
-An encoding is a chain of Zarr v3 codecs for each array. `Chain.codecs` is what the array's metadata
-says; `Chain.encode` does the same to the native bits of a chunk, without the generic pipeline and
-its copies between, and `trajstore.codec.chunk_decoder` the reverse.
+Matrices are stored as differences of their native bits along step (`trajstore.codec.delta`), which
+Blosc then compresses with bitshuffle. Of large weights the differences are put in order of tokens,
+with a shuffle of bytes: one token's history is then a small part of a chunk, and a step's snapshot
+decodes twice as fast. Per-step scalars are stored as they are.
 
-``delta``
-    Differences of the native bits along step (`trajstore.codec.delta`), then Blosc with bitshuffle.
-    Of large weights the differences are put in order of tokens, with a shuffle of bytes: one
-    token's history is then a small part of a chunk, and a step's snapshot decodes twice as fast.
-``portable``
-    Core specification only: the stored floats with step last, then Blosc with bitshuffle.
-
-Both end in a crc32c, so that a flipped bit is an error on reading and never a number. Per-step
-scalars and types without a delta are stored as they are, under either.
+A crc32c follows, so that a flipped bit is an error on reading and never a number.
+`trajstore.codec.chunk_decoder` does the reverse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
 from numcodecs import blosc
-from zarr.abc.codec import Codec
-from zarr.codecs import BloscCodec, BytesCodec, Crc32cCodec, TransposeCodec
 
 from trajstore.codec.crc32c_check import checksum
-from trajstore.codec.delta import DELTA, DeltaCodec, fold
+from trajstore.codec.delta import fold
 from trajstore.codec.scratch_memory import scratch
-from trajstore.errors import InvalidArgument
-from trajstore.schema import ENCODINGS
 from trajstore.values.native_types import NATIVE_TYPES, STEP_TYPE, NativeType, widen
 
-__all__ = ["Chain", "chain", "chain_of"]
+__all__ = ["Chain", "chain"]
 
 Compressor = Literal["lz4", "zstd"]
-Kind = Literal["delta", "step-last", "plain"]
+Kind = Literal["delta", "plain"]
 Shuffle = Literal["bitshuffle", "shuffle"]
 
 
@@ -51,7 +41,7 @@ class Chain:
     Attributes
     ----------
     native : NativeType
-    kind : {'delta', 'step-last', 'plain'}
+    kind : {'delta', 'plain'}
         What is done to the values before they are compressed.
     compressor : {'lz4', 'zstd'}
     level : int
@@ -115,29 +105,6 @@ class Chain:
         """Bytes of one value when it is compressed."""
         return (self.native if self.kind == "delta" else self.native.stored).itemsize
 
-    def codecs(self, ndim: int) -> dict[str, Any]:
-        """Codec arguments of `zarr.create_array` for an array of that many dimensions."""
-        filters: list[Any] = []
-        if self.kind == "delta":
-            filters.append(DeltaCodec(native_dtype=self.native.name))
-        order = self.order(ndim)
-        if order != tuple(range(ndim)):
-            filters.append(TransposeCodec(order=order))
-        return {
-            "filters": filters,
-            "serializer": BytesCodec(endian="little"),
-            "compressors": [
-                BloscCodec(
-                    cname=self.compressor,
-                    clevel=self.level,
-                    shuffle=self.shuffle,
-                    typesize=self.itemsize,
-                    blocksize=self.blocksize,
-                ),
-                Crc32cCodec(),
-            ],
-        }
-
     def encode(self, bits: npt.NDArray[Any], shape: tuple[int, ...]) -> bytes:
         """Encode one chunk.
 
@@ -179,24 +146,14 @@ class Chain:
 
     def order(self, ndim: int) -> tuple[int, ...]:
         """Axes of a chunk in the order in which they are compressed."""
-        if self.kind == "step-last":
-            return _step_last(ndim)
         return (1, 0, *range(2, ndim)) if self.token_first else tuple(range(ndim))
 
 
-def _step_last(ndim: int) -> tuple[int, ...]:
-    """Order of the axes that puts step last, so that the history of one element is contiguous."""
-    return (*range(1, ndim), 0)
-
-
-def chain(
-    encoding: str, native: NativeType, ndim: int, *, small: bool, history: bool = False
-) -> Chain:
+def chain(native: NativeType, ndim: int, *, small: bool, history: bool = False) -> Chain:
     """Codecs of an array.
 
     Parameters
     ----------
-    encoding : {'delta', 'portable'}
     native : NativeType
     ndim : int
     small : bool
@@ -204,73 +161,12 @@ def chain(
         slower compressor takes them. The figures behind the choice are in docs/benchmarks.md.
     history : bool
         Whether histories of single tokens are what the array is read for most.
-
-    Raises
-    ------
-    InvalidArgument
-        For an unknown encoding.
     """
-    if encoding not in ENCODINGS:
-        raise InvalidArgument(
-            f"there is no encoding {encoding!r}; choose from {', '.join(ENCODINGS)}"
-        )
     if ndim == 1:
         return Chain(native=native, kind="plain", compressor="zstd", level=1)
-    if encoding == "portable":
-        return Chain(native=native, kind="step-last", compressor="zstd", level=3 if small else 1)
     if small:
         return Chain(native=native, kind="delta", compressor="zstd", level=3)
     coding = Chain(native=native, kind="delta", compressor="lz4", level=5, blocksize=1 << 17)
     if history:
         return replace(coding, token_first=True, shuffle="shuffle", blocksize=1 << 16)
     return coding
-
-
-def chain_of(codecs: Sequence[Codec], stored: np.dtype[Any], ndim: int) -> Chain | None:
-    """Chain of which an array's metadata speaks.
-
-    Parameters
-    ----------
-    codecs : sequence of Codec
-        Of an inner chunk, as zarr read them.
-    stored : numpy.dtype
-        Of the array.
-    ndim : int
-
-    Returns
-    -------
-    Chain or None
-        None if it is none of ours; zarr can still read the array.
-    """
-    described = [codec.to_dict() for codec in codecs]
-    options = [item for item in described if item["name"] in ("blosc", DELTA)]
-    parameters: dict[str, Any] = {}
-    for item in options:
-        parameters.update(item["configuration"])  # type: ignore[arg-type]
-    name = parameters.get("native_dtype", stored.name)
-    types = NATIVE_TYPES | {STEP_TYPE.name: STEP_TYPE}
-    if "cname" not in parameters or name not in types:
-        return None
-    kinds: tuple[tuple[Kind, bool], ...] = (
-        ("delta", False), ("delta", True), ("plain", False), ("step-last", False)
-    )  # fmt: skip
-    compressor, shuffle = (
-        getattr(parameters[option], "value", parameters[option]) for option in ("cname", "shuffle")
-    )
-    if shuffle not in _SHUFFLES:
-        return None
-    for kind, token_first in kinds:
-        candidate = Chain(
-            native=types[name],
-            kind=kind,
-            compressor=compressor,
-            level=parameters["clevel"],
-            token_first=token_first,
-            shuffle=shuffle,
-            blocksize=parameters["blocksize"],
-        )
-        ours = candidate.codecs(ndim)
-        sequence = [*ours["filters"], ours["serializer"], *ours["compressors"]]
-        if [codec.to_dict() for codec in sequence] == described:
-            return candidate
-    return None

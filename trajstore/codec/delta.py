@@ -1,50 +1,37 @@
-"""The `trajstore.delta` codec of Zarr v3: floating-point histories as folded integer differences.
+"""Differences along the steps: floating-point histories as small integers.
 
 From one optimizer step to the next most values of a history keep their exponent and high mantissa
-bits, or do not change at all. Along the first axis of a chunk (step) this codec
+bits, or do not change at all. Along the first axis of a chunk (step), `fold`
 
-1. takes each value's bits in its native type: of a bfloat16 or float16 that is stored as float32,
-   the 16 bits it has, and refuses a value that has more;
-2. takes the difference to the bits of the row before, modulo 2^width; the first row stays;
-3. folds the sign of the difference into its lowest bit (zigzag), so that small differences have
+1. takes the difference of each value's bits, in its native type, to the bits of the row before,
+   modulo 2^width; the first row stays;
+2. folds the sign of the difference into its lowest bit (zigzag), so that small differences have
    high bits of zero whichever way they point.
 
-What comes out are unsigned integers of the native width. Exact for every bit pattern. zarr finds
-the codec by its entry point; this module needs numpy and zarr only.
+What comes out are unsigned integers of the native width. Exact for every bit pattern.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from zarr.abc.buffer import NDBuffer
-from zarr.abc.codec import ArrayArrayCodec
-from zarr.dtype import UInt16, UInt32, UInt64
 
 from trajstore.codec.scratch_memory import scratch
 from trajstore.compiled_loop import CompiledLoop, memory_of, values_side_by_side
-from trajstore.values.native_types import NativeType, narrow, native_type, widen
+from trajstore.values.native_types import NativeType, widen
 
-if TYPE_CHECKING:
-    # What every codec is given; zarr up to 3.4.2 has no public name for it.
-    from zarr.core.array_spec import ArraySpec
-
-__all__ = ["DELTA", "DeltaCodec", "fold", "unfold"]
-
-DELTA = "trajstore.delta"
-
-_UNSIGNED: dict[int, Any] = {2: UInt16(), 4: UInt32(), 8: UInt64()}
+__all__ = ["fold", "unfold", "unfold_rows"]
 
 Bits = npt.NDArray[Any]
 
 _GROUP = 1 << 20  # bytes that one call of NumPy goes over: more calls, more waiting of threads
 
-_LOOP = CompiledLoop("trajstore.codec.unfold_loop", "unfold_rows")
+_LOOP = CompiledLoop("trajstore.codec.delta", "unfold_rows")
+
+_TOGETHER = 2048  # values whose sums stay in the nearest cache
 
 _SHORT = 256  # values of a row, so few that calling NumPy for each takes longer than adding them
 
@@ -118,6 +105,57 @@ def _strides(array: Bits, axis: int) -> tuple[int, int]:
     return array.strides[0] // array.itemsize, row // array.itemsize
 
 
+def unfold_rows(
+    folded: Bits,
+    folded_strides: tuple[int, int],
+    out: Bits,
+    out_strides: tuple[int, int],
+    shape: tuple[int, int, int],
+    start: int,
+    shift: Any,
+) -> None:
+    """Add up folded differences along the first of three axes, of which the last is contiguous.
+
+    numba compiles this. Indices are unsigned, as a compiler does not put loops into vectors whose
+    indices may be negative and then count from the end.
+
+    Parameters
+    ----------
+    folded, out : ndarray of unsigned integers, 1-D
+        Memory in which the values lie, from the first to the last.
+    folded_strides, out_strides : tuple of int
+        Values from one step to the next, and from one row of them to the next.
+    shape : tuple of int
+        Steps, rows of a step, values of a row.
+    start : int
+        Steps that are only added up.
+    shift : unsigned integer of the type of `out`
+        How far the sums are shifted to the left in it.
+    """
+    steps, rows, width = shape
+    native, stored = folded.dtype.type, out.dtype.type
+    zero, one = native(0), native(1)
+    sums = np.empty(_TOGETHER, folded.dtype)
+    for row in range(rows):
+        for first in range(0, width, _TOGETHER):
+            count = np.uint64(min(_TOGETHER, width - first))
+            for at in range(count):
+                sums[at] = zero
+            for step in range(start):
+                source = np.uint64(step * folded_strides[0] + row * folded_strides[1] + first)
+                for at in range(count):
+                    value = folded[source + at]
+                    sums[at] += (value >> one) ^ (zero - (value & one))
+            for step in range(start, steps):
+                source = np.uint64(step * folded_strides[0] + row * folded_strides[1] + first)
+                target = np.uint64((step - start) * out_strides[0] + row * out_strides[1] + first)
+                for at in range(count):
+                    value = folded[source + at]
+                    total = native(sums[at] + ((value >> one) ^ (zero - (value & one))))
+                    sums[at] = total
+                    out[target + at] = stored(total) << shift
+
+
 def _unfold_by_numpy(folded: Bits, native: NativeType, out: Bits, start: int) -> None:
     if not folded.flags.c_contiguous:
         ordered = scratch.array("ordered", folded.shape, folded.dtype)
@@ -164,87 +202,3 @@ def _add_up(bits: Bits) -> None:
     for at in range(1, len(bits)):
         here = bits[at : at + 1]  # a view also where a row is a single number
         np.add(here, bits[at - 1 : at], out=here)
-
-
-@dataclass(frozen=True)
-class DeltaCodec(ArrayArrayCodec):
-    """Array-to-array codec ``trajstore.delta``.
-
-    Parameters
-    ----------
-    native_dtype : {'bfloat16', 'float16', 'float32', 'float64'}
-        Type whose values the array holds exactly.
-
-    Raises
-    ------
-    InvalidArgument
-        On encoding, if a value is not of that type.
-    """
-
-    is_fixed_size = True
-
-    native_dtype: str
-
-    @property
-    def native(self) -> NativeType:
-        """The type of that name."""
-        return native_type(self.native_dtype)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Codec from the metadata of an array."""
-        configuration = data.get("configuration", {})
-        if data.get("name") != DELTA or set(configuration) != {"native_dtype"}:
-            raise ValueError(f"expected the codec {DELTA} with a native_dtype, got {data!r}")
-        native_type(configuration["native_dtype"])
-        return cls(**configuration)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Metadata of the codec."""
-        return {"name": DELTA, "configuration": {"native_dtype": self.native_dtype}}
-
-    def validate(self, *, shape: tuple[int, ...], dtype: Any, chunk_grid: Any) -> None:
-        """Check that the array can hold the native type, and has a first axis.
-
-        Raises
-        ------
-        ValueError
-            If not.
-        """
-        stored = self.native.stored
-        if dtype.to_native_dtype() != stored:
-            raise ValueError(
-                f"{DELTA} of {self.native_dtype} encodes arrays of {stored}, got {dtype}"
-            )
-        if not shape:
-            raise ValueError(f"{DELTA} takes differences along the first axis, and there is none")
-
-    def resolve_metadata(self, chunk_spec: ArraySpec) -> ArraySpec:
-        """Spec of what comes out: unsigned integers of the native width."""
-        unsigned = _UNSIGNED[self.native.itemsize]
-        return replace(chunk_spec, dtype=unsigned, fill_value=unsigned.to_native_dtype().type(0))
-
-    def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
-        """Bytes that come out for so many bytes."""
-        native = self.native
-        return input_byte_length // native.stored.itemsize * native.itemsize
-
-    def _encode_sync(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> NDBuffer:
-        bits = narrow(chunk_array.as_numpy_array(), self.native)
-        out = np.empty_like(bits)
-        fold(bits, out)
-        return chunk_spec.prototype.nd_buffer.from_numpy_array(out)
-
-    def _decode_sync(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> NDBuffer:
-        native = self.native
-        folded = chunk_array.as_numpy_array().copy()  # zarr's own may be a view of bytes
-        out = np.empty(folded.shape, f"u{native.stored.itemsize}")
-        unfold(folded, native, out)
-        return chunk_spec.prototype.nd_buffer.from_numpy_array(out.view(native.stored))
-
-    async def _encode_single(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> NDBuffer:
-        return await asyncio.to_thread(self._encode_sync, chunk_array, chunk_spec)
-
-    async def _decode_single(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> NDBuffer:
-        # numpy lets go of the interpreter's lock: chunks are decoded side by side.
-        return await asyncio.to_thread(self._decode_sync, chunk_array, chunk_spec)

@@ -32,6 +32,10 @@ __all__ = [
 ]
 
 
+_FOREIGN = (
+    "it is not stored as a recorder stores it, so its values cannot be checked; another program "
+    "has written it, or its metadata have been changed"
+)
 _LONGEST = 1 << 48
 _ARRAY_KEYS = {
     "zarr_format",
@@ -158,13 +162,28 @@ def faults(name: str, document: Any) -> list[str]:
             opened = open_document(document)
         except FormatError as error:
             return [str(error)]
-        if name in VARIABLES:
-            form = block_form(name, opened, None)
-            if form and form.chain.kind == "delta" and form.chain.native.name != native:
-                wrong.append(f"it is encoded as {form.chain.native.name}, declared as {native}")
-            if form and form.array != name:
-                wrong.append(f"its codec is that of {form.array}")
+        if isinstance(entry, Coordinate):
+            return [] if _is_one_chunk(document, opened) else [_FOREIGN]
+        form = block_form(opened)
+        if form is None:
+            return [_FOREIGN]
+        native = attributes.get("native_dtype")
+        if form.chain.kind == "delta" and form.chain.native.name != native:
+            wrong.append(f"it is encoded as {form.chain.native.name}, declared as {native}")
+        if form.array != name:
+            wrong.append(f"its codec is that of {form.array}")
     return wrong
+
+
+def _is_one_chunk(document: Document, opened: zarr.Array[Any]) -> bool:
+    """Whether a coordinate is stored as a recorder stores it: one chunk, with a checksum."""
+    return (
+        tuple(opened.chunks) == tuple(opened.shape)
+        and opened.shards is None
+        and document["chunk_key_encoding"]
+        == {"name": "default", "configuration": {"separator": "."}}
+        and document["codecs"][-1].get("name") == "crc32c"
+    )
 
 
 def _chunk_shapes(document: Document) -> Iterator[Any]:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trajstore.codec.block_form import Runs
-from trajstore.errors import FormatError
 from trajstore.integrity.array_json_checks import open_document
 from trajstore.integrity.problem import Problem
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.array_reader import StoredArray, stored_array
-from trajstore.store.reading.open_group import run_identity
 from trajstore.store.storage.remote_path import Location
 from trajstore.strict_json import Document
 
@@ -62,18 +59,11 @@ class CheckedMetadata:
     notes: list[str] = field(default_factory=list)
     refused: bool = False
 
-    def stored(self, name: str) -> StoredArray | None:
-        """Fast reader of an array; None where only zarr can read it."""
-        return stored_array(self.path, name, open_document(self.arrays[name]), self.runs())
-
-    def runs(self) -> Runs | None:
-        """Identity of the run; None in format 1, and where it is lost."""
-        for attributes in (self.attributes, self.copy or {}):
-            try:
-                return run_identity(attributes)
-            except FormatError:  # which is a problem of its own
-                continue
-        return None
+    def stored(self, name: str) -> StoredArray:
+        """Reader of an array that grows with the rows."""
+        stored = stored_array(self.path, name, open_document(self.arrays[name]))
+        assert stored is not None  # or its document had a fault
+        return stored
 
     def consolidated(self) -> dict[str, Any] | None:
         """Documents of the arrays in the root; None where they are lost."""

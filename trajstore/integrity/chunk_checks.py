@@ -12,20 +12,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import zarr
 
-from trajstore.errors import FormatError, ObjectStoreError
+from trajstore.errors import ObjectStoreError
 from trajstore.integrity.array_json_checks import block_rows, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
-from trajstore.integrity.decode_with_zarr import note_on_fallback, open_with_zarr
 from trajstore.integrity.problem import Problem
-from trajstore.integrity.shard_checks import (
-    NOT_NATIVE,
-    CheckedChunks,
-    check_shard,
-    is_native,
-    row0_notes,
-)
+from trajstore.integrity.shard_checks import CheckedChunks, check_shard
 from trajstore.schema import STEP
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.storage.object_file import size_of
@@ -75,9 +67,8 @@ def _size_of_shards(metadata: CheckedMetadata) -> int:
     sizes = metadata.objects
     keys = [
         stored.key(block, part)
-        for name, document in metadata.arrays.items()
-        if is_series(name) and (stored := metadata.stored(name)) is not None
-        for block in range(-(-metadata.rows // block_rows(document)))
+        for stored in map(metadata.stored, filter(is_series, metadata.arrays))
+        for block in range(-(-metadata.rows // stored.shard[0]))
         for part in range(stored.parts)
     ]
     if sizes is not None:
@@ -101,59 +92,12 @@ def _size(path: Location) -> int:
 def _jobs(metadata: CheckedMetadata) -> Iterator[Job]:
     for name in filter(is_series, metadata.arrays):
         stored = metadata.stored(name)
-        if stored is None:
-            yield from _jobs_through_zarr(metadata, name)
-            continue
         declared = metadata.arrays[name]["attributes"].get("native_dtype")
         native = NATIVE_TYPES.get(declared, stored.chain.native)
         finished = metadata.attributes.get("status") == "complete"
         for block in range(-(-metadata.rows // stored.shard[0])):
             for part in range(stored.parts):
                 yield partial(check_shard, stored, native, block, part, finished=finished)
-
-
-def _jobs_through_zarr(metadata: CheckedMetadata, name: str) -> Iterator[Job]:
-    """Checks of an array that is stored in a way of its own, block by block."""
-    if metadata.own[name] is None:
-        return  # which is a problem of its own
-    found = CheckedChunks(notes=[note_on_fallback(name)])
-    try:
-        array = open_with_zarr(metadata, name)
-    except FormatError as error:
-        path = metadata.path / name
-        found.problems.append(Problem(array=name, path=path, message=str(error)))
-        yield lambda: found
-        return
-    yield lambda: found
-    rows = block_rows(metadata.arrays[name])
-    for block in range(-(-metadata.rows // rows)):
-        span = slice(block * rows, min((block + 1) * rows, metadata.rows))
-        yield partial(_check_block, metadata.path / name, array, block, span)
-
-
-def _check_block(path: Location, array: zarr.Array[Any], block: int, span: slice) -> CheckedChunks:
-    found = CheckedChunks(chunks=1)
-    name = path.name
-    native = NATIVE_TYPES.get(str(array.attrs.get("native_dtype")))
-    try:
-        values = np.asarray(array[span])
-        if len(values) != span.stop - span.start:
-            raise ValueError(f"{len(values)} rows of {span.stop - span.start} are there")
-    except ObjectStoreError:
-        raise
-    except Exception as error:  # whatever its codecs raise
-        message = f"cannot be read ({error})"
-        found.problems.append(Problem(array=name, block=block, path=path, message=message))
-        return found
-    widened = native is not None and native.itemsize < values.itemsize
-    if native and widened and not is_native(values.view(f"u{values.itemsize}"), native):
-        message = NOT_NATIVE.format(native.name)
-        found.problems.append(Problem(array=name, block=block, path=path, message=message))
-    elif name == STEP.name:
-        found.steps[span.start] = values
-    elif block == 0:
-        found.row0 += row0_notes(name, values[0])
-    return found
 
 
 def _check_steps(metadata: CheckedMetadata, steps: dict[int, Array]) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""Checks of the coordinates: readable, distinct, and of one mind."""
+"""Checks of the coordinates: each can be read, names are distinct, and masks fit the counts."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.codec.crc32c_check import is_intact
-from trajstore.errors import FormatError, ObjectStoreError
+from trajstore.errors import ObjectStoreError
 from trajstore.integrity.array_json_checks import open_document
 from trajstore.integrity.checked_metadata import CheckedMetadata
-from trajstore.integrity.decode_with_zarr import note_on_fallback, open_with_zarr
 from trajstore.integrity.problem import Problem
 from trajstore.schema import along_token
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.storage.object_file import size_of
-from trajstore.strict_json import Document
 
 __all__ = ["CheckedCoordinates", "check_coordinates"]
 
@@ -35,14 +33,12 @@ class CheckedCoordinates:
     ----------
     values : dict of str to ndarray
     problems : list of Problem
-    notes : list of str
     chunks, bytes : int
         Checked.
     """
 
     values: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     chunks: int = 0
     bytes: int = 0
 
@@ -51,26 +47,10 @@ def check_coordinates(metadata: CheckedMetadata) -> CheckedCoordinates:
     """Read every coordinate of a run against its checksum, and compare them."""
     found = CheckedCoordinates()
     for name in (*along_token(metadata.arrays), "parameter"):
-        if name not in metadata.arrays:
-            continue
-        if _is_as_recorded(metadata.arrays[name]):
+        if name in metadata.arrays:
             _read(metadata, name, found)
-        else:
-            _read_through_zarr(metadata, name, found)
     _compare(metadata, found)
     return found
-
-
-def _is_as_recorded(document: Document) -> bool:
-    """Whether a coordinate is stored as a recorder stores it: one chunk, with a checksum."""
-    described = open_document(document)
-    return (
-        tuple(described.chunks) == tuple(described.shape)
-        and described.shards is None
-        and document["chunk_key_encoding"]
-        == {"name": "default", "configuration": {"separator": "."}}
-        and document["codecs"][-1].get("name") == "crc32c"
-    )
 
 
 def _read(metadata: CheckedMetadata, name: str, found: CheckedCoordinates) -> None:
@@ -105,25 +85,6 @@ def _read(metadata: CheckedMetadata, name: str, found: CheckedCoordinates) -> No
                 message=f"its values are broken ({error})",
             )
         )
-
-
-def _read_through_zarr(metadata: CheckedMetadata, name: str, found: CheckedCoordinates) -> None:
-    if metadata.own[name] is None:
-        return  # which is a problem of its own
-    found.notes.append(note_on_fallback(name))
-    path = metadata.path / name
-    try:
-        array = open_with_zarr(metadata, name)
-    except FormatError as error:
-        found.problems.append(Problem(array=name, path=path, message=str(error)))
-        return
-    try:
-        found.values[name] = np.asarray(array[...])
-    except ObjectStoreError:
-        raise
-    except Exception as error:  # whatever its codecs raise
-        message = f"its values cannot be read ({error})"
-        found.problems.append(Problem(array=name, path=path, message=message))
 
 
 def _compare(metadata: CheckedMetadata, found: CheckedCoordinates) -> None:

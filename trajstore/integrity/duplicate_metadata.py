@@ -112,9 +112,9 @@ def _rank(
         odd += not same(parsed_copy(attributes[COPY]), fixed_attributes(found.attributes))
     unreadable = 0
     if is_series(name):
-        stored = stored_array(found.path, name, open_document(document), found.runs())
-        odd += stored is None
-        if stored is not None and document["shape"][0]:
+        stored = stored_array(found.path, name, open_document(document))
+        assert stored is not None  # or it had a fault
+        if document["shape"][0]:
             try:
                 stored.values((slice(0, 1),))
             except Exception:  # whatever sizes that nobody wrote lead to

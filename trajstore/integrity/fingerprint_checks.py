@@ -6,7 +6,7 @@ from trajstore.errors import FormatError, ObjectStoreError
 from trajstore.integrity.array_json_checks import is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.problem import Problem
-from trajstore.integrity.root_attribute_checks import fixed_attributes, is_labelled
+from trajstore.integrity.root_attribute_checks import fixed_attributes
 from trajstore.integrity.shard_checks import CheckedChunks
 from trajstore.schema import STEP
 from trajstore.store.metadata.fingerprint import (
@@ -28,7 +28,7 @@ def check_fingerprint(metadata: CheckedMetadata, chunks: CheckedChunks) -> list[
 
     Where something else is wrong already, the fingerprint says nothing more.
     """
-    if not is_labelled(metadata.attributes) or metadata.problems or chunks.problems:
+    if metadata.problems or chunks.problems:
         return []
     try:
         fixed = fixed_attributes(metadata.attributes)
@@ -38,13 +38,7 @@ def check_fingerprint(metadata: CheckedMetadata, chunks: CheckedChunks) -> list[
     except (FormatError, OSError) as error:
         return [_problem(metadata, f"the fingerprint cannot be made again: {error}")]
     if found is None:
-        return [
-            _problem(
-                metadata,
-                "an array is not stored as a recorder stores it, so the fingerprint cannot be made "
-                "again; another program has written it, or its metadata have been changed",
-            )
-        ]
+        return [_problem(metadata, "the fingerprint cannot be made again: not all could be read")]
     attributes = found.attributes()
     if attributes[CONTENT] != metadata.attributes[CONTENT]:
         return [
@@ -84,9 +78,8 @@ def made_again(
     FormatError, OSError
         If the last block has to be read again, and cannot be.
     """
-    arrays = {name: metadata.stored(name) for name in metadata.arrays if is_series(name)}
-    stored = {name: array for name, array in arrays.items() if array is not None}
-    if len(stored) < len(arrays) or STEP.name not in stored:
+    stored = {name: metadata.stored(name) for name in metadata.arrays if is_series(name)}
+    if STEP.name not in stored:
         return None
     length = stored[STEP.name].shard[0]
     digests = coordinate_digests(metadata.path, metadata.arrays)

@@ -11,8 +11,7 @@ from trajstore.byte_sizes import format_bytes
 from trajstore.integrity.array_json_checks import block_rows, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.store.metadata.object_keys import DOCUMENT, block_of
-from trajstore.store.storage.atomic import PARTIAL_SUFFIX, leftovers
-from trajstore.store.storage.inner_links import inner_links
+from trajstore.store.storage.atomic import PARTIAL_SUFFIX, inner_links, leftovers
 from trajstore.store.storage.lock import lock_left
 from trajstore.store.storage.remote_path import Location, RemotePath
 
@@ -107,8 +106,6 @@ def _find_in_array(metadata: CheckedMetadata, name: str, rows: int, found: Lefto
     if document is None or not is_series(name):
         return
     stored = metadata.stored(name)
-    if stored is None:
-        return  # how its files are called is its own affair
     beyond = []
     for path in _entries(metadata, name, found):
         if _is_known(path):

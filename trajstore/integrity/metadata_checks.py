@@ -319,7 +319,7 @@ def _check_lengths(found: CheckedMetadata) -> None:
     block = found.attributes.get("block_rows")
     for name in filter(is_series, found.arrays):
         stored = found.stored(name)
-        if stored is not None and block is not None and stored.shard[0] != block:
+        if block is not None and stored.shard[0] != block:
             found.report(name, f"has blocks of {stored.shard[0]} rows, block_rows is {block}")
 
 
@@ -336,8 +336,7 @@ def _check_extent(found: CheckedMetadata) -> None:
     announced = {}
     for name in filter(is_series, found.arrays):
         stored = found.stored(name)
-        if stored is not None:
-            announced[name] = -(-found.rows // stored.shard[0]) * stored.parts
+        announced[name] = -(-found.rows // stored.shard[0]) * stored.parts
     files = _files(found, announced)
     if files is None:
         return

@@ -18,8 +18,7 @@ from trajstore.errors import InvalidArgument, RunLocked
 from trajstore.integrity.metadata_checks import check_metadata
 from trajstore.integrity.repair_plan import RepairPlan, plan_repair
 from trajstore.integrity.verify import check_run
-from trajstore.store.storage.atomic import put, sweep
-from trajstore.store.storage.inner_links import refuse_links
+from trajstore.store.storage.atomic import put, refuse_links, sweep
 from trajstore.store.storage.lock import RunLock, is_written_to
 from trajstore.store.storage.remote_lock import RemoteLock, taken_over
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location

@@ -21,14 +21,13 @@ from trajstore.integrity.root_attribute_checks import (
     STATUSES,
     fixed_attributes,
     is_digest,
-    is_labelled,
     is_possible,
 )
 from trajstore.integrity.verify import CheckedRun
-from trajstore.schema import FORMAT, STEP
+from trajstore.schema import ENCODING, FORMAT, STEP
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.object_keys import DOCUMENT
-from trajstore.store.metadata.zarr_json import COPY, RunMetadata, Status
+from trajstore.store.metadata.zarr_json import RunMetadata, Status
 from trajstore.store.storage.remote_path import Location, key_within
 from trajstore.strict_json import Document, same, utc_now
 from trajstore.version import __version__
@@ -175,22 +174,18 @@ def _attributes(metadata: CheckedMetadata) -> tuple[Document, list[str]]:
 
 def _least_attributes(metadata: CheckedMetadata) -> Document:
     """What every root says at least, as far as the arrays tell it."""
-    stored = metadata.stored(STEP.name)
-    chains = [metadata.stored(name) for name in metadata.arrays if is_series(name)]
-    delta = any(item is not None and item.chain.kind == "delta" for item in chains)
-    rows = stored.shard[0] if stored else block_rows(metadata.arrays[STEP.name])
-    runs = next((item.form.runs for item in chains if item is not None), None)
+    form = metadata.stored(STEP.name).form
     values = {
-        "trajstore_format": 1 if runs is None else FORMAT,
+        "trajstore_format": FORMAT,
         "trajstore_version": __version__,
         "created": utc_now(),
         "timeline": "post-step",
-        "encoding": "delta" if delta else "portable",
-        "block_rows": rows,
+        "encoding": ENCODING,
+        "block_rows": form.shape[0],
         "config": {},
+        "runs": [list(entry) for entry in form.runs],
     }
-    least = {key: values[key] for key in REQUIRED if key in values}
-    return least if runs is None else least | {"runs": [list(entry) for entry in runs]}
+    return {key: values[key] for key in REQUIRED if key in values}
 
 
 def _digests(
@@ -201,8 +196,6 @@ def _digests(
     Those of the root where they can be right: what has changed in secret is not made good.
     """
     metadata = checked.metadata
-    if not is_labelled(attributes):
-        return {}, []
     kept = {key: metadata.attributes.get(key) for key in (CONTENT, FINGERPRINT)}
     lost = not all(map(is_digest, kept.values()))
     as_before = {key: str(value) for key, value in kept.items()}
@@ -242,9 +235,6 @@ def _changed_documents(
     documents = RunMetadata(arrays, attributes)
     root = json.loads(documents.root(rows, status, digests))
     targets = root["consolidated_metadata"]["metadata"]
-    # Runs of the first versions have no copy of the attributes, and need none.
-    if metadata.copy is None and COPY not in arrays[STEP.name]["attributes"]:
-        del targets[STEP.name]["attributes"][COPY]
     # What is somebody else's, or unreadable in both places, stays to the letter.
     strange = {
         name: entry

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from trajstore.errors import FormatError
 from trajstore.integrity.array_json_checks import is_moment, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
-from trajstore.schema import ENCODINGS, FORMAT, STEP
+from trajstore.schema import ENCODING, FORMAT, STEP
 from trajstore.store.metadata.fingerprint import COMING, CONTENT, FINGERPRINT
 from trajstore.store.metadata.zarr_json import CHANGING, COPY, Status
 from trajstore.store.reading.open_group import run_identity
@@ -21,7 +21,6 @@ __all__ = [
     "check_attributes",
     "fixed_attributes",
     "is_digest",
-    "is_labelled",
     "is_possible",
     "parsed_copy",
     "settle_announced",
@@ -38,10 +37,11 @@ REQUIRED = (
     "encoding",
     "block_rows",
     "config",
+    "runs",
+    CONTENT,
+    FINGERPRINT,
 )
 """Attributes that every root has."""
-
-_OF_FORMAT_2 = ("runs", CONTENT, FINGERPRINT)
 
 STATUSES: tuple[Status, ...] = get_args(Status)
 
@@ -52,12 +52,12 @@ def is_digest(value: Any) -> bool:
 
 
 _POSSIBLE: dict[str, Callable[[Any], bool]] = {
-    "trajstore_format": lambda value: type(value) is int and 1 <= value <= FORMAT,
+    "trajstore_format": lambda value: type(value) is int and value == FORMAT,
     "status": lambda value: value in STATUSES,
     "created": is_moment,
     "updated": is_moment,
     "timeline": lambda value: value == "post-step",
-    "encoding": lambda value: value in ENCODINGS,
+    "encoding": lambda value: value == ENCODING,
     "block_rows": lambda value: type(value) is int and value > 0,
     "config": lambda value: isinstance(value, dict),
     CONTENT: is_digest,
@@ -70,7 +70,7 @@ _EXPECTED = {
     "created": "a time, ISO 8601",
     "updated": "a time, ISO 8601",
     "timeline": "post-step",
-    "encoding": f"one of {', '.join(ENCODINGS)}",
+    "encoding": ENCODING,
     "config": "a JSON object",
     CONTENT: "a SHA-256",
     FINGERPRINT: "a SHA-256",
@@ -100,19 +100,13 @@ def check_attributes(found: CheckedMetadata) -> None:
     Raises
     ------
     FormatError
-        If the run is one of a newer format.
+        If the run is one of another format.
     """
     step = found.arrays.get(STEP.name)
-    text = None if step is None else step["attributes"].get(COPY)
-    if text is not None:
-        found.copy = parsed_copy(text)
+    if step is not None:
+        found.copy = parsed_copy(step["attributes"].get(COPY))
         if found.copy is None:
-            found.report(STEP.name, f"its attribute {COPY} is no JSON object")
-    elif step is not None:
-        found.notes.append(
-            "there is no copy of the root's attributes in step, as older versions left it out; "
-            "whether one has changed since cannot be told"
-        )
+            found.report(STEP.name, f"its attribute {COPY} is missing, or is no JSON object")
     if found.root is None:
         return
     attributes = found.attributes
@@ -129,27 +123,21 @@ def check_attributes(found: CheckedMetadata) -> None:
                     f"{', '.join(differences(fixed[key], found.copy[key], key))}",
                 )
     _check_identity(found)
-    for key in (*REQUIRED, *(_OF_FORMAT_2 if is_labelled(attributes) else ())):
+    for key in REQUIRED:
         if key not in attributes and not (found.copy and key in found.copy):
             found.report(None, f"the attribute {key} is missing")
     number = attributes.get("trajstore_format")
     copied = (found.copy or {}).get("trajstore_format", number)
-    if type(number) is int and number > FORMAT and copied == number:
+    if type(number) is int and number != FORMAT and copied == number:
         raise FormatError(
-            f"{found.path} is of store format {number}, this version checks up to {FORMAT}; "
-            f"install trajstore {attributes.get('trajstore_version')} or newer"
+            f"{found.path} is of store format {number}, and this version checks format {FORMAT}; "
+            f"install trajstore {attributes.get('trajstore_version')}, which wrote it"
         )
     if number is not None and not is_possible("trajstore_format", number):
-        found.report(None, f"trajstore_format is {number!r}, expected 1 to {FORMAT}")
+        found.report(None, f"trajstore_format is {number!r}, expected {FORMAT}")
     for key, what in _EXPECTED.items():
         if key in attributes and not is_possible(key, attributes[key]):
             found.report(None, f"the attribute {key} is {attributes[key]!r}, expected {what}")
-
-
-def is_labelled(attributes: Document) -> bool:
-    """Whether it is a run whose blocks have labels, and that has a fingerprint."""
-    number = attributes.get("trajstore_format")
-    return type(number) is int and number >= 2
 
 
 def _check_identity(found: CheckedMetadata) -> None:
@@ -160,8 +148,7 @@ def _check_identity(found: CheckedMetadata) -> None:
         found.report(None, str(error))
         return
     for name in filter(is_series, found.arrays):
-        stored = found.stored(name)
-        if stored is not None and stored.form.runs != runs:
+        if found.stored(name).form.runs != runs:
             found.report(name, "its metadata say it is of another run than the root says")
 
 

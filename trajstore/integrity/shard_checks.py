@@ -15,8 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.codec.block_form import Tail
-from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel, LabelError, digest_of
+from trajstore.codec.block_label import ANYWHERE, BlockLabel, LabelError, digest_of
 from trajstore.codec.delta import unfold
 from trajstore.errors import InvalidArgument, ObjectStoreError
 from trajstore.integrity.problem import Problem
@@ -27,14 +26,12 @@ from trajstore.store.storage.remote_path import Location, ObjectReplaced
 from trajstore.values.native_types import NativeType, narrow
 from trajstore.values.rounding import is_bfloat16
 
-__all__ = ["NOT_NATIVE", "CheckedChunks", "check_shard", "is_native", "row0_notes"]
+__all__ = ["CheckedChunks", "check_shard"]
 
 Array = npt.NDArray[Any]
 
 Place = tuple[str, int, int]
 """Array, block and part of a shard."""
-
-NOT_NATIVE = "holds values that are not {}, as native_dtype says"
 
 _ABSENT = (1 << 64) - 1
 _ATTEMPTS = 4
@@ -210,14 +207,9 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
         data = shard.file.read(end, form.tail_length)
         tail = form.read_tail(data, (shard.block, shard.part))
     except LabelError as error:
-        # Without a label nothing says that its chunks are wrong; without the codec nothing reads.
-        is_readable = form.chain.kind != "delta"
         fault = f"{error}; another program may have written it"
-        problems.append(shard.problem(fault, end, size, "none" if is_readable else "cut"))
-        if not is_readable:
-            return chunks
-        tail = Tail(label=None, index=form.read_index(data))
-        end = size - form.index_length
+        problems.append(shard.problem(fault, end, size))
+        return chunks
     except ValueError as error:
         problems.append(shard.problem(str(error), end, size))
         return chunks
@@ -226,23 +218,22 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
     except OSError as error:
         problems.append(shard.problem(f"the index cannot be read: {error}", end, size, "none"))
         return chunks
-    if tail.label is not None:
-        shard.label = found.labels[shard.place] = tail.label
-        if tail.label.block == ANYWHERE:
-            fault = "its label does not say where it belongs; another program has written it"
-            problems.append(shard.problem(fault, end, size, "none"))
-        needed = min(stored.shape[0] - shard.block * stored.shard[0], stored.shard[0])
-        if tail.label.rows < needed:
-            short = f"it holds {tail.label.rows} rows of the block, {needed} are committed"
-            problems.append(shard.problem(short, end, size))
-            return chunks
-        written_by_us = tail.label.block != ANYWHERE
-        if tail.label.rows > needed and shard.finished and written_by_us:
-            longer = (
-                f"it holds {tail.label.rows} rows of the block, {needed} are committed, in a run "
-                "that is complete: documents of an older state have come back"
-            )
-            problems.append(shard.problem(longer, end, size, "none"))
+    shard.label = found.labels[shard.place] = tail.label
+    if tail.label.block == ANYWHERE:
+        fault = "its label does not say where it belongs; another program has written it"
+        problems.append(shard.problem(fault, end, size, "none"))
+    needed = min(stored.shape[0] - shard.block * stored.shard[0], stored.shard[0])
+    if tail.label.rows < needed:
+        short = f"it holds {tail.label.rows} rows of the block, {needed} are committed"
+        problems.append(shard.problem(short, end, size))
+        return chunks
+    written_by_us = tail.label.block != ANYWHERE
+    if tail.label.rows > needed and shard.finished and written_by_us:
+        longer = (
+            f"it holds {tail.label.rows} rows of the block, {needed} are committed, in a run "
+            "that is complete: documents of an older state have come back"
+        )
+        problems.append(shard.problem(longer, end, size, "none"))
     index = tail.index
     found.bytes += form.tail_length
     entries = [(int(offset), int(length)) for offset, length in index]
@@ -261,8 +252,7 @@ def _read_index(shard: _Shard, found: CheckedChunks) -> list[_Chunk]:
             problems.append(shard.problem(fault, min(at, offset), max(at, offset), "none"))
         at = max(at, offset + length)
         chunks.append(_Chunk(number=number, offset=offset, length=length))
-    unlabelled = LABEL if tail.label is None and form.runs is not None else 0
-    if at < end and end - at != unlabelled:  # a broken label is a problem already
+    if at < end:
         problems.append(shard.problem("bytes of the shard belong to no chunk", at, end, "none"))
     return chunks
 
@@ -299,8 +289,8 @@ def _check_values(shard: _Shard, chunk: _Chunk, values: Array, found: CheckedChu
     stored, native = shard.stored, shard.native
     # Differences are of the native type by themselves.
     widened = stored.chain.kind != "delta" and native.itemsize != stored.chain.itemsize
-    if widened and not is_native(values, native):
-        message = NOT_NATIVE.format(native.name)
+    if widened and not _is_native(values, native):
+        message = f"holds values that are not {native.name}, as native_dtype says"
         found.problems.append(shard.problem(message, chunk.offset, chunk.stop, "none"))
     elif stored.name == STEP.name:
         first = shard.block * stored.shard[0] + chunk.number * stored.chunk[0]
@@ -309,10 +299,10 @@ def _check_values(shard: _Shard, chunk: _Chunk, values: Array, found: CheckedChu
             found.steps[first] = values.view(np.int64)[:rows].copy()
     elif shard.block == 0:
         row = _row0(stored, shard.part, chunk.number, values)
-        found.row0 += () if row is None else row0_notes(stored.name, row)
+        found.row0 += () if row is None else _row0_notes(stored.name, row)
 
 
-def is_native(values: Array, native: NativeType) -> bool:
+def _is_native(values: Array, native: NativeType) -> bool:
     """Whether bits of float32 are all of a 16-bit type."""
     if native.name == "bfloat16":
         return is_bfloat16(values)
@@ -344,7 +334,7 @@ def _row0(stored: StoredArray, part: int, number: int, values: Array) -> Array |
     return row[window].view(chain.native.stored)
 
 
-def row0_notes(name: str, row: Array) -> Iterator[str]:
+def _row0_notes(name: str, row: Array) -> Iterator[str]:
     """Sentences on what the first row holds, where it is not as by convention before any step."""
     kind = VARIABLES[name].row0
     if kind == "nan" and not np.isnan(row).all():

@@ -3,7 +3,7 @@
 ``storage``
     The places: folders, object stores, atomic replacement, locks.
 ``metadata``
-    The documents: names, shapes, codecs, attributes, digests; the plan of the blocks.
+    The metadata: names, shapes, codecs, attributes, digests; the plan of the blocks.
 ``reading``
     Opening runs; arrays read past zarr.
 ``writing``
@@ -11,5 +11,5 @@
 
 Where one step's array goes: `writing.writer` copies it to its place in a block. `block_writer`
 encodes the chunks of a full block and puts one shard per array in place. `commit` then replaces the
-documents, the root last; from then on readers see the row.
+metadata, the root last; from then on readers see the row.
 """

@@ -20,9 +20,7 @@ from trajstore.store.reading.run_info import stored_bytes
 from trajstore.store.storage.lock import is_written_to
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.values.native_types import NATIVE_TYPES
-from trajstore.watching.bounded_curve import BoundedCurve
-from trajstore.watching.recording_pace import RecordingPace
-from trajstore.watching.row_measures import Measured, RowMeasures
+from trajstore.watching.measures import BoundedCurve, Measured, RecordingPace, RowMeasures
 
 __all__ = ["Look", "RunFollower", "Standing"]
 
@@ -160,7 +158,7 @@ class RunFollower:
             self._open(seen[-1] / 1e9)
             self._seen = seen
         self._measure()
-        return self._told(seen[-1] / 1e9, abandoned=written_to is False)
+        return self._made_look(seen[-1] / 1e9, abandoned=written_to is False)
 
     def _forget(self) -> None:
         self._seen = None
@@ -229,7 +227,7 @@ class RunFollower:
             at, norm = found.largest
             self._largest = row, (_token(self._ds, at), norm)
 
-    def _told(self, committed_at: float, *, abandoned: bool) -> Look:
+    def _made_look(self, committed_at: float, *, abandoned: bool) -> Look:
         attributes = dict(self._ds.attrs)
         standing = attributes.get("status", "complete")
         if standing == "recording" and abandoned:
@@ -262,8 +260,8 @@ class RunFollower:
 def _state(document: Location) -> tuple[Any, ...] | None:
     """What changes with every commit, its time at the end; None if there is no such object."""
     if isinstance(document, RemotePath):
-        told = document.stat()
-        return None if told is None else (told["e_tag"], told["last_modified"].timestamp() * 1e9)
+        facts = document.stat()
+        return None if facts is None else (facts["e_tag"], facts["last_modified"].timestamp() * 1e9)
     try:
         found = os.stat(document)
     except (FileNotFoundError, NotADirectoryError):

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 from trajstore import InvalidArgument, analysis, open_run
 from trajstore.trainers import PRESETS, plan, preset, record
-from trajstore.trainers.texts.cache import CACHE_VARIABLE
+from trajstore.trainers.texts.fetch import CACHE_VARIABLE
 
 pytestmark = pytest.mark.torch
 

@@ -36,10 +36,10 @@ def test_the_codec_is_loaded_without_xarray() -> None:
     code = """
 import sys
 from importlib.metadata import entry_points
-(codec,) = entry_points(group="zarr.codecs", name="trajstore.delta")
+(codec,) = entry_points(group="zarr.codecs", name="trajstore.block")
 print(codec.load().__name__, [m for m in ("xarray", "dask", "pandas") if m in sys.modules])
 """
-    assert run(code) == "DeltaCodec []"
+    assert run(code) == "BlockCodec []"
 
 
 def test_datasets_have_traj_from_the_first_one_that_xarray_opens() -> None:

@@ -1,240 +1,127 @@
-"""Runs as files for other programs: safetensors, HDF5, or Zarr with other chunks.
-
-Everything is streamed: a tile of a variable is decoded, put into the type of the file and written
-to its place, so that memory does not grow with the run. The result appears whole or not at all.
-"""
+"""A selection of a run as a run again, with blocks of another size."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import xarray as xr
+import numpy.typing as npt
 
-from trajstore.byte_sizes import EXCHANGE_MEMORY
-from trajstore.errors import InvalidArgument
-from trajstore.exchange.exporting.export_hdf5 import hdf5_file
-from trajstore.exchange.exporting.export_layout import layout_file
-from trajstore.exchange.exporting.export_native import native_file
-from trajstore.exchange.exporting.export_zarr import write_zarr
-from trajstore.exchange.exporting.exported_file import ExportedFile
-from trajstore.exchange.key_names import KEPT_ATTRIBUTES
-from trajstore.exchange.layouts import EXPORT_LAYOUTS, LAYOUTS
-from trajstore.exchange.selection import Selection, Steps, Tokens, select
-from trajstore.formats.hdf5_writing import write_hdf5
-from trajstore.formats.safetensors import write_safetensors
-from trajstore.nearest_name import did_you_mean
-from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
-from trajstore.store.writing.create import staged_file, staged_run
-from trajstore.threads import Progress
+from trajstore.byte_sizes import parse_bytes
+from trajstore.exchange.selection import Selection
+from trajstore.schema import STEP
+from trajstore.store.reading.tiled_reader import Tile, TiledRun
+from trajstore.store.writing.writer import RunWriter
+from trajstore.threads import Progress, in_parallel
 
-__all__ = ["FORMATS", "Exported", "export"]
+__all__ = ["write_run"]
 
-FORMATS = ("safetensors", "hdf5", "zarr")
+Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exported:
-    """What was written.
-
-    Attributes
-    ----------
-    path : Path
-    format, layout : str
-    rows, tokens : int
-    variables : tuple of str
-    bytes : int
-        On disk.
-    notes : tuple of str
-        What whoever reads the file should know: what was rounded, left out or moved.
-    """
-
-    path: Path
-    format: str
-    layout: str
-    rows: int
-    tokens: int
-    variables: tuple[str, ...]
-    bytes: int
-    notes: tuple[str, ...]
-
-    def __fspath__(self) -> str:
-        """The path, so that whatever opens files takes the result."""
-        return str(self.path)
-
-
-def export(
-    run: str | os.PathLike[str] | xr.Dataset,
-    file: str | os.PathLike[str],
+def write_run(
+    path: Path,
+    run: TiledRun,
+    selection: Selection,
     *,
-    format: str | None = None,
-    layout: str = "native",
-    steps: Steps = None,
-    tokens: Tokens = None,
-    variables: str | Iterable[str] | None = None,
-    block_rows: int | None = None,
-    encoding: str = "portable",
-    memory: int | str = EXCHANGE_MEMORY,
-    overwrite: bool = False,
+    block_rows: int | None,
+    memory: int | str,
+    attributes: Mapping[str, Any],
     on_progress: Progress | None = None,
-) -> Exported:
-    """Write a run, or part of it, for another program.
+) -> None:
+    """Write a selection as a new run.
+
+    What is read goes straight into the buffer of the writer, a block of it at a time; where the new
+    blocks are smaller, a block of the old run is held between. Where `memory` does not hold a block
+    of the old run, its chunks are decoded more than once, and memory stays flat.
 
     Parameters
     ----------
-    run : path-like, str or Dataset
-        A run, or a Dataset with its variables (a subset, say).
-    file : path-like
-        Made beside its place, then moved there.
-    format : {'safetensors', 'hdf5', 'zarr'}, optional
-        That of the layout without it, safetensors for ``native``. ``hdf5`` keeps 16-bit types as
-        uint16 bits and needs the extra ``hdf5``; ``zarr`` is a run again, with other chunks and
-        another encoding.
-    layout : str, default 'native'
-        ``native`` keeps names and native types and all that an import needs; the others
-        are those of the notebooks' files, as ``trajstore import`` lists them. What of a layout the
-        run does not hold is left out and said.
-    steps : str, int, slice or iterable of int, optional
-        Step numbers; ``0:200:10`` are the recorded ones from 0 on, before 200, at a multiple of 10
-        from the start. All without it.
-    tokens : str, path-like or iterable of int, optional
-        ``all``, ``dead``, ``live``, vocabulary ids, or a text file with ids.
-    variables : str or iterable of str, optional
-        Names, also as one text with commas. All without it.
+    path : Path
+        Where nothing is yet.
+    run : TiledRun
+    selection : Selection
     block_rows : int, optional
-        Rows of a block of ``zarr``; planned without it.
-    encoding : str, default 'portable'
-        Of ``zarr``.
-    memory : int or str, default 320 MiB
-        For the buffer of ``zarr``. The other formats need a few tiles of 16 MiB.
-    overwrite : bool
-        Replace a file, or a run, that is there.
+    memory : int or str
+        For the buffer of the writer, and what is held between.
+    attributes : mapping
+        Of the root, beside those that every run has.
     on_progress : callable, optional
-        Called with the bytes that are done, and those there are.
-
-    Returns
-    -------
-    Exported
 
     Raises
     ------
-    RunExists
-        If there is something at `file` and `overwrite` is not set.
     InvalidArgument
-        For an unknown format or layout, or a selection that cannot be read or is empty.
-    VariableNotRecorded, StepNotFound
-        If the run lacks what the layout or the selection names.
-    MissingExtra
-        If ``hdf5`` is wanted and h5py is not installed.
-    OSError
-        If the disk is full, for example; nothing is left behind.
-
-    Examples
-    --------
-    >>> export("gatsby.zarr", "dead.safetensors", tokens="dead").tokens
-    118
-    >>> export("gatsby.zarr", "few.zarr", format="zarr", steps="::10", variables="W").rows
-    3
+        If `memory` does not hold a block, or W is not selected.
     """
-    format = _checked_format(format, layout, block_rows)
-    recorded = open_tiled(run)
-    selection = select(recorded, steps=steps, tokens=tokens, variables=variables)
-    notes: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
-    if format == "zarr":
-        with staged_run(file, overwrite=overwrite) as path:
-            write_zarr(
-                path,
-                recorded,
-                selection,
-                block_rows=block_rows,
-                encoding=encoding,
-                memory=memory,
-                attributes={
-                    name: recorded.attributes[name]
-                    for name in KEPT_ATTRIBUTES
-                    if name in recorded.attributes
-                },
-                on_progress=on_progress,
-            )
-    else:
-        content = _content(format, layout, recorded, selection)
-        with staged_file(file, overwrite=overwrite) as path:
-            rounded = _write(format, path, content, on_progress)
-        notes = (*content.notes, *_on_rounding(rounded, layout))
-        left_out = content.left_out
-    tokens_written = len(selection.along_token(recorded.coordinates["token"]))
-    if layout != "native" and LAYOUTS[layout].only_dead:
-        is_dead = selection.along_token(recorded.coordinates["is_dead"]).astype(bool)
-        tokens_written = int(np.count_nonzero(is_dead))
-    return Exported(
-        path=Path(file),
-        format=format,
-        layout=layout,
-        rows=len(selection.rows),
-        tokens=tokens_written,
-        variables=tuple(name for name in selection.variables if name not in left_out),
-        bytes=_size(Path(file)),
-        notes=notes,
-    )
-
-
-def _checked_format(format: str | None, layout: str, block_rows: int | None) -> str:
-    """The format of an export that is possible."""
-    if format is not None and format not in FORMATS:
-        raise InvalidArgument(
-            f"cannot export to {format!r}{did_you_mean(format, FORMATS)}; choose from "
-            f"{', '.join(FORMATS)}"
-        )
-    if layout not in EXPORT_LAYOUTS:
-        raise InvalidArgument(
-            f"there is no layout {layout!r}{did_you_mean(layout, EXPORT_LAYOUTS)}; "
-            f"choose from {', '.join(EXPORT_LAYOUTS)}"
-        )
-    own = LAYOUTS[layout].format if layout != "native" else format or "safetensors"
-    if format is not None and format != own:
-        raise InvalidArgument(f"layout {layout} is one of {own} files, got format {format}")
-    if own != "zarr" and block_rows is not None:
-        raise InvalidArgument(f"only zarr has blocks; leave block_rows out for {own}")
-    return own
-
-
-def _content(format: str, layout: str, run: TiledRun, selection: Selection) -> ExportedFile:
-    if layout != "native":
-        return layout_file(LAYOUTS[layout], run, selection)
-    return hdf5_file(run, selection) if format == "hdf5" else native_file(run, selection)
-
-
-def _write(
-    format: str, path: Path, content: ExportedFile, on_progress: Progress | None
-) -> dict[str, int]:
-    if format == "safetensors":
-        return write_safetensors(path, content.tensors, content.texts, on_progress)
-    return write_hdf5(
+    coordinates: dict[str, Any] = {
+        name: selection.along_token(values)
+        for name, values in run.coordinates.items()
+        if name not in run.populations
+    }
+    hidden = [each.shape[-1] for each in run.series.values() if "hidden" in each.dims]
+    with RunWriter.create(
         path,
-        content.tensors,
-        content.texts,
-        on_progress,
-        attributes=content.attributes,
-        chunk_rows=content.chunk_rows,
-        gzip=content.gzip,
-        float16_as_bits=content.float16_as_bits,
-    )
+        hidden=hidden[0] if hidden else 1,
+        **run.room_for_examples,
+        variables={name: run.series[name].native.name for name in selection.variables},
+        memory=memory,
+        block_rows=block_rows,
+        buffers=1,
+        commit_every=None,
+        attributes=attributes,
+        populations={
+            name: selection.along_token(values) for name, values in run.populations.items()
+        },
+        parameter=None if run.parameters is None else [str(name) for name in run.parameters],
+        **coordinates,
+    ) as new:
+        _copy(run, selection, new, parse_bytes(memory) - new.layout.memory, on_progress)
 
 
-def _on_rounding(rounded: Mapping[str, int], layout: str) -> Iterator[str]:
-    for key, count in rounded.items():
-        if count:
-            yield (
-                f"{count} values of {key} were rounded, as layout {layout} holds a smaller type "
-                "than the run"
-            )
+def _copy(
+    run: TiledRun,
+    selection: Selection,
+    new: RunWriter,
+    spare: int,
+    on_progress: Progress | None,
+) -> None:
+    """Copy the selected rows; `spare` bytes are left for those that are held between."""
+    steps = run.steps[selection.rows]
+    arrays = {name: array for name, array in new.layout.arrays.items() if name != STEP.name}
+    row_bytes = sum(array.row_bytes for array in arrays.values())
+    # Where the new blocks are smaller, rows of a whole old block are held between the two, as many
+    # as what is left of the memory holds.
+    block = max(variable.tile[0] for variable in run.series.values())
+    most = min(block, spare // row_bytes, len(steps))
+    if most <= new.layout.block_rows:
+        for at, places in new.stretches(steps):
+            _read(run, selection, selection.rows[at], places)
+            if on_progress is not None:
+                on_progress(row_bytes * at.stop, row_bytes * len(steps))
+        return
+    held = {name: np.empty((most, *array.row), array.native.bits) for name, array in arrays.items()}
+    for start in range(0, len(steps), most):
+        rows = slice(start, min(start + most, len(steps)))
+        _read(run, selection, selection.rows[rows], held)
+        for at, places in new.stretches(steps[rows]):
+            for name, place in places.items():
+                place[...] = held[name][at]
+        if on_progress is not None:
+            on_progress(row_bytes * rows.stop, row_bytes * len(steps))
 
 
-def _size(path: Path) -> int:
-    if path.is_file():
-        return path.stat().st_size
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+def _read(run: TiledRun, selection: Selection, rows: Array, places: dict[str, Array]) -> None:
+    """Fill the places of rows."""
+    for name, place in places.items():
+        variable = run.series[name]
+        tokens = selection.tokens if "token" in variable.dims else None
+        tiles = variable.tiles(rows, tokens, native=True)
+        for _ in in_parallel(partial(_fill, place, tile) for tile in tiles):
+            pass
+
+
+def _fill(place: Array, tile: Tile) -> None:
+    place[tile.where] = tile.read()

@@ -1,25 +1,93 @@
-"""A selection of a run as a run again, with other chunks and another encoding."""
+"""A selection of a run as ordinary Zarr: a Dataset that every reader of Zarr v3 opens.
+
+xarray writes it, with codecs of the Zarr v3 specification and Blosc only. It is no run: it has no
+labels and no digests, and is neither verified nor resumed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+import dask.array
 import numpy as np
 import numpy.typing as npt
+import xarray as xr
 
-from trajstore.byte_sizes import parse_bytes
+from trajstore.byte_sizes import format_bytes, parse_bytes
+from trajstore.errors import InvalidArgument, RunExists
 from trajstore.exchange.selection import Selection
-from trajstore.schema import STEP
-from trajstore.store.reading.tiled_reader import Tile, TiledRun
-from trajstore.store.writing.writer import RunWriter
+from trajstore.schema import STEP, coordinate
+from trajstore.store.metadata.fingerprint import CHANGING
+from trajstore.store.reading.tiled_reader import Tile, TiledRun, TiledVariable
+from trajstore.store.storage.remote_path import local_path
+from trajstore.store.writing.create import staged_folder
+from trajstore.strict_json import parse
 from trajstore.threads import Progress, in_parallel
+from trajstore.version import __version__
 
-__all__ = ["write_zarr"]
+__all__ = ["staged_zarr", "write_zarr"]
 
 Array = npt.NDArray[Any]
+
+_OF_THE_STORE = ("trajstore_format", "trajstore_version", "runs", "encoding", "block_rows")
+"""Attributes of the root that are true of a run only, beside those that every commit sets."""
+
+_WRITTEN_BY = "written_by_trajstore"
+_MOST_ROWS = 256
+_CHUNK = 4 << 20
+_OPTIONS: dict[str, Any] = {"zarr_format": 3, "consolidated": True, "write_empty_chunks": True}
+
+
+@contextmanager
+def staged_zarr(target: str | os.PathLike[str], *, overwrite: bool) -> Iterator[Path]:
+    """Free path for a Zarr group that becomes `target` when the block ends well.
+
+    Raises
+    ------
+    RunExists
+        If something is there and `overwrite` is not set, or it is a run, or no export.
+    """
+    path = local_path(target).absolute()
+    _check(path, overwrite=overwrite)
+    with staged_folder(path) as folder:
+        new, old = folder / "new", folder / "old"
+        yield new
+        _check(path, overwrite=overwrite)
+        if path.exists():
+            path.rename(old)
+        try:
+            new.rename(path)
+        except OSError:
+            if old.exists():
+                old.rename(path)
+            raise
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _check(path: Path, *, overwrite: bool) -> None:
+    if not path.exists() and not path.is_symlink():
+        return
+    if not overwrite:
+        raise RunExists(
+            f"{path} is already there; choose another path, or overwrite it (--overwrite)"
+        )
+    try:
+        ours = _WRITTEN_BY in parse((path / "zarr.json").read_text())["attributes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        ours = False
+    if path.is_symlink() or not ours:
+        raise RunExists(
+            f"{path} is not an exported Zarr, so it is not overwritten; choose another path (to "
+            "rechunk a run in place, use --format run)"
+        )
 
 
 def write_zarr(
@@ -28,17 +96,12 @@ def write_zarr(
     selection: Selection,
     *,
     block_rows: int | None,
-    encoding: str,
     memory: int | str,
-    attributes: Mapping[str, Any],
-    status: Literal["complete", "interrupted"] = "complete",
     on_progress: Progress | None = None,
 ) -> None:
-    """Write a selection as a new run.
+    """Write a selection as a Zarr group, a few blocks of one variable at a time.
 
-    What is read goes straight into the buffer of the writer, a block of it at a time; where the new
-    blocks are smaller, a block of the old run is held between. Where `memory` does not hold a block
-    of the old run, its chunks are decoded more than once, and memory stays flat.
+    Values have the type of the store: float32 that holds each native value exactly.
 
     Parameters
     ----------
@@ -47,87 +110,130 @@ def write_zarr(
     run : TiledRun
     selection : Selection
     block_rows : int, optional
-    encoding : str
+        Rows of a chunk; without it those of a block of the run, at most 256.
     memory : int or str
-        For the buffer of the writer, and what is held between.
-    attributes : mapping
-        Of the root, beside those that every run has.
-    status : {'complete', 'interrupted'}
+        For the rows that are held before they are written.
     on_progress : callable, optional
 
     Raises
     ------
     InvalidArgument
-        If `memory` does not hold a block, or W is not selected.
+        If `memory` does not hold a row, or `block_rows` of them.
     """
-    coordinates: dict[str, Any] = {
-        name: selection.along_token(values)
-        for name, values in run.coordinates.items()
-        if name not in run.populations
-    }
-    hidden = [each.shape[-1] for each in run.series.values() if "hidden" in each.dims]
-    with RunWriter.create(
-        path,
-        hidden=hidden[0] if hidden else 1,
-        **run.room_for_examples,
-        variables={name: run.series[name].native.name for name in selection.variables},
-        memory=memory,
-        block_rows=block_rows,
-        encoding=encoding,
-        buffers=1,
-        commit_every=None,
-        attributes=attributes,
-        populations={
-            name: selection.along_token(values) for name, values in run.populations.items()
-        },
-        parameter=None if run.parameters is None else [str(name) for name in run.parameters],
-        **coordinates,
-    ) as new:
-        _copy(run, selection, new, parse_bytes(memory) - new.layout.memory, on_progress)
-        new.close(status)
-
-
-def _copy(
-    run: TiledRun,
-    selection: Selection,
-    new: RunWriter,
-    spare: int,
-    on_progress: Progress | None,
-) -> None:
-    """Copy the selected rows; `spare` bytes are left for those that are held between."""
-    steps = run.steps[selection.rows]
-    arrays = {name: array for name, array in new.layout.arrays.items() if name != STEP.name}
-    row_bytes = sum(array.row_bytes for array in arrays.values())
-    # Where the new blocks are smaller, rows of a whole old block are held between the two, as many
-    # as what is left of the memory holds.
-    block = max(variable.tile[0] for variable in run.series.values())
-    most = min(block, spare // row_bytes, len(steps))
-    if most <= new.layout.block_rows:
-        for at, places in new.stretches(steps):
-            _read(run, selection, selection.rows[at], places)
-            if on_progress is not None:
-                on_progress(row_bytes * at.stop, row_bytes * len(steps))
-        return
-    held = {name: np.empty((most, *array.row), array.native.bits) for name, array in arrays.items()}
-    for start in range(0, len(steps), most):
-        rows = slice(start, min(start + most, len(steps)))
-        _read(run, selection, selection.rows[rows], held)
-        for at, places in new.stretches(steps[rows]):
-            for name, place in places.items():
-                place[...] = held[name][at]
-        if on_progress is not None:
-            on_progress(row_bytes * rows.stop, row_bytes * len(steps))
-
-
-def _read(run: TiledRun, selection: Selection, rows: Array, places: dict[str, Array]) -> None:
-    """Fill the places of rows."""
-    for name, place in places.items():
+    budget = parse_bytes(memory)
+    tokens = len(selection.along_token(run.coordinates["token"]))
+    shapes, held, chunks = {}, {}, {}
+    for name in selection.variables:
         variable = run.series[name]
-        tokens = selection.tokens if "token" in variable.dims else None
-        tiles = variable.tiles(rows, tokens, native=True)
-        for _ in in_parallel(partial(_fill, place, tile) for tile in tiles):
-            pass
+        shape = (len(selection.rows), *variable.shape[1:])
+        shapes[name] = (shape[0], tokens, *shape[2:]) if "token" in variable.dims else shape
+        held[name], chunks[name] = _chunks(variable, shapes[name], block_rows, budget)
+    with warnings.catch_warnings():
+        # Readers that know consolidated metadata expect it; the others need not.
+        warnings.filterwarnings("ignore", "Consolidated metadata", UserWarning)
+        _empty(run, selection, shapes).to_zarr(
+            path,
+            mode="w-",
+            compute=False,
+            encoding={name: _encoding(chunk) for name, chunk in chunks.items()},
+            **_OPTIONS,
+        )
+        total = sum(
+            math.prod(shapes[name]) * run.series[name].native.stored.itemsize for name in shapes
+        )
+        done = 0
+        for name in selection.variables:
+            variable = run.series[name]
+            for start in range(0, len(selection.rows), held[name]):
+                rows = slice(start, min(start + held[name], len(selection.rows)))
+                values = _values(variable, selection, rows, shapes[name])
+                part = xr.Dataset({name: (variable.dims, values)})
+                part.to_zarr(path, mode="r+", region={STEP.name: rows}, **_OPTIONS)
+                done += values.nbytes
+                if on_progress is not None:
+                    on_progress(done, total)
 
 
-def _fill(place: Array, tile: Tile) -> None:
-    place[tile.where] = tile.read()
+def _chunks(
+    variable: TiledVariable, shape: tuple[int, ...], block_rows: int | None, memory: int
+) -> tuple[int, tuple[int, ...]]:
+    """Rows that are held at once, whole chunks of them, and the shape of a chunk."""
+    row = max(1, math.prod(shape[1:])) * variable.native.stored.itemsize
+    fitting = memory // row
+    if fitting < (block_rows or 1):
+        raise InvalidArgument(
+            f"the memory budget of {format_bytes(memory)} does not hold {block_rows or 1} rows of "
+            f"{variable.name}, {format_bytes(row)} each; raise it (--memory), or write chunks of "
+            "fewer rows (--block-rows)"
+        )
+    if "token" in variable.dims:
+        rows = block_rows or min(variable.tile[0], _MOST_ROWS, fitting)
+        count = max(1, _CHUNK * shape[1] // (rows * row))
+        chunk = (rows, min(count, shape[1]), *shape[2:])
+    else:
+        rows = block_rows or max(1, min(_CHUNK // row, fitting, shape[0]))
+        chunk = (rows, *shape[1:])
+    # Where the chunks are smaller than the blocks that are read, several are written at once.
+    return rows * max(1, min(variable.tile[0], fitting) // rows), chunk
+
+
+def _encoding(chunk: tuple[int, ...]) -> dict[str, Any]:
+    from zarr.codecs import BloscCodec, TransposeCodec
+
+    # Values of neighboring steps are alike, so the steps of one value lie side by side.
+    order = (*range(1, len(chunk)), 0)
+    return {
+        "chunks": chunk,
+        "filters": [TransposeCodec(order=order)] if len(chunk) > 1 else [],
+        "compressors": [BloscCodec(cname="zstd", clevel=1, shuffle="bitshuffle")],
+        "_FillValue": None,  # so that a reader changes no NaN
+    }
+
+
+def _empty(run: TiledRun, selection: Selection, shapes: dict[str, tuple[int, ...]]) -> xr.Dataset:
+    """The Dataset, all but the values of its variables."""
+    dropped = {*_OF_THE_STORE, *CHANGING}
+    coordinates: dict[str, Any] = {
+        STEP.name: (STEP.name, run.steps[selection.rows], {"long_name": STEP.long_name})
+    }
+    for name, values in run.coordinates.items():
+        entry = coordinate(name)
+        attributes = {} if entry is None else dict(entry.attributes)
+        coordinates[name] = ("token", _plain(selection.along_token(values)), attributes)
+    if run.parameters is not None:
+        coordinates["parameter"] = ("parameter", _plain(run.parameters))
+    return xr.Dataset(
+        {
+            name: (
+                run.series[name].dims,
+                dask.array.empty(shape, dtype=run.series[name].native.stored, chunks=-1),
+                run.series[name].attributes,
+            )
+            for name, shape in shapes.items()
+        },
+        coords=coordinates,
+        attrs={name: value for name, value in run.attributes.items() if name not in dropped}
+        | {_WRITTEN_BY: __version__},
+    )
+
+
+def _plain(values: Array) -> Array:
+    """The same; texts in the one type of texts that Zarr has."""
+    if values.dtype.kind in "TUO":
+        return values.astype(object).astype(np.dtypes.StringDType())
+    return values
+
+
+def _values(
+    variable: TiledVariable, selection: Selection, rows: slice, shape: tuple[int, ...]
+) -> Array:
+    values = np.empty((rows.stop - rows.start, *shape[1:]), variable.native.stored)
+    tokens = selection.tokens if "token" in variable.dims else None
+    tiles = variable.tiles(selection.rows[rows], tokens)
+    for _ in in_parallel(partial(_fill, values, tile) for tile in tiles):
+        pass
+    return values
+
+
+def _fill(values: Array, tile: Tile) -> None:
+    values[tile.where] = tile.read()

@@ -147,7 +147,6 @@ def import_file(
     first_row: int | None = None,
     masks: str | os.PathLike[str] | None = None,
     schedule: str | None = None,
-    encoding: str | None = None,
     block_rows: int | None = None,
     memory: int | str = EXCHANGE_MEMORY,
     overwrite: bool = False,
@@ -182,8 +181,6 @@ def import_file(
     schedule : str, optional
         ``constant`` or ``linear:N``: makes ``lr`` of the file's learning rate, and fills in what it
         leaves out of the optimizer's rule; the attribute ``imported`` says that they are given.
-    encoding : str, optional
-        Of the run; the writer's default without it.
     block_rows : int, optional
         Rows of a block; planned from `memory` without it.
     memory : int or str, default 320 MiB
@@ -233,9 +230,6 @@ def import_file(
         masks=masks,
         schedule=schedule,
     )
-    options: dict[str, Any] = {"memory": memory}
-    if encoding is not None:
-        options["encoding"] = encoding
     with ExitStack() as stack:
         held = stack.enter_context(opened_file(file, said, memory))
         targets = [_target(local_path(path), run.label) for run in held.runs]
@@ -246,7 +240,7 @@ def import_file(
         for run, place in zip(held.runs, places, strict=True):
             origin = _origin(file, masks, held, run)
             rows = block_rows or _block_rows(run, parse_bytes(memory))
-            _write(place, run, origin, progress.of_next(), {**options, "block_rows": rows})
+            _write(place, run, origin, progress.of_next(), {"memory": memory, "block_rows": rows})
     done = [_imported(target, held, run) for target, run in zip(targets, held.runs, strict=True)]
     return replace(done[0], others=tuple(done[1:]))
 

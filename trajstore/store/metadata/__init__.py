@@ -1,4 +1,4 @@
-"""Documents of a run: names, shapes, codecs, attributes, digests.
+"""Metadata of a run: names, shapes, codecs, attributes, digests.
 
 ``block_plan``
     The planner: how many rows make a block, how tokens are split into chunks, what memory it takes.

@@ -101,7 +101,7 @@ class ArrayLayout:
             return (slice(None),)
         return (slice(None), slice(part * self.shard[1], (part + 1) * self.shard[1]))
 
-    def form(self, runs: Runs | None) -> BlockForm:
+    def form(self, runs: Runs) -> BlockForm:
         """How its shards are stored in a run of that identity."""
         return BlockForm(
             array=self.variable.name,
@@ -137,15 +137,15 @@ class Layout:
         The step coordinate first, then the variables.
     buffers : int
         Blocks that are held in memory at once.
-    runs : Runs or None
-        Identity of the run, for the labels of its blocks; None in format 1, which has none.
+    runs : Runs
+        Identity of the run, for the labels of its blocks; empty while nothing is made of the plan.
     """
 
     block_rows: int
     threads: int
     arrays: dict[str, ArrayLayout]
     buffers: int = BLOCKS
-    runs: Runs | None = None
+    runs: Runs = ()
 
     @property
     def forms(self) -> dict[str, BlockForm]:
@@ -176,7 +176,6 @@ def plan(
     parameters: int = 1,
     memory: int = DEFAULT_MEMORY,
     block_rows: int | None = None,
-    encoding: str = "delta",
     threads: int | None = None,
     buffers: int = BLOCKS,
 ) -> Layout:
@@ -196,7 +195,6 @@ def plan(
         Rows of a block. Without it: the largest power of two, at most 256 and at least 8, that
         fits into `memory` and keeps an inner chunk of 128 tokens within 8 MiB, and the shards of
         an array within 256 MiB, both decoded.
-    encoding : {'delta', 'portable'}
     threads : int, optional
         That encode; without it as many as there are processors, at most 8, and fewer if `memory`
         does not hold what they need.
@@ -236,7 +234,6 @@ def plan(
     def arrange(rows: int) -> Layout:
         chains = {
             name: chain(
-                encoding,
                 native,
                 len(entry.dims),
                 small=row_bytes < _SMALL_ROW,

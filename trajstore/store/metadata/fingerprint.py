@@ -74,10 +74,10 @@ class Fingerprint:
     ) -> None:
         stored = {key: digest.hex() for key, digest in coordinates.items()}
         # Whatever else lies in the group is its owner's.
-        documents = {name: _lasting(name, arrays[name]) for name in arrays if _is_of_run(name)}
+        lasting = {name: _lasting(name, arrays[name]) for name in arrays if _is_of_run(name)}
         self._block_rows = block_rows
         self._metadata = _sha256_of(_fixed(attributes))
-        self._whole = _sha256_of({"arrays": documents, "coordinates": stored})
+        self._whole = _sha256_of({"arrays": lasting, "coordinates": stored})
         self._tip = self._whole
 
     def added(self, rows: int, digest: bytes) -> Fingerprint:

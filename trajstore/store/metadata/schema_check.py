@@ -39,7 +39,7 @@ def means_time(units: Any) -> bool:
     return isinstance(units, str) and (" since " in units or units in _TIMES)
 
 
-def check_array(name: str, array: zarr.Array[Any], runs: Runs | None) -> None:
+def check_array(name: str, array: zarr.Array[Any], runs: Runs) -> None:
     """Refuse an array that would be read as something else than was recorded.
 
     Parameters
@@ -47,14 +47,15 @@ def check_array(name: str, array: zarr.Array[Any], runs: Runs | None) -> None:
     name : str
     array : zarr.Array
         As zarr opened it. One that no run has is not looked at.
-    runs : Runs or None
+    runs : Runs
         Identity of the run, by the attributes of its root.
 
     Raises
     ------
     FormatError
         If it has another type or other dimensions than the schema says, an attribute that changes
-        its values, a codec of another array or run; or if the values of a coordinate are missing.
+        its values, a codec of another array or run, or shards of zarr's own; or if the values of
+        a coordinate are missing.
     """
     entry = STEP if name == STEP.name else VARIABLES.get(name) or coordinate(name)
     if entry is None:
@@ -75,6 +76,8 @@ def check_array(name: str, array: zarr.Array[Any], runs: Runs | None) -> None:
     if isinstance(entry, Coordinate):
         _check_values_are_there(name, array)
         return
+    if array.shards is not None:
+        raise _refused(name, "zarr has sharded it, so nothing says whose blocks it holds")
     for codec in getattr(array.metadata, "codecs", ()):
         if isinstance(codec, BlockCodec) and (codec.array, codec.runs) != (name, runs):
             raise _refused(name, "its metadata are those of another array, or of another run")

@@ -2,8 +2,6 @@
 
 ``array_reader``
     The arrays of a run as their shards hold them: native bits, labels, indices.
-``block_view``
-    Runs whose arrays zarr shards itself, seen as blocks: all of format 1, and all of ``portable``.
 ``open_group``
     The Zarr group that a run is, checked.
 ``open_run``

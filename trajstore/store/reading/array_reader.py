@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import zarr
-from zarr.codecs import ShardingCodec
 
 from trajstore.codec.block_codec import BlockCodec
-from trajstore.codec.block_form import BlockForm, Runs, Tail, with_consequence
-from trajstore.codec.codec_chain import Chain, chain_of
+from trajstore.codec.block_form import BlockForm, Tail, with_consequence
+from trajstore.codec.codec_chain import Chain
 from trajstore.codec.selected_parts import Pick, picks
 from trajstore.errors import FormatError, RunNotFound
 from trajstore.store.metadata.object_keys import chunk_key
@@ -101,7 +100,7 @@ class StoredArray:
     def bits(self, key: tuple[slice, ...]) -> Array:
         """Bits of a selection by slices, in the type of the chain, without a detour over float32.
 
-        Only `delta` knows a 16-bit type; the chains of `portable` hold what is stored.
+        Numbers of a step are stored in the wider type: these are the bits of that.
 
         Raises
         ------
@@ -121,7 +120,7 @@ class StoredArray:
         return self._read(key, self.chain.native.stored)
 
     def native_bits(self, rows: slice, native: NativeType) -> Array:
-        """Bits of some rows, in the type that they had: `portable` stores the wider one.
+        """Bits of some rows, in the type that was recorded.
 
         Raises
         ------
@@ -240,50 +239,25 @@ class StoredArray:
                 raise FormatError(message) from error
 
 
-def block_form(name: str, array: zarr.Array[Any], runs: Runs | None) -> BlockForm | None:
-    """How the blocks of an array are stored.
-
-    Parameters
-    ----------
-    name : str
-    array : zarr.Array
-        As zarr opened it.
-    runs : Runs or None
-        Identity of the run, by the attributes of its root; None in format 1.
+def block_form(array: zarr.Array[Any]) -> BlockForm | None:
+    """How the blocks of an array are stored, by its metadata.
 
     Returns
     -------
     BlockForm or None
-        None if the array is not stored as a `RunWriter` stores it; zarr can still read it.
+        None if it is not stored as a `RunWriter` stores it; zarr can still read it.
     """
     codecs: tuple[Any, ...] = getattr(array.metadata, "codecs", ())
     keys = array.metadata.to_dict().get("chunk_key_encoding")
     if len(codecs) != 1 or keys != {"name": "default", "configuration": {"separator": "."}}:
         return None
     (codec,) = codecs
-    if isinstance(codec, BlockCodec):
-        return codec.form(tuple(array.chunks))
-    if not isinstance(codec, ShardingCodec) or array.shards is None:
-        return None
-    index = [item.to_dict()["name"] for item in codec.index_codecs]
-    where = getattr(codec.index_location, "value", codec.index_location)
-    found = chain_of(codec.codecs, np.dtype(array.dtype), array.ndim)
-    if found is None or index != ["bytes", "crc32c"] or where != "end":
-        return None
-    return BlockForm(
-        array=name,
-        chain=found,
-        shape=tuple(array.shards),
-        chunk=tuple(array.chunks),
-        runs=runs,
-    )
+    return codec.form(tuple(array.chunks)) if isinstance(codec, BlockCodec) else None
 
 
-def stored_array(
-    path: RunPath, name: str, array: zarr.Array[Any], runs: Runs | None
-) -> StoredArray | None:
-    """An array of a run as its shards hold it; parameters and None as for `block_form`."""
-    form = block_form(name, array, runs)
+def stored_array(path: RunPath, name: str, array: zarr.Array[Any]) -> StoredArray | None:
+    """An array of a run as its shards hold it; None as for `block_form`."""
+    form = block_form(array)
     if form is None:
         return None
     return StoredArray(

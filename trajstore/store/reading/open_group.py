@@ -18,12 +18,13 @@ from trajstore.errors import FormatError, ObjectStoreError, RunNotFound
 from trajstore.nearest_name import did_you_mean
 from trajstore.schema import FORMAT, STEP, VARIABLES, coordinate
 from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.schema_check import check_array
 from trajstore.store.storage.object_file import document_in
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.strict_json import parse
 from trajstore.threads import in_parallel
 
-__all__ = ["ends", "open_group", "run_identity", "runs_beside"]
+__all__ = ["ends", "open_checked_group", "open_group", "run_identity", "runs_beside"]
 
 _LARGEST_BLOCK = 1 << 38
 """Values; 1 TiB of float32."""
@@ -39,7 +40,7 @@ def open_group(path: RunPath) -> zarr.Group:
     RunNotFound
         If there is nothing at `path`.
     FormatError
-        If it is not a run, or one of a newer format.
+        If it is not a run, or one of another format.
     InvalidArgument, MissingExtra
         If `path` is an address that cannot be read (`location`).
     """
@@ -67,11 +68,28 @@ def open_group(path: RunPath) -> zarr.Group:
     number = group.attrs.get("trajstore_format")
     if not isinstance(number, int):
         raise FormatError(f"{text} is a Zarr group, but no run: it has no trajstore_format")
-    if number > FORMAT:
+    if number != FORMAT:
+        written_by = group.attrs.get("trajstore_version")
         raise FormatError(
-            f"{text} is of store format {number}, this version reads up to {FORMAT}; "
-            f"install trajstore {group.attrs.get('trajstore_version')} or newer"
+            f"{text} is of store format {number}, and this version reads format {FORMAT}; "
+            f"install trajstore {written_by}, which wrote it"
         )
+    return group
+
+
+def open_checked_group(path: RunPath) -> zarr.Group:
+    """As `open_group`; every array is described as it was recorded.
+
+    Raises
+    ------
+    FormatError
+        Also if the root does not say which run it is of, or an array is not described as the schema
+        has it (`trajstore.store.metadata.schema_check.check_array`).
+    """
+    group = open_group(path)
+    runs = run_identity(group.attrs)
+    for name, array in group.arrays():
+        check_array(name, array, runs)
     return group
 
 
@@ -217,16 +235,14 @@ def _check_sizes(path: Location, name: str, array: Any) -> None:
         )
 
 
-def run_identity(attributes: Mapping[str, Any]) -> Runs | None:
-    """Whose blocks a run holds, by the attributes of its root; None in format 1.
+def run_identity(attributes: Mapping[str, Any]) -> Runs:
+    """Whose blocks a run holds, by the attributes of its root.
 
     Raises
     ------
     FormatError
         If they do not say it.
     """
-    if attributes.get("trajstore_format") == 1:
-        return None
     try:
         runs = tuple((int(block), bytes.fromhex(run).hex()) for block, run in attributes["runs"])
     except (KeyError, TypeError, ValueError) as error:

@@ -20,8 +20,7 @@ from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.store.metadata.block_plan import LARGEST_TASK
 from trajstore.store.reading.array_reader import StoredArray, stored_array
-from trajstore.store.reading.block_view import as_blocks
-from trajstore.store.reading.open_group import open_group, run_identity
+from trajstore.store.reading.open_group import open_checked_group
 from trajstore.store.reading.xarray_engine import run_dataset
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.threads import default_threads
@@ -35,9 +34,8 @@ _MATRIX = 3  # dimensions of what is worth reading without a detour
 def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> xr.Dataset:
     """Open a run lazily, also while it is being recorded.
 
-    `xr.open_dataset` does the same with ``engine="trajstore"``, and `xr.open_zarr` for runs of the
-    present format in the encoding ``delta``. This says what is wrong where a run cannot be opened,
-    and reads any run by the same fast codec.
+    `xr.open_dataset` does the same with ``engine="trajstore"``, and so does `xr.open_zarr`. This
+    says what is wrong where a run cannot be opened.
 
     Parameters
     ----------
@@ -60,7 +58,7 @@ def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> x
     RunNotFound
         If there is nothing at `path`.
     FormatError
-        If it is not a run, or one of a newer format.
+        If it is not a run, or one of another format.
     MissingExtra
         If `path` is an address, and what reads such addresses is not installed.
     InvalidArgument
@@ -77,14 +75,13 @@ def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> x
     """
     if chunks not in ("blocks", None):
         raise InvalidArgument(f"chunks is {chunks!r}, expected 'blocks' or None")
-    group = as_blocks(open_group(path))
+    group = open_checked_group(path)
     # Coordinates stay without dask, which can neither group by them nor look things up in them.
     ds = run_dataset(group, path)
     ds.encoding["source"] = str(path)  # where it is from, as xarray's readers say it
     local = isinstance(location(path), Path)
     if chunks is None and not local:
         return ds
-    runs = run_identity(group.attrs)
     data = {}
     token = tokenize(str(path), ds.attrs)  # once, and not for each array
     for name, array in group.arrays():
@@ -93,7 +90,7 @@ def open_run(path: RunPath, *, chunks: Literal["blocks"] | None = "blocks") -> x
             continue
         stored = None
         if local and variable.ndim == _MATRIX:
-            stored = stored_array(path, name, array, runs)
+            stored = stored_array(path, name, array)
         if stored is not None and stored.shape != variable.shape:  # it has just grown
             stored = None
         if chunks is None:

@@ -78,7 +78,7 @@ def open_runs(paths: Paths, *, join: Literal["exact", "inner"] = "exact") -> xr.
     _check_same(runs, "token")
     _check_same(runs, "hidden")
     runs = _with_common(runs, join)
-    together = xr.concat(
+    combined = xr.concat(
         [run.drop_attrs(deep=False) for run in runs.values()],
         "run",
         data_vars="all",
@@ -88,9 +88,9 @@ def open_runs(paths: Paths, *, join: Literal["exact", "inner"] = "exact") -> xr.
         combine_attrs="drop_conflicts",
     )
     shared = _shared([run.attrs for run in runs.values()])
-    of_run = {name: _own(run, shared, together) for name, run in runs.items()}
-    together = together.assign_coords(run=("run", np.array(names)))
-    return together.assign_coords(_swept(together, list(runs.values()))).assign_attrs(
+    of_run = {name: _own(run, shared, combined) for name, run in runs.items()}
+    combined = combined.assign_coords(run=("run", np.array(names)))
+    return combined.assign_coords(_swept(combined, list(runs.values()))).assign_attrs(
         {**shared, OF_RUN: of_run}
     )
 
@@ -203,12 +203,12 @@ def _shared(attributes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _own(run: xr.Dataset, shared: dict[str, Any], together: xr.Dataset) -> dict[str, Any]:
+def _own(run: xr.Dataset, shared: dict[str, Any], combined: xr.Dataset) -> dict[str, Any]:
     """What a run has of its own: attributes, those of variables, and where it is from."""
     variables = {
         str(name): dict(variable.attrs)
         for name, variable in run.variables.items()
-        if variable.attrs != together.variables[name].attrs
+        if variable.attrs != combined.variables[name].attrs
     }
     return {
         "source": run.encoding.get("source"),
@@ -217,7 +217,7 @@ def _own(run: xr.Dataset, shared: dict[str, Any], together: xr.Dataset) -> dict[
     }
 
 
-def _swept(together: xr.Dataset, runs: Sequence[xr.Dataset]) -> dict[str, Any]:
+def _swept(combined: xr.Dataset, runs: Sequence[xr.Dataset]) -> dict[str, Any]:
     """Coordinates along run: the fields in which the configurations differ."""
     keys = ["config"] if any(run.attrs.get("config") for run in runs) else ["optimizer"]
     settings = [_flat({key: run.attrs.get(key) or {} for key in keys}) for run in runs]
@@ -236,7 +236,7 @@ def _swept(together: xr.Dataset, runs: Sequence[xr.Dataset]) -> dict[str, Any]:
     for field, values in differing.items():
         own = field.rpartition(".")[2]
         clear = short[own] == known[own] == 1
-        clear = clear and own not in together.variables and own not in together.dims
+        clear = clear and own not in combined.variables and own not in combined.dims
         name = own if clear else field.partition(".")[2]
         coordinates[name] = ("run", _values(values), {"long_name": field.partition(".")[2]})
     return coordinates

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Mapping
@@ -14,13 +13,12 @@ import numpy as np
 from trajstore.optimizer_advice import advise_run
 from trajstore.schema import COORDINATES, POPULATION, STEP, VARIABLES, along_token
 from trajstore.store.reading.array_reader import block_form
-from trajstore.store.reading.block_view import as_blocks
-from trajstore.store.reading.open_group import ends, open_group
+from trajstore.store.reading.open_group import ends, open_checked_group
 from trajstore.store.storage.lock import is_written_to
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["digest_of_files", "information", "object_sizes", "stored_bytes"]
+__all__ = ["information", "object_sizes", "stored_bytes"]
 
 
 def information(path: RunPath) -> dict[str, Any]:
@@ -49,7 +47,7 @@ def information(path: RunPath) -> dict[str, Any]:
     """
     # Before the root is read: whoever ends a recording says so there, and then lets go of the lock.
     written_to = is_written_to(path)
-    group = open_group(path)
+    group = open_checked_group(path)
     place = location(path)
     sizes = object_sizes(place) if _says_sizes(place) else None
     arrays: dict[str, dict[str, Any]] = {}
@@ -58,7 +56,7 @@ def information(path: RunPath) -> dict[str, Any]:
         itemsize = NATIVE_TYPES[native].itemsize if native in NATIVE_TYPES else array.dtype.itemsize
         raw = math.prod(array.shape) * itemsize
         stored = _stored(sizes, f"{name}/")
-        form = block_form(name, array, None)
+        form = block_form(array)
         arrays[name] = {
             "shape": list(array.shape),
             "chunk": list(array.chunks if form is None else form.chunk),
@@ -68,7 +66,7 @@ def information(path: RunPath) -> dict[str, Any]:
             "bytes_on_disk": stored,
             "ratio": raw / stored if stored else None,
         }
-    step: Any = as_blocks(group)[STEP.name]
+    step: Any = group[STEP.name]
     first_last = ends(step) if step.shape[0] else None
     total = _stored(sizes, "")
     raw = sum(array["bytes_native"] for array in arrays.values())
@@ -110,31 +108,6 @@ def _stored(sizes: Mapping[str, int] | None, prefix: str) -> int | None:
     if sizes is None:
         return None
     return sum(size for key, size in sizes.items() if key.startswith(prefix))
-
-
-def digest_of_files(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of all that is stored of a run: names, lengths and contents of its files, in order.
-
-    A run has it as long as nobody writes to it.
-
-    Parameters
-    ----------
-    path : path-like
-        A local run.
-
-    Returns
-    -------
-    str
-        64 hexadecimal digits.
-    """
-    root = Path(path)
-    files = sorted(file for file in root.rglob("*") if file.is_file())
-    total = hashlib.sha256()
-    for file in files:
-        with open(file, "rb") as opened:
-            content = hashlib.file_digest(opened, "sha256").hexdigest()
-        total.update(f"{file.relative_to(root).as_posix()} {content}\n".encode())
-    return total.hexdigest()
 
 
 def _order(name: str) -> tuple[int, str]:

@@ -18,7 +18,7 @@ import xarray as xr
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token, room_for_examples
 from trajstore.store.reading.array_reader import StoredArray, stored_array
-from trajstore.store.reading.open_group import open_group, run_identity
+from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath, location
 from trajstore.values.native_types import NativeType, native_type
 from trajstore.values.rounding import convert
@@ -163,7 +163,7 @@ def _of_path(path: RunPath) -> TiledRun:
     series = {}
     for name in (name for name in VARIABLES if name in arrays):
         array = arrays[name]
-        fast = stored_array(path, name, array, run_identity(group.attrs)) if local else None
+        fast = stored_array(path, name, array) if local else None
         native = array.attrs.get("native_dtype", str(array.dtype))
         series[name] = _series(
             name,

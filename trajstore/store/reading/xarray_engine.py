@@ -9,7 +9,6 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any, cast
 
 import numpy as np
@@ -18,36 +17,18 @@ import xarray as xr
 import zarr
 from xarray.backends import BackendEntrypoint, StoreBackendEntrypoint, ZarrStore
 
+from trajstore.accessors import register_accessors
 from trajstore.schema import STEP
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.array_reader import stored_array
-from trajstore.store.reading.block_view import as_blocks
-from trajstore.store.reading.open_group import ends, open_group, run_identity
+from trajstore.store.reading.open_group import ends, open_checked_group
 from trajstore.store.storage.remote_path import RemotePath, RunPath, location
 from trajstore.threads import default_threads
 
 __all__ = ["TrajstoreBackend", "run_dataset"]
 
 
-def _register_accessors() -> None:
-    """Register the entry points of the group ``trajstore.accessors`` as accessors of Datasets.
-
-    xarray imports this module when a Dataset is first opened. The class of an accessor is imported
-    when ``ds.NAME`` is first used.
-    """
-    for point in entry_points(group="trajstore.accessors"):
-        if not hasattr(xr.Dataset, point.name):
-            xr.register_dataset_accessor(point.name)(_accessor(point))  # type: ignore[no-untyped-call]
-
-
-def _accessor(point: EntryPoint) -> Callable[[xr.Dataset], Any]:
-    def load(ds: xr.Dataset) -> Any:
-        return point.load()(ds)
-
-    return load
-
-
-_register_accessors()
+register_accessors()
 
 
 def run_dataset(
@@ -61,7 +42,7 @@ def run_dataset(
 
     Its steps are read past zarr, which takes longer for each of their blocks than for a matrix. Of
     a run that is at an address, steps that follow upon each other are not read one block after
-    the other: the first and the last tell them all.
+    the other: the first and the last give them all.
     """
     store = ZarrStore(group, mode="r", consolidate_on_close=False)
     dropped = {drop_variables} if isinstance(drop_variables, str) else {*(drop_variables or ())}
@@ -69,9 +50,9 @@ def run_dataset(
     if STEP.name not in dropped:
         array = cast(Any, group[STEP.name])
         if isinstance(location(place), RemotePath):
-            steps = _told_by_the_ends(array)
+            steps = _steps_by_the_ends(array)
         else:
-            stored = stored_array(place, STEP.name, array, run_identity(group.attrs))
+            stored = stored_array(place, STEP.name, array)
             if stored is not None:
                 steps = replace(stored, threads=default_threads()).values(())
     if steps is None:
@@ -83,7 +64,7 @@ def run_dataset(
     return ds.assign_coords({STEP.name: variable})
 
 
-def _told_by_the_ends(array: Any) -> npt.NDArray[np.int64] | None:
+def _steps_by_the_ends(array: Any) -> npt.NDArray[np.int64] | None:
     """Steps of a run of three blocks or more, if there is none between them that was left out.
 
     As steps increase strictly, as many as lie from the first to the last are all of these.
@@ -96,7 +77,7 @@ def _told_by_the_ends(array: Any) -> npt.NDArray[np.int64] | None:
 
 
 class TrajstoreBackend(BackendEntrypoint):
-    """Opens runs, each array by one codec: also those of format 1, and of ``portable``."""
+    """Opens runs."""
 
     description = "Histories of training that trajstore has recorded"
     open_dataset_parameters = ("filename_or_obj", "drop_variables")
@@ -114,7 +95,7 @@ class TrajstoreBackend(BackendEntrypoint):
         RunNotFound, FormatError, MissingExtra
             See `trajstore.store.reading.open_group.open_group`.
         """
-        group = as_blocks(open_group(filename_or_obj))
+        group = open_checked_group(filename_or_obj)
         reader = StoreBackendEntrypoint().open_dataset  # indices are made by who calls this
         return run_dataset(group, filename_or_obj, drop_variables, reader=reader)
 

@@ -1,17 +1,15 @@
 """Places that hold a run: folders, object stores, locks.
 
 ``atomic``
-    Objects of a run: each is replaced whole, or not at all.
+    Objects of a run: each is replaced whole, or not at all, and never through a link.
 ``hub_address``
     Addresses on the hub of Hugging Face, as huggingface_hub writes them: ``hf://datasets/…``.
-``inner_links``
-    Links inside a run: they are read through, and never written, removed or repaired through.
 ``lock``
     One writer at a time.
 ``object_file``
     An object of a run, open to be read in parts: a file, or what an object store holds.
 ``object_requests``
-    How obstore is asked: what its errors become, and what is asked for once more.
+    Requests to obstore: errors in one line, one retry, and a store for zarr.
 ``remote_lock``
     One writer at a time where there are no file locks: an object that is made only if there is none
 ``remote_path``

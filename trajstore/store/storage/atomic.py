@@ -1,4 +1,4 @@
-"""Objects of a run: each is replaced whole, or not at all."""
+"""Objects of a run: each is replaced whole, or not at all, and never through a link."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from trajstore.errors import FormatError
 from trajstore.store.storage.remote_path import Location, RemotePath
 
 __all__ = [
     "PARTIAL_SUFFIX",
     "exchange",
     "flush_folder",
+    "inner_links",
     "is_alive",
     "leftovers",
     "link_or_copy",
     "put",
+    "refuse_links",
     "sweep",
 ]
 
@@ -185,3 +188,36 @@ def is_alive(process: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def inner_links(run: Location) -> list[Path]:
+    """Links among what is in the folder of a run, and in the folders of its arrays.
+
+    An object store has none.
+    """
+    found: list[Path] = []
+    if isinstance(run, RemotePath):
+        return found
+    for folder in [run, *sorted(entry for entry in run.iterdir() if entry.is_dir())]:
+        if folder != run and folder.is_symlink():
+            continue
+        with os.scandir(folder) as entries:
+            found += sorted(Path(entry.path) for entry in entries if entry.is_symlink())
+    return found
+
+
+def refuse_links(run: Location) -> None:
+    """Insist that whatever is written to a run, or removed from it, is in its own folder.
+
+    Raises
+    ------
+    FormatError
+        If there is a link in it.
+    """
+    links = inner_links(run)
+    if links:
+        raise FormatError(
+            f"{links[0]} is a link to {os.readlink(links[0])}, and nothing is written or removed "
+            "through a link inside a run; put what it leads to in its place, or make a copy of the "
+            f"run without links (cp -rL {run.name} COPY)"
+        )

@@ -101,10 +101,11 @@ class RunLock:
             owner = _owner(descriptor)
             if owner.get("host", socket.gethostname()) != socket.gethostname():
                 raise RunLocked(
-                    f"{run} is locked by {_named(owner)}; if that process has ended, remove {path}"
+                    f"{run} is locked by {_owner_line(owner)}; "
+                    f"if that process has ended, remove {path}"
                 )
             facts = {"host": socket.gethostname(), "process": os.getpid(), "started": utc_now()}
-            _say(path, descriptor, facts)
+            _write_owner(path, descriptor, facts)
         except BaseException:
             if not os.fstat(descriptor).st_size:  # nobody's but ours, and held
                 path.unlink(missing_ok=True)
@@ -254,7 +255,7 @@ def _refusal(run: Path, owner: dict[str, Any]) -> str:
             f"{owner.get('started')}; close() the writer, recorder or callback that does, and try "
             "again"
         )
-    return f"{run} is being written to by {_named(owner)}; wait for it, or end it"
+    return f"{run} is being written to by {_owner_line(owner)}; wait for it, or end it"
 
 
 def _close(descriptor: int) -> None:
@@ -263,7 +264,7 @@ def _close(descriptor: int) -> None:
         os.close(descriptor)
 
 
-def _say(path: Path, descriptor: int, facts: dict[str, Any]) -> None:
+def _write_owner(path: Path, descriptor: int, facts: dict[str, Any]) -> None:
     """Write down who holds a lock; where that fails, the file goes, while it is held."""
     try:
         os.ftruncate(descriptor, 0)
@@ -289,7 +290,7 @@ def _owner(descriptor: int) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def _named(owner: dict[str, Any]) -> str:
+def _owner_line(owner: dict[str, Any]) -> str:
     if not owner:
         return "another process"
     return (

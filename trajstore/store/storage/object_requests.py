@@ -1,4 +1,4 @@
-"""How obstore is asked: what its errors become, and what is asked for once more."""
+"""Requests to obstore: errors in one line, one retry, and a store for zarr."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zarr.storage import ObjectStore as ZarrObjectStore
 
 from trajstore.errors import MissingExtra, ObjectStoreError
 
-__all__ = ["ReadStore", "begun_again", "is_of_nothing", "obstore", "told"]
+__all__ = ["ReadStore", "is_empty_range", "obstore", "readable_errors", "retried_once"]
 
-_OF_NOTHING = ("Range Not Satisfiable", "Invalid range", "non-partial")
+_EMPTY_RANGE = ("Range Not Satisfiable", "Invalid range", "non-partial")
 """What is said of the end of an object without bytes."""
 
-_CUT_SHORT = ("response body error", "precondition failure")
+_ENDED_EARLY = ("response body error", "precondition failure")
 """What obstore says of an answer that has ended too early, and has no rest that belongs to it."""
 
 T = TypeVar("T")
@@ -37,24 +37,24 @@ class ReadStore(ZarrObjectStore[Any]):
         *,
         read_only: bool = True,
         root: str = "",
-        documents: Mapping[str, bytes] | None = None,
+        cached: Mapping[str, bytes] | None = None,
     ) -> None:
         super().__init__(store, read_only=read_only)
         self._root = root
-        self._documents = dict(documents or {})
+        self._cached = dict(cached or {})
 
     async def get(
         self, key: str, prototype: Any, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
         """Part of an object; None if there is none."""
-        known = self._documents.pop(key, None) if byte_range is None else None
+        known = self._cached.pop(key, None) if byte_range is None else None
         if known is not None:
             return cast(Buffer, prototype.buffer.from_bytes(known))
-        with told(f"{self._root}/{key}"):
+        with readable_errors(f"{self._root}/{key}"):
             try:
                 return await self._get(key, prototype, byte_range)
             except obstore().exceptions.GenericError as error:
-                if not _is_cut_short(error):
+                if not _has_ended_early(error):
                     raise
                 return await self._get(key, prototype, byte_range)
 
@@ -82,7 +82,7 @@ class ReadStore(ZarrObjectStore[Any]):
 
 
 @contextmanager
-def told(address: object) -> Iterator[None]:
+def readable_errors(address: object) -> Iterator[None]:
     """Have what the object store refuses be an error of ours, of one line."""
     try:
         yield
@@ -92,29 +92,29 @@ def told(address: object) -> Iterator[None]:
         remedy = ""
         if isinstance(error, obstore().exceptions.NotSupportedError):
             remedy = "; runs are read in parts, so copy it, or serve it by a server that gives them"
-        raise ObjectStoreError(f"{address}: {_said(error)}{remedy}") from error
+        raise ObjectStoreError(f"{address}: {_error_line(error)}{remedy}") from error
 
 
-def begun_again(read: Callable[[], T]) -> T:
+def retried_once(read: Callable[[], T]) -> T:
     """What is read; from the start once more where the object was replaced under way."""
     try:
         return read()
     except obstore().exceptions.GenericError as error:
-        if not _is_cut_short(error):
+        if not _has_ended_early(error):
             raise
     return read()
 
 
-def is_of_nothing(error: Exception) -> bool:
+def is_empty_range(error: Exception) -> bool:
     """Whether an error may be that there is no end of an object without bytes."""
-    return any(words in _said(error) for words in _OF_NOTHING)
+    return any(words in _error_line(error) for words in _EMPTY_RANGE)
 
 
-def _is_cut_short(error: Exception) -> bool:
-    return any(words in _said(error) for words in _CUT_SHORT)
+def _has_ended_early(error: Exception) -> bool:
+    return any(words in _error_line(error) for words in _ENDED_EARLY)
 
 
-def _said(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     """What obstore says, in one line, without what it has for its own developers."""
     return " ".join(str(error).split("\n\nDebug source")[0].split())
 

@@ -23,10 +23,10 @@ from trajstore.errors import InvalidArgument, ObjectStoreError
 from trajstore.store.storage.hub_address import hub_headers, hub_url, split_hub_address
 from trajstore.store.storage.object_requests import (
     ReadStore,
-    begun_again,
-    is_of_nothing,
+    is_empty_range,
     obstore,
-    told,
+    readable_errors,
+    retried_once,
 )
 from trajstore.strict_json import too_large
 
@@ -110,16 +110,16 @@ class RemotePath:
         """Whether the store can say what lies below a key; a web server cannot."""
         return urlsplit(self.root).scheme not in _NOT_LISTED
 
-    def zarr_store(self, documents: Mapping[str, bytes] | None = None) -> ZarrObjectStore[Any]:
+    def zarr_store(self, cached: Mapping[str, bytes] | None = None) -> ZarrObjectStore[Any]:
         """What zarr reads from; the run is the group `key` of it.
 
         Parameters
         ----------
-        documents : mapping of str to bytes, optional
+        cached : mapping of str to bytes, optional
             By their keys in the whole store, what has just been read: it is not asked for again,
             once.
         """
-        return ReadStore(self.store, root=self.root, documents=documents)
+        return ReadStore(self.store, root=self.root, cached=cached)
 
     def exists(self) -> bool:
         """Whether there is such an object, or one below."""
@@ -131,7 +131,7 @@ class RemotePath:
 
     def stat(self) -> Mapping[str, Any] | None:
         """``size``, ``last_modified`` and ``e_tag`` of the object; None if there is none."""
-        with told(self):
+        with readable_errors(self):
             try:
                 return dict(obstore().head(self.store, self.key))
             except FileNotFoundError:
@@ -160,8 +160,8 @@ class RemotePath:
                 raise ValueError(too_large(size))
             return bytes(found.bytes())
 
-        with told(self):
-            return begun_again(read)
+        with readable_errors(self):
+            return retried_once(read)
 
     def read_end(self, length: int) -> bytes:
         """Last bytes of the object; otherwise as `end_and_facts`."""
@@ -182,15 +182,15 @@ class RemotePath:
             found = obstore().get(self.store, self.key, options={"range": {"suffix": length}})
             return bytes(found.bytes()), dict(found.meta)
 
-        with told(self):
+        with readable_errors(self):
             try:
-                return begun_again(read)
+                return retried_once(read)
             except FileNotFoundError:
                 raise
             except obstore().exceptions.NotSupportedError:  # Azure knows no suffix
                 pass
             except obstore().exceptions.GenericError as error:
-                facts = dict(obstore().head(self.store, self.key)) if is_of_nothing(error) else {}
+                facts = dict(obstore().head(self.store, self.key)) if is_empty_range(error) else {}
                 if facts.get("size") != 0:
                     raise
                 return b"", facts
@@ -200,7 +200,7 @@ class RemotePath:
             return self._end_by_range(length)
 
     def _end_by_range(self, length: int) -> tuple[bytes, Mapping[str, Any]]:
-        with told(self):
+        with readable_errors(self):
             facts = dict(obstore().head(self.store, self.key))
         if facts["size"] == 0:
             return b"", facts
@@ -224,9 +224,9 @@ class RemotePath:
         def read() -> bytes:
             return bytes(obstore().get(self.store, self.key, options=options).bytes())
 
-        with told(self):
+        with readable_errors(self):
             try:
-                data = begun_again(read)
+                data = retried_once(read)
             except obstore().exceptions.PreconditionError as error:
                 raise ObjectReplaced(f"{self} has been replaced while it was read") from error
         if len(data) < stop - start:
@@ -258,7 +258,7 @@ class RemotePath:
         if instead_of is not None:
             mode = {"e_tag": instead_of}
         refused = obstore().exceptions.AlreadyExistsError, obstore().exceptions.PreconditionError
-        with told(self):
+        with readable_errors(self):
             try:
                 put = obstore().put(self.store, self.key, data, mode=mode, use_multipart=False)
             except refused as error:
@@ -274,7 +274,7 @@ class RemotePath:
 
     def unlink(self, *, missing_ok: bool = True) -> None:
         """Remove the object. Whether there was one, an object store does not say."""
-        with told(self), suppress(FileNotFoundError):
+        with readable_errors(self), suppress(FileNotFoundError):
             obstore().delete(self.store, self.key)
 
     def below(self) -> dict[RemotePath, int]:
@@ -294,13 +294,13 @@ class RemotePath:
         """Remove all objects below."""
         keys = [path.key for path in self.below()]
         if keys:
-            with told(self):
+            with readable_errors(self):
                 obstore().delete(self.store, keys)
 
     def _below(self) -> Iterator[Any]:
         if not self.listed:
             raise ObjectStoreError(f"{self}: a web server does not say what there is")
-        with told(self):
+        with readable_errors(self):
             for batch in obstore().list(self.store, f"{self.key}/"):
                 yield from batch
 
@@ -398,7 +398,7 @@ def local_file(path: Location) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="trajstore-") as folder:
         file = Path(folder) / path.name
-        with file.open("wb") as copy, told(path):
+        with file.open("wb") as copy, readable_errors(path):
             for piece in obstore().get(path.store, path.key):
                 copy.write(piece)
         yield file

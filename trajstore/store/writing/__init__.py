@@ -1,9 +1,7 @@
 """Writing a run.
 
 ``annotated_run``
-    A run whose tokens are told about afterwards: the same rows, with more coordinates.
-``block_buffers``
-    The blocks of a run that are in memory: one is filled, those before it are on their way to disk.
+    Annotations: a run gets more coordinates of its tokens; its rows stay.
 ``block_commits``
     The rows of an open run on their way to readers: blocks that are full, and the unfinished one.
 ``block_writer``
@@ -20,10 +18,8 @@
     What a new run is made of: its coordinates, checked, and all that it holds before a first row.
 ``resumed_run``
     A run that is there, as a writer goes on with it: what is kept of it, and how it is stored.
-``shared_commits``
-    The commit of a run that several processes write: by the first of them, when all have written.
-``shared_plan``
-    The planner where several processes write a run: no shard has tokens of two of them.
+``shared_run``
+    A run that several processes write: planned, begun and committed by the first of them.
 ``token_share``
     The tokens of a run that one of several processes writes.
 ``writer``

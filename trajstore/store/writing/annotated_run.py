@@ -1,4 +1,4 @@
-"""A run whose tokens are told about afterwards: the same rows, with more coordinates.
+"""Annotations: a run gets more coordinates of its tokens; its rows stay.
 
 The run is made anew beside its place, of hard links, and exchanged with the old one: a reader sees
 the one or the other. Coordinates are part of what the content digest is made of, so that of the new
@@ -19,16 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.errors import FormatError, InvalidArgument, RunExists
-from trajstore.schema import COORDINATES, STEP
-from trajstore.store.metadata.block_plan import Layout
+from trajstore.schema import ALONG_TOKEN, along_token
 from trajstore.store.metadata.fingerprint import coordinate_digests
 from trajstore.store.metadata.object_keys import DOCUMENT, chunk_key
-from trajstore.store.metadata.zarr_json import COPY, RunMetadata
+from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.atomic import link_or_copy, put
 from trajstore.store.storage.remote_path import RemotePath
 from trajstore.store.writing.create import staged_run
-from trajstore.store.writing.new_run import new_arrays, token_coordinates
+from trajstore.store.writing.new_run import coordinate_objects, token_coordinates
 from trajstore.store.writing.resumed_run import check_run, resumed_run, stored_fingerprints
 
 __all__ = ["annotate_run"]
@@ -103,10 +102,7 @@ def _make(
     stored = resumed_run(run, None, attributes=None, memory=_MEMORY, threads=None)
     root = json.loads((run / DOCUMENT).read_bytes())
     group = open_group(run)
-    there: dict[str, Any] = {}
-    for name in COORDINATES:
-        if name in group:
-            there[name] = np.asarray(group[name])
+    there: dict[str, Any] = {name: np.asarray(group[name]) for name in ALONG_TOKEN if name in group}
     if "token" not in there:
         raise FormatError(
             f"{run} has lost its tokens; see: trajstore verify {shlex.quote(str(run))}"
@@ -115,18 +111,12 @@ def _make(
     if taken and not overwrite:
         raise RunExists(f"{run} has {', '.join(taken)} already; replace them with --overwrite")
     coordinates = _in_order({**there, **wanted})
-    only = Layout(
-        block_rows=stored.layout.block_rows,
-        threads=1,
-        arrays={},
-        runs=stored.layout.runs,
-    )
-    made, chunks = new_arrays(only, coordinates, encoding=str(root["attributes"]["encoding"]))
+    made, chunks = coordinate_objects({name: coordinates[name] for name in wanted})
     before = root["consolidated_metadata"]["metadata"]
-    auxiliary = " ".join(name for name in coordinates if name != "token")
+    # Also the populations, which stay as they are.
+    auxiliary = " ".join(name for name in along_token({*before, *wanted}) if name != "token")
     arrays = {name: _with_coordinates(before[name], auxiliary) for name in before}
-    arrays |= {name: made[name] for name in wanted}
-    arrays[STEP.name] = _without_copy(arrays[STEP.name])
+    arrays |= made
     metadata = RunMetadata(arrays, stored.metadata.attributes)
     replaced = {f"{name}/{DOCUMENT}" for name in arrays} | {DOCUMENT}
     replaced |= {chunk_key(name, 0, 1) for name in wanted}
@@ -137,18 +127,15 @@ def _make(
         put(new / key, [chunks[key]], fsync=fsync)
     for name in metadata.names():
         put(new / name / DOCUMENT, [metadata.array(name, stored.rows)], fsync=fsync)
-    digests = {}
-    if stored.fingerprint is not None:
-        held = stored_fingerprints(new, metadata, stored.arrays, stored.layout, stored.rows)
-        digests = held[-1].attributes()
+    held = stored_fingerprints(new, metadata, stored.arrays, stored.layout, stored.rows)
     status = root["attributes"]["status"]
-    put(new / DOCUMENT, [metadata.root(stored.rows, status, digests)], fsync=fsync)
+    put(new / DOCUMENT, [metadata.root(stored.rows, status, held[-1].attributes())], fsync=fsync)
     _check_kept(new, metadata, run, wanted)
 
 
 def _in_order(coordinates: Mapping[str, npt.ArrayLike]) -> dict[str, npt.ArrayLike]:
     """Coordinates in the order of the schema, checked against each other."""
-    ordered = {name: coordinates[name] for name in COORDINATES if name in coordinates}
+    ordered = {name: coordinates[name] for name in ALONG_TOKEN if name in coordinates}
     checked = token_coordinates(ordered.pop("token"), populations=None, **ordered)
     if "is_dead" in checked and "token_count" in checked:
         dead, counts = np.asarray(checked["is_dead"], bool), np.asarray(checked["token_count"])
@@ -169,11 +156,6 @@ def _with_coordinates(document: dict[str, Any], auxiliary: str) -> dict[str, Any
     ):
         return document
     return document | {"attributes": document["attributes"] | {"coordinates": auxiliary}}
-
-
-def _without_copy(document: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in document["attributes"].items() if key != COPY}
-    return document | {"attributes": kept}
 
 
 def _link(run: Path, new: Path, replaced: set[str], *, fsync: bool) -> None:

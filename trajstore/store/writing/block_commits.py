@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -20,17 +23,16 @@ import numpy.typing as npt
 
 from trajstore.schema import STEP
 from trajstore.store.metadata.block_plan import Layout
-from trajstore.store.metadata.fingerprint import Fingerprint, block_digest
-from trajstore.store.metadata.zarr_json import RunMetadata, Status
+from trajstore.store.metadata.fingerprint import block_digest
+from trajstore.store.metadata.zarr_json import Status
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_lock import RemoteLock
 from trajstore.store.storage.remote_path import Location
-from trajstore.store.writing.block_buffers import BlockBuffers
 from trajstore.store.writing.block_writer import BlockWriter
 from trajstore.store.writing.commit import Committer
 from trajstore.store.writing.commit_timer import CommitTimer
 from trajstore.store.writing.resumed_run import ResumedRun
-from trajstore.store.writing.shared_commits import SharedCommits, Written
+from trajstore.store.writing.shared_run import SharedCommits, Written
 from trajstore.store.writing.token_share import TokenShare
 
 __all__ = ["BlockCommits"]
@@ -44,10 +46,8 @@ class BlockCommits:
     path : Path or RemotePath
     layout : Layout
         Of what this process holds of the run.
-    metadata : RunMetadata or None
+    committer : Committer or None
         None where another process commits.
-    fingerprint : Fingerprint or None
-        Of the rows that are there; None in format 1.
     commit_every : float or None
         Seconds after a commit at which the rows of the unfinished block are committed, once
         `start` was called; None for whole blocks only.
@@ -62,20 +62,13 @@ class BlockCommits:
     ----------
     rows : int
         Rows that were taken so far.
-    committed_rows : int
-        Rows that readers see.
-    bytes_written : int
-        Bytes of the shards on disk.
-    seconds_waited : float
-        How long `places` has waited for the disk, because all buffers were full.
     """
 
     def __init__(
         self,
         path: Location,
         layout: Layout,
-        metadata: RunMetadata | None,
-        fingerprint: Fingerprint | None,
+        committer: Committer | None,
         *,
         commit_every: float | None,
         fsync: bool,
@@ -86,10 +79,8 @@ class BlockCommits:
         self._lock = lock
         self._layout = layout
         self._rows_lock = threading.Lock()  # the timer's thread asks how many there are
-        self._committer = (
-            None if metadata is None else Committer(path, metadata, fingerprint, fsync=fsync)
-        )
-        self._shared = None if share is None else SharedCommits(share, self._committer)
+        self._committer = committer
+        self._shared = None if share is None else SharedCommits(share, committer)
         # Not by time where others write, too: they would have to stop at the same row.
         self._timer = self._made_timer(commit_every if share is None else None)
         self._block_writer = BlockWriter(
@@ -99,7 +90,7 @@ class BlockCommits:
             fsync=fsync,
             on_failure=None if self._shared is None else self._shared.fail,
         )
-        self._buffers = BlockBuffers(layout, self._block_writer)
+        self._buffers = _Buffers(layout, self._block_writer)
 
     @property
     def committed_rows(self) -> int:
@@ -123,7 +114,7 @@ class BlockCommits:
         """How long `places` has waited for the disk, because all buffers were full."""
         return self._buffers.seconds_waited
 
-    def take_up(self, kept: ResumedRun) -> None:
+    def load_rows(self, kept: ResumedRun) -> None:
         """Have the rows that are kept behind those to come; the run is as it was."""
         self.rows = kept.rows
         self._block_writer.bytes_written += kept.load(self._block())
@@ -136,7 +127,7 @@ class BlockCommits:
             return
         unfinished = kept.rows % self._layout.block_rows
         last = None
-        if unfinished and self._layout.runs is not None:
+        if unfinished:
             last = (unfinished, kept.digest_of_unfinished())
         self._committer.cut(kept.rows, last)
 
@@ -161,8 +152,8 @@ class BlockCommits:
             self._buffers.make_room()
         return {name: self._next(array)[:most] for name, array in self._block().items()}
 
-    def take(self, steps: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
-        """Take the rows of these steps, whose places are filled, and hand over a full block."""
+    def add(self, steps: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
+        """Add the rows of these steps, whose places are filled, and hand over a full block."""
         if STEP.name in self._block():  # or another process writes it
             self._next(self._block()[STEP.name])[: len(steps)] = steps
         with self._rows_lock:
@@ -236,3 +227,86 @@ class BlockCommits:
             rows, status = change
             unfinished = rows % self._layout.block_rows != 0 and status == "recording"
             self._timer.committed(by_time=unfinished)
+
+
+class _Buffers:
+    """The blocks that are in memory: one is filled, those before it are on their way to disk.
+
+    There are as many buffers as the layout says, and each is filled again only when the block that
+    it held has been written and committed. So nothing is copied and nothing is lost; if the disk is
+    slow, the caller waits.
+
+    Parameters
+    ----------
+    layout : Layout
+    block_writer : BlockWriter
+        Whose commits take a number of rows and a status.
+
+    """
+
+    def __init__(self, layout: Layout, block_writer: BlockWriter) -> None:
+        self.seconds_waited = 0.0
+        self._layout = layout
+        self._block_writer = block_writer
+        self._pending: deque[Future[None]] = deque()
+        self._blocks = [
+            {
+                name: np.empty((layout.block_rows, *array.row), array.native.bits)
+                for name, array in layout.arrays.items()
+            }
+            for _ in range(layout.buffers)
+        ]
+
+    def block(self, row: int) -> dict[str, npt.NDArray[Any]]:
+        """Buffer of the block that a row lies in: native bits of every array, (row, …)."""
+        return self._blocks[row // self._layout.block_rows % self._layout.buffers]
+
+    def make_room(self) -> None:
+        """Wait until the buffer of the next block has been written; raise what went wrong."""
+        if len(self._pending) < self._layout.buffers:
+            return
+        started = time.perf_counter()
+        self._settle(self._layout.buffers - 1)
+        self.seconds_waited += time.perf_counter() - started
+
+    def check(self) -> None:
+        """Raise what went wrong so far, without waiting."""
+        while self._pending and self._pending[0].done():
+            self._pending.popleft().result()
+        if self._block_writer.failure is not None:
+            raise self._block_writer.failure
+
+    def hand_over(self, rows: int, status: Status = "recording") -> None:
+        """Have the block that ends with the last of so many rows written and committed."""
+        self._pending.append(self._submit(rows, status))
+
+    def commit_unfinished(self, rows: int) -> None:
+        """Have so many rows written and committed, though more of their block will follow.
+
+        `make_room` need not know of it: blocks are written in order, so this is done before the
+        whole block is, and its buffer is another block's only after that.
+        """
+        self._submit(rows, "recording")
+
+    def finish(self, rows: int, status: Status) -> None:
+        """Have the last of so many rows written and all committed, and wait for that."""
+        if rows % self._layout.block_rows:
+            self.hand_over(rows, status)
+        else:
+            self._pending.append(self._block_writer.submit(0, None, (rows, status)))
+        self._settle(0)
+
+    def close(self) -> None:
+        """Wait for everything handed over, and let go of the memory."""
+        self._block_writer.close()
+        self._blocks.clear()
+
+    def _submit(self, rows: int, status: Status) -> Future[None]:
+        number, last = divmod(rows - 1, self._layout.block_rows)
+        block = {name: array[: last + 1] for name, array in self.block(rows - 1).items()}
+        return self._block_writer.submit(number, block, (rows, status))
+
+    def _settle(self, most: int) -> None:
+        """Wait until at most so many blocks are on their way; raise what went wrong."""
+        while len(self._pending) > most:
+            self._pending.popleft().result()

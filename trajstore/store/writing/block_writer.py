@@ -24,7 +24,7 @@ from trajstore.store.metadata.shard import Chunk, Shard, chunk_windows, encode_c
 from trajstore.store.storage.atomic import put
 from trajstore.store.storage.remote_lock import taken_over
 from trajstore.store.storage.remote_path import Location, RemotePath
-from trajstore.store.writing.shared_commits import ShardDigest, Written
+from trajstore.store.writing.shared_run import ShardDigest, Written
 from trajstore.threads import submit
 
 __all__ = ["BlockWriter"]

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from trajstore.byte_sizes import parse_bytes
@@ -22,18 +21,17 @@ from trajstore.codec.block_form import Runs
 from trajstore.codec.block_label import new_identity
 from trajstore.errors import InvalidArgument
 from trajstore.schema import STEP, coordinate, room_for_examples
-from trajstore.store.metadata.block_plan import ArrayLayout, Layout, plan
+from trajstore.store.metadata.block_plan import Layout, plan
 from trajstore.store.metadata.fingerprint import Fingerprint
 from trajstore.store.metadata.object_keys import DOCUMENT
-from trajstore.store.metadata.zarr_json import CHANGING, COPY, RunMetadata
+from trajstore.store.metadata.zarr_json import CHANGING, RunMetadata
 from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.reading.open_group import open_group
-from trajstore.store.storage.atomic import link_or_copy
-from trajstore.store.storage.inner_links import refuse_links
+from trajstore.store.storage.atomic import link_or_copy, refuse_links
 from trajstore.store.writing.block_writer import BlockWriter
 from trajstore.store.writing.commit import Committer
 from trajstore.store.writing.create import create_folder
-from trajstore.store.writing.new_run import check_variables, new_arrays
+from trajstore.store.writing.new_run import check_variables, series_metadata
 from trajstore.store.writing.resumed_run import ResumedRun, resumed_run, stored_fingerprints
 from trajstore.store.writing.writer import RunWriter
 from trajstore.strict_json import utc_now
@@ -66,7 +64,7 @@ def branch_run(
 ) -> None:
     """Make a run of the first rows of another, to be gone on with; its status is ``interrupted``.
 
-    It has the blocks, the encoding and the coordinates of the other. Whole blocks of variables that
+    It has the blocks and the coordinates of the other. Whole blocks of variables that
     keep their type are hard links, or copies where the file system makes none; what gets a wider
     type is encoded anew, block by block, and so is the last block if it is not whole.
 
@@ -170,9 +168,9 @@ class _Branch:
         fsync: bool,
     ) -> _Branch:
         root = json.loads((stored.path / DOCUMENT).read_bytes())
-        documents = root["consolidated_metadata"]["metadata"]
-        coordinates = [name for name in documents if coordinate(name)]
-        lengths = {name: documents[name]["shape"][0] for name in coordinates}
+        stored_metadata = root["consolidated_metadata"]["metadata"]
+        coordinates = [name for name in stored_metadata if coordinate(name)]
+        lengths = {name: stored_metadata[name]["shape"][0] for name in coordinates}
         layout = plan(
             types,
             tokens=lengths["token"],
@@ -181,29 +179,19 @@ class _Branch:
             parameters=lengths.get("parameter", 1),
             memory=parse_bytes(memory),
             block_rows=stored.layout.block_rows,
-            encoding=str(root["attributes"]["encoding"]),
         )
         anew = {
-            name: array if stored.layout.runs is not None else _undivided(array)
+            name: array
             for name, array in layout.arrays.items()
             if name != STEP.name and array.native != stored.layout.arrays[name].native
         }
-        # Their values are not used: the chunks of the coordinates are those of the other.
-        placeholders = {
-            name: np.zeros(length, "U1" if name in ("token_text", "parameter") else "i4")
-            for name, length in lengths.items()
-        }
         runs = _runs_of_branch(stored)
         changed = replace(layout, arrays=anew, runs=runs)
-        encoding = str(root["attributes"]["encoding"])
-        made, _ = new_arrays(changed, placeholders, encoding=encoding)
         kept = (STEP.name, *(name for name in types if name not in anew))
-        arrays = {name: _with_runs(documents[name], runs) for name in (*kept, *coordinates)}
-        arrays |= {name: made[name] for name in anew}
-        arrays[STEP.name] = _without_copy(arrays[STEP.name])
+        arrays = {name: _with_runs(stored_metadata[name], runs) for name in (*kept, *coordinates)}
+        arrays |= series_metadata(changed, coordinates)
         fixed = {key: value for key, value in root["attributes"].items() if key not in CHANGING}
-        if runs is not None:
-            fixed["runs"] = [list(entry) for entry in runs]
+        fixed["runs"] = [list(entry) for entry in runs]
         return cls(
             stored=stored,
             path=path,
@@ -258,10 +246,8 @@ class _Branch:
         finally:
             writer.close("interrupted")
 
-    def _fingerprint(self, rows: int) -> Fingerprint | None:
+    def _fingerprint(self, rows: int) -> Fingerprint:
         runs = self.changed.runs
-        if runs is None:
-            return None
         arrays: dict[str, StoredArray] = {}
         for name in self.kept:
             stored = self.stored.arrays[name]
@@ -294,20 +280,16 @@ def _room(stored: ResumedRun) -> dict[str, Any]:
     return room_for_examples({name: array.row for name, array in arrays if name != STEP.name})
 
 
-def _runs_of_branch(stored: ResumedRun) -> Runs | None:
+def _runs_of_branch(stored: ResumedRun) -> Runs:
     """Whose blocks the branch holds: those it takes over keep the identity they have."""
-    if stored.layout.runs is None:
-        return None
     blocks = stored.rows // stored.layout.block_rows
     # A run that was cut below its first own block, or took a wider type, has blocks before that.
     before = ((min(number, blocks), run) for number, run in stored.layout.runs)
     return (*before, (blocks, new_identity()))
 
 
-def _with_runs(document: dict[str, Any], runs: Runs | None) -> dict[str, Any]:
+def _with_runs(document: dict[str, Any], runs: Runs) -> dict[str, Any]:
     """The document of an array, of a run of that identity."""
-    if runs is None:
-        return document
     codecs = [
         codec | {"configuration": codec["configuration"] | {"runs": [list(e) for e in runs]}}
         if codec["name"] == BLOCK
@@ -315,16 +297,3 @@ def _with_runs(document: dict[str, Any], runs: Runs | None) -> dict[str, Any]:
         for codec in document["codecs"]
     ]
     return document | {"codecs": codecs}
-
-
-def _undivided(array: ArrayLayout) -> ArrayLayout:
-    """One shard a block, as format 1 has it."""
-    if array.parts == 1:
-        return array
-    tokens = array.chunk[1] * -(-array.row[0] // array.chunk[1])
-    return replace(array, shard=(array.shard[0], tokens, *array.shard[2:]))
-
-
-def _without_copy(document: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in document["attributes"].items() if key != COPY}
-    return document | {"attributes": kept}

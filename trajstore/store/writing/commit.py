@@ -27,8 +27,8 @@ class Committer:
     ----------
     path : Path or RemotePath
     metadata : RunMetadata
-    fingerprint : Fingerprint or None
-        Of the rows that are there; None in format 1.
+    fingerprint : Fingerprint
+        Of the rows that are there.
     fsync : bool
         Have every document survive a loss of power.
 
@@ -42,7 +42,7 @@ class Committer:
         self,
         path: Location,
         metadata: RunMetadata,
-        fingerprint: Fingerprint | None,
+        fingerprint: Fingerprint,
         *,
         fsync: bool,
     ) -> None:
@@ -101,10 +101,9 @@ class Committer:
 
     def _put_root(self, rows: int, status: Status, block: tuple[int, bytes] | None) -> None:
         fingerprint = self._fingerprint
-        if fingerprint is not None and block is not None:
+        if block is not None:
             fingerprint = fingerprint.added(*block)
-        digests = {} if fingerprint is None else fingerprint.attributes()
-        document = self._metadata.root(rows, status, digests)
+        document = self._metadata.root(rows, status, fingerprint.attributes())
         self._replace_root(document)
         # Only now: a commit that failed may be followed by one of the rows before.
         self.rows, self._fingerprint = rows, fingerprint

@@ -55,7 +55,7 @@ class CommitTimer:
     >>> now = 0.0
     >>> timer = CommitTimer(10.0, lambda: True, clock=lambda: now)
     >>> now = 4.0
-    >>> timer.ask()
+    >>> timer.commit_if_due()
     6.0
     """
 
@@ -91,13 +91,13 @@ class CommitTimer:
         if by_time:
             self._took = self._last - self._begun
 
-    def ask(self) -> float | None:
+    def commit_if_due(self) -> float | None:
         """Begin a commit if it is time.
 
         Returns
         -------
         float or None
-            Seconds until it makes sense to ask again; None when the writer is no more.
+            Seconds until it makes sense to call again; None when the writer is no more.
         """
         now = self._clock()
         due = self._last + max(self._every, _PAUSE * self._took)
@@ -116,4 +116,4 @@ class CommitTimer:
         while seconds is not None:
             if self._stopped.wait(min(seconds, threading.TIMEOUT_MAX)):
                 return
-            seconds = self.ask()
+            seconds = self.commit_if_due()

@@ -104,7 +104,7 @@ def _is_run(path: Location) -> bool:
 
 def create_folder(
     path: Location,
-    documents: RunMetadata,
+    metadata: RunMetadata,
     chunks: Mapping[str, bytes],
     digests: Mapping[str, str],
     *,
@@ -119,7 +119,7 @@ def create_folder(
     Parameters
     ----------
     path : Path or RemotePath
-    documents : RunMetadata
+    metadata : RunMetadata
         Of the root and every array.
     chunks : mapping of str to bytes
         Encoded coordinates, by their keys.
@@ -138,14 +138,14 @@ def create_folder(
     if isinstance(path, RemotePath):
         if overwrite:
             remove_folder(path)
-        _put_all(path, documents, chunks, digests, fsync=fsync)
+        _put_all(path, metadata, chunks, digests, fsync=fsync)
         return
     new = _beside(path)
     new.mkdir()
     try:
-        for name in documents.names():
+        for name in metadata.names():
             (new / name).mkdir()
-        _put_all(new, documents, chunks, digests, fsync=fsync)
+        _put_all(new, metadata, chunks, digests, fsync=fsync)
         if overwrite and path.exists():
             _replace(path, new, old=new.with_suffix(".old"))
         else:
@@ -170,17 +170,17 @@ def remove_folder(path: Location) -> None:
 
 def _put_all(
     path: Location,
-    documents: RunMetadata,
+    metadata: RunMetadata,
     chunks: Mapping[str, bytes],
     digests: Mapping[str, str],
     *,
     fsync: bool,
 ) -> None:
-    for name in documents.names():
-        put(path / name / DOCUMENT, [documents.array(name, 0)], fsync=fsync)
+    for name in metadata.names():
+        put(path / name / DOCUMENT, [metadata.array(name, 0)], fsync=fsync)
     for key, data in chunks.items():
         put(path / key, [data], fsync=fsync)
-    put(path / DOCUMENT, [documents.root(0, "recording", digests)], fsync=fsync)
+    put(path / DOCUMENT, [metadata.root(0, "recording", digests)], fsync=fsync)
 
 
 @contextmanager

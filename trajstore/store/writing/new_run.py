@@ -6,7 +6,7 @@ zarr-python itself writes the documents and the coordinates, into memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from trajstore.codec.block_form import Runs
 from trajstore.errors import InvalidArgument
 from trajstore.schema import (
     COORDINATES,
+    ENCODING,
     FORMAT,
     MODEL,
     POPULATION,
@@ -35,7 +36,14 @@ from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.strict_json import utc_now
 from trajstore.version import __version__
 
-__all__ = ["check_variables", "new_arrays", "new_run", "parameter_coordinate", "token_coordinates"]
+__all__ = [
+    "check_variables",
+    "coordinate_objects",
+    "new_run",
+    "parameter_coordinate",
+    "series_metadata",
+    "token_coordinates",
+]
 
 _CHUNK_KEYS: Any = {"name": "default", "separator": "."}
 
@@ -132,7 +140,6 @@ def new_run(
     layout: Layout,
     coordinates: Mapping[str, npt.ArrayLike],
     *,
-    encoding: str,
     config: Mapping[str, Any] | None,
     attributes: Mapping[str, Any] | None,
 ) -> tuple[RunMetadata, dict[str, bytes]]:
@@ -143,7 +150,6 @@ def new_run(
     layout : Layout
     coordinates : mapping of str to array_like
         As `token_coordinates` and `parameter_coordinate` return them.
-    encoding : {'delta', 'portable'}
     config : mapping or None
         Configuration of the run, JSON values only.
     attributes : mapping or None
@@ -158,55 +164,66 @@ def new_run(
     fixed = {
         "trajstore_format": FORMAT,
         "trajstore_version": __version__,
-        "runs": [list(entry) for entry in layout.runs or ()],
+        "runs": [list(entry) for entry in layout.runs],
         "created": utc_now(),
         "timeline": "post-step",
-        "encoding": encoding,
+        "encoding": ENCODING,
         "block_rows": layout.block_rows,
         "config": dict(config or {}),
         **(attributes or {}),
     }
-    arrays, chunks = new_arrays(layout, coordinates, encoding=encoding)
-    return RunMetadata(arrays, fixed), chunks
+    own, chunks = coordinate_objects(coordinates)
+    return RunMetadata(series_metadata(layout, coordinates) | own, fixed), chunks
 
 
-def new_arrays(
-    layout: Layout, coordinates: Mapping[str, npt.ArrayLike], *, encoding: str
-) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
-    """Arrays of a run that is to be made.
+def series_metadata(layout: Layout, coordinates: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Metadata of the arrays that grow with the rows of a run, by name.
 
     Parameters
     ----------
     layout : Layout
-    coordinates : mapping of str to array_like
-        Their values, by name of the schema.
-    encoding : {'delta', 'portable'}
-
-    Returns
-    -------
-    dict of str to dict
-        The document of each array.
-    dict of str to bytes
-        The chunks of the coordinates, by key.
+    coordinates : iterable of str
+        Names of all coordinates of the run.
     """
     objects: dict[str, Any] = {}
     root = zarr.create_group(MemoryStore(objects))
+    auxiliary = [name for name in along_token(coordinates) if name != "token"]
     for name, array in layout.arrays.items():
-        auxiliary = [name for name in along_token(coordinates) if name != "token"]
-        _create(root, name, array, auxiliary, encoding=encoding, runs=layout.runs)
+        _create(root, name, array, auxiliary, layout.runs)
+    return _metadata_and_chunks(objects)[0]
+
+
+def coordinate_objects(
+    coordinates: Mapping[str, npt.ArrayLike],
+) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
+    """Metadata of coordinates by name, and their chunks by key.
+
+    Parameters
+    ----------
+    coordinates : mapping of str to array_like
+        Their values, by name of the schema.
+    """
+    objects: dict[str, Any] = {}
+    root = zarr.create_group(MemoryStore(objects))
     for name, values in coordinates.items():
         entry = coordinate(name)
         assert entry is not None
         _create_coordinate(root, entry, values)
-    documents: dict[str, dict[str, Any]] = {}
+    return _metadata_and_chunks(objects)
+
+
+def _metadata_and_chunks(
+    objects: Mapping[str, Any],
+) -> tuple[dict[str, dict[str, Any]], dict[str, bytes]]:
+    arrays: dict[str, dict[str, Any]] = {}
     chunks: dict[str, bytes] = {}
     for key, buffer in objects.items():
         name, _, leaf = key.rpartition("/")
         if leaf != DOCUMENT:
             chunks[key] = buffer.to_bytes()
         elif name:
-            documents[name] = json.loads(buffer.to_bytes())
-    return documents, chunks
+            arrays[name] = json.loads(buffer.to_bytes())
+    return arrays, chunks
 
 
 def _create(
@@ -214,9 +231,7 @@ def _create(
     name: str,
     array: ArrayLayout,
     auxiliary: list[str],
-    *,
-    encoding: str,
-    runs: Runs | None,
+    runs: Runs,
 ) -> None:
     entry = array.variable
     attributes: dict[str, Any] = {"long_name": entry.long_name, "units": entry.units}
@@ -224,27 +239,19 @@ def _create(
         attributes["native_dtype"] = array.native.name
     if "token" in entry.dims and auxiliary:
         attributes["coordinates"] = " ".join(auxiliary)  # CF: xarray makes them coordinates
-    storage: dict[str, Any] = {"chunks": array.shard, "compressors": None, "filters": None}
-    if encoding == "portable" or runs is None:  # as format 1 stores all
-        storage = {
-            "chunks": array.chunk,
-            "shards": array.shard,
-            **array.chain.codecs(len(array.chunk)),
-        }
-    else:
-        storage["serializer"] = BlockCodec(
-            array=name, chunk_shape=array.chunk, chain=array.chain, runs=runs
-        )
     root.create_array(
         name,
         shape=(array.shard[0], *array.row),
         dtype=array.native.stored,
+        chunks=array.shard,
+        filters=None,
+        serializer=BlockCodec(array=name, chunk_shape=array.chunk, chain=array.chain, runs=runs),
+        compressors=None,
         # A lost chunk must not read as a plausible number.
         fill_value=-1 if array.native.stored.kind == "i" else float("nan"),
         dimension_names=entry.dims,
         chunk_key_encoding=_CHUNK_KEYS,
         attributes=attributes,
-        **storage,
     )
 
 

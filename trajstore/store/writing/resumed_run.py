@@ -26,7 +26,7 @@ from trajstore.store.metadata.zarr_json import RunMetadata
 from trajstore.store.reading.array_reader import StoredArray, stored_array
 from trajstore.store.reading.open_group import open_group, run_identity
 from trajstore.store.reading.run_info import object_sizes
-from trajstore.store.storage.inner_links import refuse_links
+from trajstore.store.storage.atomic import refuse_links
 from trajstore.store.storage.remote_path import (
     REMOTE_REQUESTS,
     Location,
@@ -55,8 +55,8 @@ class ResumedRun:
     metadata : RunMetadata
     arrays : dict of str to StoredArray
         Of the layout, with all rows that are committed.
-    fingerprint : Fingerprint or None
-        Digests of the full blocks that are kept; None in format 1.
+    fingerprint : Fingerprint
+        Digests of the full blocks that are kept.
     share : TokenShare or None
         Of the tokens that are read, where several processes go on with the run.
     """
@@ -66,7 +66,7 @@ class ResumedRun:
     layout: Layout
     metadata: RunMetadata
     arrays: dict[str, StoredArray]
-    fingerprint: Fingerprint | None
+    fingerprint: Fingerprint
     share: TokenShare | None = None
 
     def last_step(self) -> int:
@@ -210,18 +210,15 @@ def resumed_run(
             f"{path} has {committed} committed rows, so it cannot go on after {keep}"
         )
     metadata = RunMetadata.stored(root, attributes)
-    fingerprint = None
-    if layout.runs is not None:
-        found = stored_fingerprints(path, RunMetadata.stored(root), arrays, layout, committed)
-        _check_content(path, root, found[-1])
-        fingerprint = found[keep // layout.block_rows].of_attributes(metadata.attributes)
+    found = stored_fingerprints(path, RunMetadata.stored(root), arrays, layout, committed)
+    _check_content(path, root, found[-1])
     return ResumedRun(
         path=path,
         rows=keep,
         layout=layout,
         metadata=metadata,
         arrays=arrays,
-        fingerprint=fingerprint,
+        fingerprint=found[keep // layout.block_rows].of_attributes(metadata.attributes),
         share=share,
     )
 
@@ -248,17 +245,16 @@ def _stored_layout(
     """Layout of the blocks that are there, so that more rows are written as the first ones were."""
     stored: dict[str, StoredArray] = {}
     arrays: dict[str, ArrayLayout] = {}
-    runs = run_identity(group.attrs)
     for name, array in sorted(group.arrays(), key=lambda item: item[0] != STEP.name):
         if name != STEP.name and name not in VARIABLES:
             continue
-        found = stored_array(path, name, array, runs)
+        found = stored_array(path, name, array)
         if found is None:
             raise FormatError(
                 f"{name} of {path} is not stored as this version stores it, so no rows can be "
                 "added; make another run"
             )
-        # What `portable` stores is the widened type, and what rows are made of is the native one.
+        # What is stored of a number a step is the widened type, and its rows are of the native one.
         native = STEP_TYPE if name == STEP.name else native_type(str(array.attrs["native_dtype"]))
         stored[name] = found
         arrays[name] = ArrayLayout(
@@ -272,7 +268,7 @@ def _stored_layout(
         block_rows=arrays[STEP.name].shard[0],
         threads=threads or default_threads(),
         arrays=arrays,
-        runs=runs,
+        runs=run_identity(group.attrs),
     )
     return layout, stored
 
@@ -284,7 +280,7 @@ def stored_fingerprints(
     layout: Layout,
     rows: int,
 ) -> list[Fingerprint]:
-    """Digests of a run of format 2 before its first block, and after each until so many rows.
+    """Digests of a run before its first block, and after each until so many rows.
 
     By the labels of its shards, which is quick; the rows of a last block that holds more of them,
     as a writer leaves it that dies or is cut, are encoded again.
@@ -313,7 +309,6 @@ def _stored_digest(arrays: Iterable[StoredArray], number: int, rows: int) -> byt
         for part in range(stored.parts):
             with stored.opened(number, part) as file:
                 label = stored.tail(file, number, part).label
-            assert label is not None  # as the run has an identity
             whole = label.rows == rows
             digest = label.digest if whole else stored.digest_of_rows(number, part, rows)
             shards.append((stored.name, part, rows, digest))

@@ -2,8 +2,8 @@
 
 Where a matrix is sharded over processes, no one of them holds all of it. Each writes the tokens
 that it holds, whole shards of them, into the one run; what has no tokens is the first one's, which
-alone writes documents (`shared_commits`). How the processes talk is for whoever
-makes a `TokenShare` to say: nothing here knows of torch.
+alone writes documents (`shared_run`). How the processes talk is for whoever makes a `TokenShare`
+to say: nothing here knows of torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from trajstore.errors import InvalidArgument, RecordingError
 from trajstore.store.metadata.block_plan import ArrayLayout, Layout
 
-__all__ = ["TokenShare", "has_tokens", "raise_failure", "sentence", "together"]
+__all__ = ["TokenShare", "has_tokens", "in_all_processes", "raise_failure", "sentence"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,7 +95,7 @@ class TokenShare:
 
 
 @contextlib.contextmanager
-def together(share: TokenShare | None) -> Iterator[None]:
+def in_all_processes(share: TokenShare | None) -> Iterator[None]:
     """Do something in all processes that share in a run: where it fails in one, it fails in all.
 
     Parameters

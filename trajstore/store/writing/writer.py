@@ -1,9 +1,8 @@
 """`RunWriter`: rows in, blocks out, each with an atomic commit.
 
 The flow of one row: its arrays are copied once, into their place in the block buffer (by `append`,
-or by a caller that fills the places itself). What becomes of the blocks is told in
-`block_commits`. Whatever happens in between, a reader sees the rows of the last
-commit and nothing else.
+or by a caller that fills the places itself). `block_commits` writes and commits the
+blocks. Whatever happens in between, a reader sees the rows of the last commit and nothing else.
 
 A run that is there is opened for more rows with `resume`. What it holds past its last commit, or
 past the row it is cut to, is not read by anyone; it is written over, and removed at the end.
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -29,13 +27,13 @@ from trajstore.codec.block_label import new_identity
 from trajstore.errors import InvalidArgument, WriterClosed
 from trajstore.schema import STEP
 from trajstore.store.metadata.block_plan import BLOCKS, Layout, plan
-from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.zarr_json import Status
 from trajstore.store.storage.atomic import sweep
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_lock import RemoteLock
-from trajstore.store.storage.remote_path import Location, RunPath, location
+from trajstore.store.storage.remote_path import Location, RunPath
 from trajstore.store.writing.block_commits import BlockCommits
+from trajstore.store.writing.commit import Committer
 from trajstore.store.writing.commit_timer import COMMIT_EVERY, check_commit_every
 from trajstore.store.writing.create import check_target, create_folder, remove_folder
 from trajstore.store.writing.new_run import (
@@ -45,8 +43,8 @@ from trajstore.store.writing.new_run import (
     token_coordinates,
 )
 from trajstore.store.writing.resumed_run import check_run, remove_past_end, resumed_run
-from trajstore.store.writing.shared_plan import plan_shared
-from trajstore.store.writing.token_share import TokenShare, together
+from trajstore.store.writing.shared_run import announce_run, joined_run, plan_shared
+from trajstore.store.writing.token_share import TokenShare, in_all_processes
 from trajstore.values.native_types import as_bits
 
 __all__ = ["RunWriter"]
@@ -148,7 +146,6 @@ class RunWriter:
         attributes: Mapping[str, Any] | None = None,
         memory: int | str = DEFAULT_MEMORY,
         block_rows: int | None = None,
-        encoding: str = "delta",
         threads: int | None = None,
         buffers: int = BLOCKS,
         overwrite: bool = False,
@@ -186,9 +183,6 @@ class RunWriter:
             Bytes for all buffers together.
         block_rows : int, optional
             Rows of a block; planned from `memory` without it.
-        encoding : {'delta', 'portable'}
-            ``delta`` is smaller and faster, and read wherever trajstore is installed; ``portable``
-            is read by any reader of Zarr v3.
         threads : int, optional
             That encode; without it as many as there are processors, at most 8.
         buffers : int, default 2
@@ -222,7 +216,7 @@ class RunWriter:
             return cls._joined(path, share, fsync=fsync)
         lock: RunLock | RemoteLock | None = None
         try:
-            with together(share):
+            with in_all_processes(share):
                 path = check_target(path, overwrite=overwrite)
                 coordinates = token_coordinates(
                     token,
@@ -243,14 +237,13 @@ class RunWriter:
                     parameters=np.size(coordinates.get("parameter", "")),
                     memory=parse_bytes(memory),
                     block_rows=block_rows,
-                    encoding=encoding,
                     threads=threads,
                     buffers=buffers,
                 )
                 layout = replace(layout, runs=((0, new_identity()),))
                 own = layout if share is None else share.of_layout(layout)
                 metadata, chunks = new_run(
-                    layout, coordinates, encoding=encoding, config=config, attributes=attributes
+                    layout, coordinates, config=config, attributes=attributes
                 )
                 if isinstance(path, Path):
                     path.parent.mkdir(parents=True, exist_ok=True)
@@ -269,8 +262,7 @@ class RunWriter:
                 blocks = BlockCommits(
                     path,
                     own,
-                    metadata,
-                    fingerprint,
+                    Committer(path, metadata, fingerprint, fsync=fsync),
                     commit_every=commit_every,
                     fsync=fsync,
                     share=share,
@@ -283,33 +275,19 @@ class RunWriter:
                 lock.release()
             raise
         if share is not None:
-            run._welcome(share, layout)
+            try:
+                announce_run(share, layout)
+            except BaseException:
+                run._let_go(remove_empty=True)
+                raise
         return run
 
     @classmethod
     def _joined(cls, path: RunPath, share: TokenShare, *, fsync: bool) -> Self:
         """In another process than the first: its part of the run that the first has made."""
-        with together(share):
-            pass  # or it could not be made
-        layout: Layout = share.exchange(None)[0]
-        with together(share):
-            place = location(path).absolute()
-            _check_seen(place, layout)
-            own = share.of_layout(layout)
-            blocks = BlockCommits(
-                place, own, None, None, commit_every=None, fsync=fsync, share=share
-            )
+        with joined_run(path, share) as (place, own):
+            blocks = BlockCommits(place, own, None, commit_every=None, fsync=fsync, share=share)
             return cls(place, own, blocks, None, is_new=False)
-
-    def _welcome(self, share: TokenShare, layout: Layout) -> None:
-        """In the first process: tell the others of the run, and see that they have found it."""
-        try:
-            share.exchange(layout)
-            with together(share):
-                pass
-        except BaseException:
-            self._let_go(remove_empty=True)
-            raise
 
     @classmethod
     def resume(
@@ -355,7 +333,7 @@ class RunWriter:
         commits = share is None or share.is_first
         lock = None
         try:
-            with together(share):
+            with in_all_processes(share):
                 path = check_run(path)
                 if commits:
                     lock = RunLock.acquire(path)
@@ -364,19 +342,21 @@ class RunWriter:
                     path, rows, attributes=attributes, memory=memory, threads=threads, share=share
                 )
                 own = kept.layout if share is None else share.of_layout(kept.layout)
+                committer = None
+                if commits:
+                    committer = Committer(path, kept.metadata, kept.fingerprint, fsync=fsync)
                 blocks = BlockCommits(
                     path,
                     own,
-                    kept.metadata if commits else None,
-                    kept.fingerprint,
+                    committer,
                     commit_every=commit_every,
                     fsync=fsync,
                     share=share,
                     lock=lock,
                 )
-                blocks.take_up(kept)
+                blocks.load_rows(kept)
                 last_step = kept.last_step()
-            with together(share):
+            with in_all_processes(share):
                 blocks.cut(kept)
             run = cls(path, own, blocks, lock, is_new=False)
             run.bytes_recorded = kept.rows * run._row_bytes
@@ -444,7 +424,7 @@ class RunWriter:
             if step <= last:
                 raise InvalidArgument(f"got step {step} after step {last}; steps must increase")
             last = int(step)
-        self._blocks.take(steps)
+        self._blocks.add(steps)
         self._last_step = last
         self._given = 0
         self.bytes_recorded += self._row_bytes * len(steps)
@@ -570,21 +550,3 @@ class RunWriter:
         if self._status != "recording":
             raise WriterClosed(f"{self.path} is closed as {self._status}")
         self._blocks.check()
-
-
-def _check_seen(path: Location, layout: Layout) -> None:
-    """Insist that this process sees the run that the first one has made.
-
-    Raises
-    ------
-    InvalidArgument
-        If it does not.
-    """
-    found = None
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads((path / DOCUMENT).read_bytes())["attributes"]["runs"]
-    if found != [list(entry) for entry in layout.runs or ()]:
-        raise InvalidArgument(
-            f"{path} is not what the first process has made there; processes that record one run "
-            "together need a folder that all of them see, or an object store"
-        )

@@ -31,7 +31,7 @@ def test_gradient_norms(bits, chunks, order, make_run):
 
 
 def test_norms_of_a_run(tmp_path):
-    path = wide_run(tmp_path / "run.zarr", "delta")
+    path = wide_run(tmp_path / "run.zarr")
     ds = xr.open_zarr(path)
     norms = analysis.grad_norms(ds)
     assert norms.chunks == ds.grad.chunks[:2]
@@ -42,7 +42,7 @@ def test_norms_of_a_run(tmp_path):
 
 
 def test_norms_of_a_damaged_run_are_an_error(tmp_path):
-    path = wide_run(tmp_path / "run.zarr", "delta")
+    path = wide_run(tmp_path / "run.zarr")
     norms = analysis.grad_norms(open_run(path))
     chunk, _ = shard_index(path, "grad", 1)
     flip(chunk, 8 * 40)

@@ -34,7 +34,7 @@ EXAMPLES = [
 COUNTS = [0, 1, 2, 3, 0, 1] + [0] * (VOCAB - 6)
 
 
-def told(
+def facts_of(
     data_set: Any, tokenizer: Any = None, processes: int = 1, model: Any = None, **options: Any
 ) -> Any:
     model = model or TinyModel()
@@ -79,7 +79,7 @@ def weighted_table() -> Any:
     "made", [lambda: EXAMPLES, tensors, table, parts, shown, weighted, weighted_table]
 )
 def test_tokens_are_counted_where_they_are_attended_to_or_predicted(made: Any) -> None:
-    facts = told(made())
+    facts = facts_of(made())
     assert facts.options["token_count"].tolist() == COUNTS
     assert facts.options["is_dead"].tolist() == [count == 0 for count in COUNTS]
     assert facts.origin == {"tokens_counted": {"examples": 2, "tokens": 7}}
@@ -87,9 +87,11 @@ def test_tokens_are_counted_where_they_are_attended_to_or_predicted(made: Any) -
 
 
 def test_columns_that_a_table_does_not_show_are_not_counted() -> None:
-    inputs = told(table().with_format("torch", columns=["input_ids"])).options["token_count"]
+    inputs = facts_of(table().with_format("torch", columns=["input_ids"])).options["token_count"]
     assert inputs.tolist() == [1, 1, 2, 3] + [0] * (VOCAB - 4)
-    assert "have no input_ids" in told(table().with_format("torch", columns=["labels"])).notes[0]
+    assert (
+        "have no input_ids" in facts_of(table().with_format("torch", columns=["labels"])).notes[0]
+    )
 
 
 class Examples(torch.utils.data.Dataset[Any]):
@@ -146,7 +148,7 @@ def transformed() -> Any:
     ],
 )
 def test_what_cannot_be_counted_is_said(made: Any, reason: str) -> None:
-    facts = told(made())
+    facts = facts_of(made())
     assert not facts.options
     (note,) = facts.notes
     assert reason in note
@@ -155,8 +157,8 @@ def test_what_cannot_be_counted_is_said(made: Any, reason: str) -> None:
 
 def test_a_data_set_that_a_pass_could_change_is_not_read() -> None:
     data_set = Examples()
-    assert not told(data_set).options
-    assert not told(ConcatDataset([EXAMPLES, data_set])).options
+    assert not facts_of(data_set).options
+    assert not facts_of(ConcatDataset([EXAMPLES, data_set])).options
     assert data_set.reads == 0
 
 
@@ -164,39 +166,39 @@ def test_a_module_of_the_users_may_be_called_as_the_library(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(Dataset=Examples))
-    assert told(EXAMPLES).options["token_count"].tolist() == COUNTS
-    assert "a class of its own, Examples" in told(Examples()).notes[0]
+    assert facts_of(EXAMPLES).options["token_count"].tolist() == COUNTS
+    assert "a class of its own, Examples" in facts_of(Examples()).notes[0]
 
 
 def test_a_data_set_that_takes_too_long_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_set_tokens, "COUNTING_SECONDS", -1.0)
-    assert "takes more than" in told(EXAMPLES).notes[0]
+    assert "takes more than" in facts_of(EXAMPLES).notes[0]
 
 
 def test_several_processes_do_not_count() -> None:
-    assert "several processes train" in told(EXAMPLES, processes=2).notes[0]
+    assert "several processes train" in facts_of(EXAMPLES, processes=2).notes[0]
 
 
 def test_what_is_given_wins_and_what_goes_on_is_kept() -> None:
     for given in ({"is_dead": [True] * VOCAB}, {"token_count": [1] * VOCAB}, {"resume": True}):
-        facts = told(EXAMPLES, **given)
+        facts = facts_of(EXAMPLES, **given)
         assert not facts.options
         assert not facts.notes
-    assert told(EXAMPLES, resume=True, tokens="dead").options
+    assert facts_of(EXAMPLES, resume=True, tokens="dead").options
     assert HIDDEN != VOCAB
-    assert not told(EXAMPLES, parameter="mix.weight").options
+    assert not facts_of(EXAMPLES, parameter="mix.weight").options
 
 
 def test_texts_are_of_the_tokenizer() -> None:
     words = {"a": 0, "b\t": 1, "c": 2}
     backend = Tokenizer(models.WordLevel(words, unk_token="a"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    assert told([], tokenizer).options["token_text"] == ["a", "b\\t", "c"] + [""] * (VOCAB - 3)
-    assert "token_text" not in told([], tokenizer, token_text=["x"] * VOCAB).options
+    assert facts_of([], tokenizer).options["token_text"] == ["a", "b\\t", "c"] + [""] * (VOCAB - 3)
+    assert "token_text" not in facts_of([], tokenizer, token_text=["x"] * VOCAB).options
 
 
 def test_a_tokenizer_that_fails_is_said() -> None:
-    facts = told(EXAMPLES, SimpleNamespace(backend_tokenizer="none"))
+    facts = facts_of(EXAMPLES, SimpleNamespace(backend_tokenizer="none"))
     assert set(facts.options) == {"is_dead", "token_count"}
     assert "does not say how its tokens read" in facts.notes[1]
 
@@ -206,7 +208,7 @@ def test_a_model_that_cannot_tell_its_embeddings_is_said() -> None:
         def get_output_embeddings(self) -> Any:
             raise NotImplementedError  # as models of transformers do that have none
 
-    facts = told(EXAMPLES, model=Unknown(), parameter="embedding.weight")
+    facts = facts_of(EXAMPLES, model=Unknown(), parameter="embedding.weight")
     assert not facts.options
     assert "NotImplementedError" in facts.notes[0]
 
@@ -234,14 +236,14 @@ class Untied(TinyModel):
     ],
 )
 def test_only_rows_of_embeddings_are_tokens(parameter: Any, known: bool) -> None:
-    facts = told(EXAMPLES, model=Untied(), parameter=parameter)
+    facts = facts_of(EXAMPLES, model=Untied(), parameter=parameter)
     assert bool(facts.options) is known
 
 
 def test_training_draws_what_it_would_have_drawn() -> None:
     data_set, model = table(), TinyModel()
     states = random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist()
-    assert told(data_set, model=model).options
+    assert facts_of(data_set, model=model).options
     assert states == (random.getstate(), np.random.get_state()[2], torch.get_rng_state().tolist())
 
 

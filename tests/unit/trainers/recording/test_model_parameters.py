@@ -177,7 +177,7 @@ def test_files_and_back(tmp_path: Path) -> None:
     path = run_of(tmp_path / "run.zarr")
     file = export(path, tmp_path / "run.safetensors")
     again = import_file(file, tmp_path / "again.zarr").path
-    copied = export(path, tmp_path / "copy.zarr", format="zarr", tokens=[1, 2], steps="::2").path
+    copied = export(path, tmp_path / "copy.zarr", format="run", tokens=[1, 2], steps="::2").path
     part = export(path, tmp_path / "part.safetensors", variables="W,loss")
     ds = open_run(path).load()
     for name in MODEL:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 OPTIONS = {
     "record": "all", "parameter": None, "every": 1, "tokens": "all", "logits_mode": "last",
     "is_dead": None, "token_count": None, "token_text": None, "populations": None, "config": None,
-    "origin": None, "memory": 1 << 30, "block_rows": None, "encoding": None, "overwrite": False,
+    "origin": None, "memory": 1 << 30, "block_rows": None, "overwrite": False,
     "resume": False, "commit_every": 10.0, "fsync": False, "schedule": None,
     "strict_numerics": False,
 }  # fmt: skip
@@ -74,7 +74,6 @@ def test_wrong_names_are_refused_with_the_right_one(tiny: Any, tmp_path: Path) -
         ({"every": 0}, "every: got 0, expected at least 1"),
         ({"block_rows": 0}, "block_rows: got 0, expected at least 1"),
         ({"logits_mode": "first"}, "logits_mode: got 'first', expected 'last' or 'mean'"),
-        ({"encoding": "zip"}, "encoding: got 'zip', expected 'delta' or 'portable'"),
         ({"commit_every": 0}, "commit_every: got 0, expected seconds above 0, or None"),
         ({"memory": "much"}, "cannot read 'much' as a size"),
         ({"record": "grad"}, "a run always holds W, and 'grad' leaves it out; .*or cells in its"),

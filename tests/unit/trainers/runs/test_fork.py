@@ -12,7 +12,13 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
-from small_trainings import BLOCK, small_config, stop_after  # noqa: E402
+from small_trainings import (  # noqa: E402
+    BLOCK,
+    contents,
+    last_checkpoint,
+    small_config,
+    stop_after,
+)
 
 from trajstore import RunWriter, repair, verify  # noqa: E402
 from trajstore.errors import (  # noqa: E402
@@ -69,12 +75,6 @@ def stopped(recorded: Callable[[str], tuple[Path, Path]]) -> Path:
     return recorded("trainer")[1]
 
 
-def contents(run: Path) -> dict[str, bytes]:
-    return {
-        str(file.relative_to(run)): file.read_bytes() for file in run.rglob("*") if file.is_file()
-    }
-
-
 def parts(one: Path, other: Path) -> dict[str, int | None]:
     """First step at which each common variable differs."""
     a, b = xr.open_zarr(one).load(), xr.open_zarr(other).load()
@@ -89,11 +89,10 @@ def parts(one: Path, other: Path) -> dict[str, int | None]:
     return found
 
 
-def last_checkpoint(run: Path) -> Checkpoint:
-    return Checkpoint.load(max(checkpoint_folder(run).iterdir()))
+LOOPS = ["trainer", pytest.param("plain", marks=pytest.mark.nightly)]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", LOOPS)
 def test_a_fork_with_nothing_set_is_its_source_to_the_end(
     name: str, recorded: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
@@ -115,7 +114,7 @@ def test_a_fork_with_nothing_set_is_its_source_to_the_end(
     assert verify(other).clean
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", LOOPS)
 def test_without_a_checkpoint_the_steps_until_there_are_proven(
     name: str, recorded: Callable[[str], tuple[Path, Path]], text: Path, tmp_path: Path
 ) -> None:
@@ -125,7 +124,7 @@ def test_without_a_checkpoint_the_steps_until_there_are_proven(
     proven: list[tuple[int, int]] = []
     other = fork(
         source, tmp_path / "other.zarr", at=6, settings=["optimizer.lr=3e-3"],
-        on_note=notes.append, on_proof=lambda *at: proven.append(at),
+        on_note=notes.append, on_retrain=lambda *at: proven.append(at),
     )  # fmt: skip
     assert proven == [(step, 6) for step in range(1, 7)]
     assert "steps 1 to 6 are trained again" in notes[0]
@@ -154,14 +153,14 @@ def test_from_the_nearest_checkpoint_before(stopped: Path, text: Path, tmp_path:
     proven: list[int] = []
     other = fork(
         path, tmp_path / "other.zarr", at=9, settings=["schedule.name=constant"],
-        on_proof=lambda step, last: proven.append(step),
+        on_retrain=lambda step, last: proven.append(step),
     )  # fmt: skip
     assert proven == [7, 8, 9]
     assert parts(path, other)["lr"] == 10
     assert (xr.open_zarr(other).lr.values[10:] == 1e-3).all()
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", LOOPS)
 def test_weights_and_moments_become_float32(
     name: str, recorded: Callable[[str], tuple[Path, Path]], tmp_path: Path
 ) -> None:
@@ -379,9 +378,12 @@ def test_where_training_again_differs_before_it_began_nothing_is_made(
 
 @pytest.mark.parametrize(
     ("name", "before", "skips"),
-    [("trainer", ["optimizer.name=sgd"], False), ("trainer", [], False),
-     ("plain", ["optimizer.name=sgd", "training.autocast=float16", "model.dtype=float32",
-                "initialisation.kind=normal", "initialisation.sigma=300"], True)],
+    [
+        pytest.param("trainer", ["optimizer.name=sgd"], False, marks=pytest.mark.nightly),
+        pytest.param("trainer", [], False, marks=pytest.mark.nightly),
+        ("plain", ["optimizer.name=sgd", "training.autocast=float16", "model.dtype=float32",
+                   "initialisation.kind=normal", "initialisation.sigma=300"], True),
+    ],
 )  # fmt: skip
 def test_a_fork_to_stochastic_sgd_is_replayed(
     name: str, before: list[str], skips: bool, text: Path, tmp_path: Path

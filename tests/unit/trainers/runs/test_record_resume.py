@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,14 @@ import pytest
 import xarray as xr
 
 torch = pytest.importorskip("torch")
-from small_trainings import BLOCK, TEXT, small_config, stop_after  # noqa: E402
+from small_trainings import (  # noqa: E402
+    BLOCK,
+    TEXT,
+    last_checkpoint,
+    same_values,
+    small_config,
+    stop_after,
+)
 
 from trajstore import RunWriter, repair  # noqa: E402
 from trajstore.errors import (  # noqa: E402
@@ -84,11 +92,18 @@ def straight(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Callable[[
     return run
 
 
-@pytest.fixture
-def interrupted(tmp_path: Path, text: Path) -> Path:
-    """The variant `trainer`, stopped after step 5, with its checkpoint."""
-    path = tmp_path / "run.zarr"
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    path = tmp_path_factory.mktemp("stopped") / "run.zarr"
     record(config_of("trainer"), path, corpus=text, stop=stop_after(5))
+    return path
+
+
+@pytest.fixture
+def interrupted(stopped: Path, tmp_path: Path) -> Path:
+    """A copy of the variant `trainer`, stopped after step 5, with its checkpoint."""
+    path = Path(shutil.copytree(stopped, tmp_path / "run.zarr"))
+    shutil.copytree(checkpoint_folder(stopped), checkpoint_folder(path))
     return path
 
 
@@ -97,18 +112,10 @@ def checkpoints(run: Path) -> list[int]:
     return sorted(int(file.stem.removeprefix("step-")) for file in files)
 
 
-def last_checkpoint(run: Path) -> Checkpoint:
-    return Checkpoint.load(max(checkpoint_folder(run).iterdir()))
-
-
 def agree(one: Path, other: Path) -> xr.Dataset:
     """Every variable of two runs, and the whole state of their trainings after the last step."""
-    a, b = xr.open_zarr(one).load(), xr.open_zarr(other).load()
+    b = same_values(one, other)
     assert b.attrs["status"] == "complete"
-    assert list(a.variables) == list(b.variables)
-    for name in a.variables:
-        if a[name].dtype.kind in "fi":
-            assert a[name].values.tobytes() == b[name].values.tobytes(), name
     c, d = last_checkpoint(one), last_checkpoint(other)
     assert (c.step, c.rows, c.state) == (d.step, d.rows, d.state)
     assert c.tensors.keys() == d.tensors.keys()
@@ -121,17 +128,39 @@ def agree(one: Path, other: Path) -> xr.Dataset:
     return b
 
 
+SEAMS = {
+    "at the first step": 1,
+    "within a block and an epoch": 5,
+    "at the end of an epoch": EPOCH,
+    "at the end of a block": 2 * BLOCK - 1,
+    "before the last step": STEPS - 1,
+}
+QUICK = {
+    ("trainer", "at the first step"),
+    ("trainer", "at the end of an epoch"),
+    ("trainer", "at the end of a block"),
+    ("trainer, every 3, accumulated", "within a block and an epoch"),
+    ("trainer, float32 state, rounded at random", "within a block and an epoch"),
+    ("plain", "within a block and an epoch"),
+    ("plain", "at the end of an epoch"),
+    ("plain, float16", "before the last step"),
+}
+"""Of each loop, of each place and of each kind of state at least one; the others nightly."""
+
+
 @pytest.mark.parametrize(
-    "step",
+    ("name", "step"),
     [
-        pytest.param(1, id="at the first step"),
-        pytest.param(5, id="within a block and an epoch"),
-        pytest.param(EPOCH, id="at the end of an epoch"),
-        pytest.param(2 * BLOCK - 1, id="at the end of a block"),
-        pytest.param(STEPS - 1, id="before the last step"),
+        pytest.param(
+            name,
+            step,
+            id=f"{name}, {place}",
+            marks=[] if (name, place) in QUICK else [pytest.mark.nightly],
+        )
+        for name in VARIANTS
+        for place, step in SEAMS.items()
     ],
 )
-@pytest.mark.parametrize("name", VARIANTS)
 def test_a_seam_leaves_no_trace(
     name: str, step: int, straight: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
@@ -149,6 +178,7 @@ def test_a_seam_leaves_no_trace(
         assert 0 < ds.skipped.sum() < STEPS
 
 
+@pytest.mark.nightly
 def test_many_seams_leave_no_trace(
     straight: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
@@ -165,7 +195,12 @@ def test_many_seams_leave_no_trace(
 
 
 @pytest.mark.parametrize(
-    ("name", "step"), [("trainer", 11), ("plain, every 3, accumulated", 9), ("plain, float16", 11)]
+    ("name", "step"),
+    [
+        ("trainer", 11),
+        pytest.param("plain, every 3, accumulated", 9, marks=pytest.mark.nightly),
+        pytest.param("plain, float16", 11, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_training_that_fails_goes_on_from_a_checkpoint_before(
     name: str, step: int, straight: Callable[[str], Path], text: Path, tmp_path: Path
@@ -187,8 +222,7 @@ def test_a_training_that_fails_goes_on_from_a_checkpoint_before(
     assert xr.open_zarr(path).attrs["provenance"]["resumed"][0]["step"] == step
 
 
-@pytest.mark.parametrize("last", [STEPS, 5])
-@pytest.mark.parametrize("name", ["trainer", "plain, every 3, accumulated"])
+@pytest.mark.parametrize(("name", "last"), [("trainer", STEPS), ("plain, every 3, accumulated", 5)])
 def test_a_run_is_never_closed_without_its_last_checkpoint(
     name: str, last: int, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +295,9 @@ def test_a_new_run_takes_no_notice_of_old_checkpoints(interrupted: Path, text: P
     assert checkpoints(interrupted) == [3]
 
 
-@pytest.mark.parametrize("name", ["trainer, every 3, accumulated", "plain"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("trainer, every 3, accumulated", marks=pytest.mark.nightly), "plain"]
+)
 def test_a_finished_run_is_extended_without_a_seam(name: str, text: Path, tmp_path: Path) -> None:
     decay = f"schedule.steps={STEPS}"
     straight, path = tmp_path / "straight.zarr", tmp_path / "run.zarr"
@@ -278,12 +314,11 @@ def test_a_finished_run_is_extended_without_a_seam(name: str, text: Path, tmp_pa
     assert ds.attrs["config"] == xr.open_zarr(straight).attrs["config"]
 
 
-@pytest.mark.parametrize("name", ["trainer", "plain"])
 def test_a_run_that_has_all_its_steps_is_marked_complete(
-    name: str, text: Path, tmp_path: Path
+    straight: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "run.zarr"
-    record(config_of(name, "schedule.name=linear"), path, corpus=text, stop=stop_after(10))
+    record(config_of("plain"), path, corpus=text, stop=stop_after(10))
     before = xr.open_zarr(path).load()
     notes: list[str] = []
     shorter = recorded_config(path).with_values(["training.steps=10"])
@@ -298,18 +333,15 @@ def test_a_run_that_has_all_its_steps_is_marked_complete(
     record(shorter, path, resume=True, on_note=notes.append)
     assert "has all 10 steps already" in notes[0]
     assert (path / "zarr.json").read_bytes() == document
-    straight = tmp_path / "straight.zarr"
-    record(config_of(name, "schedule.name=linear"), straight, corpus=text)
     record(recorded_config(path), path, resume=True)
-    agree(straight, path)
+    agree(straight("plain"), path)
 
 
-@pytest.mark.parametrize("name", ["trainer", "plain, every 3, accumulated"])
 def test_a_finished_run_that_lost_its_status_is_not_trained_again(
-    name: str, text: Path, tmp_path: Path
+    straight: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    path = tmp_path / "run.zarr"
-    record(config_of(name), path, corpus=text)
+    path = Path(shutil.copytree(straight("trainer"), tmp_path / "run.zarr"))
+    shutil.copytree(checkpoint_folder(straight("trainer")), checkpoint_folder(path))
     os.truncate(path / "zarr.json", 100)
     repair(path, yes=True)
     assert xr.open_zarr(path).attrs["status"] == "interrupted"

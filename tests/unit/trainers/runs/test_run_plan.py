@@ -11,7 +11,7 @@ from trajstore.schema import COORDINATES
 from trajstore.store.reading.run_info import information
 from trajstore.trainers import plan, record
 from trajstore.trainers.presets import preset
-from trajstore.trainers.texts.cache import CACHE_VARIABLE
+from trajstore.trainers.texts.fetch import CACHE_VARIABLE
 
 pytestmark = pytest.mark.torch
 

@@ -13,9 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from trajstore import ConfigError, CorpusError, InvalidArgument
 from trajstore.trainers.presets import preset
 from trajstore.trainers.recording.token_selection import read_tokens
-from trajstore.trainers.texts.cache import CACHE_VARIABLE
-from trajstore.trainers.texts.corpus import load_corpus
-from trajstore.trainers.texts.generated_corpus import ID_STREAM_SIZE, gatsby_standin, id_stream
+from trajstore.trainers.texts.corpus import embedded_text, id_stream, load_corpus
+from trajstore.trainers.texts.fetch import CACHE_VARIABLE
 
 pytestmark = pytest.mark.torch
 
@@ -47,8 +46,10 @@ def bird(**model: Any) -> Any:
 
 
 def test_the_embedded_text_is_as_the_notebooks_saw_it() -> None:
-    text = gatsby_standin()
+    text = embedded_text()
     assert (len(text), len(set(text))) == (265_905, 77)
+    # Always the same bytes: others would change every recorded run.
+    assert hashlib.sha256(text).hexdigest().startswith("3472d1a5f05f323c")
     corpus = load_corpus(preset("gatsby"))
     assert (corpus.counts() == 0).sum() == 51
     assert corpus.tokenizer == {"name": "ascii"}
@@ -65,7 +66,7 @@ def test_the_embedded_ids_are_as_many_and_as_skewed() -> None:
     # The same everywhere and always: a stand-in that drifts would change every recorded run.
     assert hashlib.sha256(ids.astype("<i4").tobytes()).hexdigest().startswith("a8f37617c0af0c91")
     assert (np.bincount(id_stream(10_000, 6_301), minlength=10_000) == 0).sum() == 3_699
-    assert id_stream(5, 5).size == ID_STREAM_SIZE
+    assert id_stream(5, 5).size == 475_160
 
 
 def test_without_text_or_tokenizer_the_stream_stands_in() -> None:
@@ -136,6 +137,7 @@ def test_bad_texts_are_said(tmp_path: Path) -> None:
         load_corpus(gatsby, tokenizer=broken)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not SHARED.exists(), reason="the real texts are not at hand")
 def test_real_text_in_gpt2_tokens() -> None:
     corpus = load_corpus(

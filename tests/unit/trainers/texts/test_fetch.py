@@ -17,8 +17,13 @@ pytest.importorskip("torch")
 pytest.importorskip("pooch")
 from trajstore import CorpusError, InvalidArgument
 from trajstore.trainers import fetch
-from trajstore.trainers.texts.cache import CACHE_VARIABLE, cached
-from trajstore.trainers.texts.fetch import _GPT2_SHA256, _vocabulary_sha256, clean_book
+from trajstore.trainers.texts.fetch import (
+    _GPT2_SHA256,
+    CACHE_VARIABLE,
+    _vocabulary_sha256,
+    cached,
+    clean_book,
+)
 
 pytestmark = pytest.mark.torch
 

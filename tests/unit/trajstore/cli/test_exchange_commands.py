@@ -72,7 +72,7 @@ def test_an_import_prints_the_table_too(file: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("run.parquet", "cannot tell from .parquet what"), ("run.csv", "say --format safetensors")],
+    [("run.parquet", "cannot tell from .parquet what"), ("run.csv", "use --format safetensors")],
 )
 def test_an_ending_of_no_format_is_refused(
     tmp_path: Path, name: str, sentence: str, small_run: tuple[Path, dict[str, np.ndarray]]

@@ -10,7 +10,7 @@ from rich.console import Console
 from watched_runs import begin, extend
 
 from trajstore.cli.watch_view import facts, line, sparkline, view
-from trajstore.watching.bounded_curve import BoundedCurve
+from trajstore.watching.measures import BoundedCurve
 from trajstore.watching.run_follower import Look, RunFollower
 
 

@@ -6,16 +6,12 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-import zarr
-from bits_and_calls import random_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from zarr.codecs import BytesCodec, Crc32cCodec
-from zarr.storage import MemoryStore
 
-from trajstore.codec.delta import DELTA, DeltaCodec, fold, unfold
-from trajstore.values.native_types import NATIVE_TYPES, narrow, native_type, widen
+from trajstore.codec.delta import fold, unfold
+from trajstore.values.native_types import narrow, native_type
 
 FORMAT = Path(__file__).parents[4] / "docs" / "format.md"
 
@@ -91,70 +87,3 @@ def test_the_bytes_of_the_worked_example_are_pinned() -> None:
     np.testing.assert_array_equal(table[:, 4:], folded(EXAMPLE))
     values = EXAMPLE.view(ml_dtypes.bfloat16).astype(float)
     assert values.T.tolist() == [[1.0, 1.0078125, 0.99609375], [-1.0, -1.0, 1.0]]
-
-
-@pytest.mark.parametrize("name", NATIVE_TYPES)
-def test_zarr_finds_and_applies_the_codec(name: str) -> None:
-    native = native_type(name)
-    bits = random_bits((9, 7, 3), 11, 8 * native.itemsize)
-    values = widen(bits, native)
-    objects: dict[str, object] = {}
-    array = zarr.create_array(
-        MemoryStore(objects),
-        shape=values.shape,
-        chunks=(4, 3, 3),
-        dtype=values.dtype,
-        filters=[DeltaCodec(native_dtype=name)],
-        serializer=BytesCodec(endian="little"),
-        compressors=[Crc32cCodec()],
-        fill_value=float("nan"),
-    )
-    array[...] = values
-    chunk = objects["c/0/0/0"].to_bytes()
-    assert chunk[:-4] == folded(bits[:4, :3]).tobytes()
-    read = zarr.open_array(MemoryStore(objects))
-    assert [codec.to_dict()["name"] for codec in read.filters] == [DELTA]
-    unsigned = f"u{values.dtype.itemsize}"
-    np.testing.assert_array_equal(read[...].view(unsigned), values.view(unsigned))
-
-
-def test_a_value_of_another_type_is_refused() -> None:
-    array = zarr.create_array(
-        MemoryStore({}),
-        shape=(2, 2),
-        dtype="float32",
-        filters=[DeltaCodec(native_dtype="bfloat16")],
-    )
-    with pytest.raises(ValueError, match="not exactly bfloat16"):
-        array[...] = 0.1
-
-
-@pytest.mark.parametrize(
-    ("codec", "shape", "dtype", "message"),
-    [
-        ("bfloat16", (2, 2), "float64", "encodes arrays of float32"),
-        ("float64", (2, 2), "float32", "encodes arrays of float64"),
-        ("bfloat16", (2, 2), "int32", "encodes arrays of float32"),
-        ("int8", (2, 2), "float32", "int8"),
-    ],
-)
-def test_an_impossible_array_is_refused(
-    codec: str, shape: tuple[int, ...], dtype: str, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        zarr.create_array(
-            MemoryStore({}), shape=shape, dtype=dtype, filters=[DeltaCodec(native_dtype=codec)]
-        )
-
-
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        {"name": DELTA},
-        {"name": DELTA, "configuration": {"native_dtype": "float8"}},
-        {"name": DELTA, "configuration": {"native_dtype": "bfloat16", "more": 1}},
-    ],
-)
-def test_unknown_metadata_is_refused(metadata: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"float8|expected the codec"):
-        DeltaCodec.from_dict(metadata)

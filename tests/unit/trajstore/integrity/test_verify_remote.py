@@ -32,7 +32,7 @@ pytest.importorskip("obstore")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return wide_run(tmp_path_factory.mktemp("whole") / "run.zarr", "delta")
+    return wide_run(tmp_path_factory.mktemp("whole") / "run.zarr")
 
 
 @pytest.fixture
@@ -79,7 +79,16 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+QUICK = ("nothing", "a chunk", "the root")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(damage, id=name, marks=() if name in QUICK else pytest.mark.nightly)
+        for name, damage in DAMAGES.items()
+    ],
+)
 def test_it_is_found_and_mended_as_in_a_folder(
     run: Path, address: str, damage: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

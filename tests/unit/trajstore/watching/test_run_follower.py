@@ -10,7 +10,7 @@ import pytest
 from watched_runs import BLOCK, HIDDEN, TOKENS, begin, extend, norms, values
 
 from trajstore import FormatError, InvalidArgument, RunWriter
-from trajstore.watching.row_measures import Measured, RowMeasures
+from trajstore.watching.measures import Measured, RowMeasures
 from trajstore.watching.run_follower import RunFollower
 
 ROW_BYTES = 2 * TOKENS * HIDDEN * 4

@@ -1,49 +1,20 @@
+"""Runs as runs again, with blocks of another size."""
+
 from __future__ import annotations
 
-import errno
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
-import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 once it is imported)
 import numpy as np
 import pytest
-from exchange_runs import assert_same_run, write_run
-from safetensors import safe_open
+from exchange_runs import assert_same_run
 
 import trajstore
-from trajstore.errors import InvalidArgument, RunExists, RunNotFound, VariableNotRecorded
-from trajstore.formats import safetensors
 from trajstore.store.metadata.block_plan import plan
 
 SmallRun = tuple[Path, dict[str, np.ndarray]]
 
 
-def test_native_keeps_names_types_and_attributes(small_run: SmallRun, tmp_path: Path) -> None:
-    path, bits = small_run
-    done = trajstore.export(path, tmp_path / "f")
-    assert (done.rows, done.tokens, done.notes) == (11, 10, ())
-    assert done.bytes == (tmp_path / "f").stat().st_size
-    with safe_open(tmp_path / "f", "numpy") as file:
-        assert set(file.keys()) == {*bits, "step", "token", "is_dead", "token_count"}
-        for name, array in bits.items():
-            assert file.get_tensor(name).tobytes() == array.tobytes()
-        metadata = file.metadata()
-    assert json.loads(metadata["attributes"])["config"] == {"why": "a test"}
-    assert json.loads(metadata["token_text"])[-1] == "é\n"
-    back = trajstore.import_file(tmp_path / "f", tmp_path / "back.zarr")
-    assert back.layout == "native"
-    assert_same_run(path, tmp_path / "back.zarr")
-    attributes = trajstore.open_run(tmp_path / "back.zarr").attrs
-    original = trajstore.open_run(path).attrs
-    assert attributes["config"] == original["config"]
-    assert attributes["created"] == original["created"]
-
-
-def test_a_zarr_copy_says_how_the_run_was_recorded(tmp_path: Path) -> None:
+def test_a_copy_says_how_the_run_was_recorded(tmp_path: Path) -> None:
     recording = {"parameter": "transformer.wte.weight"}
     with trajstore.RunWriter.create(
         tmp_path / "run.zarr",
@@ -53,70 +24,25 @@ def test_a_zarr_copy_says_how_the_run_was_recorded(tmp_path: Path) -> None:
         attributes={"recording": recording},
     ) as run:
         run.append(step=0, W=np.zeros((2, 1), np.float32))
-    trajstore.export(tmp_path / "run.zarr", tmp_path / "copy.zarr", format="zarr")
+    trajstore.export(tmp_path / "run.zarr", tmp_path / "copy.zarr", format="run")
     assert trajstore.open_run(tmp_path / "copy.zarr").attrs["recording"] == recording
 
 
-@pytest.mark.torch
-def test_torch_reads_native_types(small_run: SmallRun, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    from safetensors.torch import load_file
-
-    path, bits = small_run
-    trajstore.export(path, tmp_path / "f")
-    loaded = load_file(tmp_path / "f")
-    assert loaded["W"].dtype == torch.bfloat16
-    assert (loaded["W"].view(torch.int16).numpy().view("u2") == bits["W"]).all()
-
-
-def test_another_chunking_is_read_without_trajstore(small_run: SmallRun, tmp_path: Path) -> None:
-    path, bits = small_run
-    out = tmp_path / "out.zarr"
-    trajstore.export(path, out, format="zarr", block_rows=3, overwrite=False)
-    assert_same_run(path, out)
-    import zarr
-
-    group = zarr.open_group(out, mode="r")
-    assert group.attrs["block_rows"] == 3
-    assert group.attrs["encoding"] == "portable"
-    tensorstore = pytest.importorskip("tensorstore")
-    store = tensorstore.open(
-        {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(out / "W")}}
-    ).result()
-    values = store.read().result()
-    assert ((values.view("u4") >> 16) == bits["W"]).all()
-    code = (
-        "import sys, xarray as xr\n"
-        "class Hidden:\n"
-        "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.split('.')[0] == 'trajstore': raise ImportError(name)\n"
-        "sys.meta_path.insert(0, Hidden())\n"
-        "ds = xr.open_zarr(sys.argv[1]).load()\n"
-        "assert 'trajstore' not in sys.modules\n"
-        "print(dict(ds.sizes))\n"
-    )
-    read = subprocess.run(
-        [sys.executable, "-c", code, str(out)], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert read.returncode == 0, read.stderr
-    assert read.stdout.strip() == "{'step': 11, 'token': 10, 'hidden': 6}"
-
-
-@pytest.mark.parametrize("block_rows", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("spare_rows", [0, 2, 100])
+@pytest.mark.parametrize("block_rows", [1, 3, 8])
+@pytest.mark.parametrize("spare_rows", [0, 100])
 def test_blocks_of_any_size_within_any_memory(
     small_run: SmallRun, tmp_path: Path, block_rows: int, spare_rows: int
 ) -> None:
     path, _ = small_run
     variables = {"W": "bfloat16", "grad": "float16", "logits": "bfloat16", "loss": "float32"}
     sizes = {"tokens": 10, "hidden": 6, "block_rows": block_rows, "buffers": 1}
-    layout = plan(variables, encoding="portable", **sizes)  # type: ignore[arg-type]
+    layout = plan(variables, **sizes)  # type: ignore[arg-type]
     row = sum(array.row_bytes for array in layout.arrays.values())
     out = tmp_path / "out.zarr"
     trajstore.export(
         path,
         out,
-        format="zarr",
+        format="run",
         block_rows=block_rows,
         memory=layout.memory + spare_rows * row,
         overwrite=False,
@@ -128,121 +54,6 @@ def test_blocks_of_any_size_within_any_memory(
 def test_a_run_is_rechunked_in_place(small_run: SmallRun, tmp_path: Path) -> None:
     path, _ = small_run
     before = trajstore.open_run(path).load()
-    trajstore.export(path, path, format="zarr", block_rows=11, overwrite=True)
+    trajstore.export(path, path, format="run", block_rows=11, overwrite=True)
     assert_same_run(before, path)
     assert [each.name for each in tmp_path.iterdir()] == [path.name]
-
-
-def test_a_changed_dataset_is_exported_as_it_is(small_run: SmallRun, tmp_path: Path) -> None:
-    path, bits = small_run
-    ds = trajstore.open_run(path).isel(token=[4, 1], step=slice(2, 9)).chunk(step=3)
-    trajstore.export(ds, tmp_path / "f")
-    with safe_open(tmp_path / "f", "numpy") as file:
-        assert file.get_tensor("W").tobytes() == bits["W"][2:9, [4, 1]].tobytes()
-        assert file.get_tensor("token").tolist() == [28, 7]
-    with pytest.raises(InvalidArgument, match="no coordinate token"):
-        trajstore.export(trajstore.open_run(path).isel(token=0), tmp_path / "g")
-    with pytest.raises(VariableNotRecorded, match="nothing to export"):
-        trajstore.export(trajstore.open_run(path)[["token", "step"]], tmp_path / "g")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"format": "csv"}, "cannot export to 'csv'"),
-        ({"layout": "1"}, "no layout '1'"),
-        ({"format": "hdf5", "layout": "15.1a"}, "is one of safetensors files"),
-        ({"block_rows": 3}, "only zarr has blocks"),
-        ({"steps": "x"}, "cannot read 'x' as steps"),
-        ({"format": "zarr", "variables": "grad"}, "always holds W"),
-        ({"format": "zarr", "memory": "100B"}, "memory"),
-    ],
-)
-def test_wrong_calls_leave_nothing(
-    small_run: SmallRun, tmp_path: Path, options: dict[str, Any], message: str
-) -> None:
-    path, _ = small_run
-    with pytest.raises(InvalidArgument, match=message):
-        trajstore.export(path, tmp_path / "f", **options)
-    assert [each.name for each in tmp_path.iterdir()] == [path.name]
-
-
-@pytest.mark.parametrize("form", ["safetensors", "hdf5", "zarr"])
-def test_what_is_there_is_kept(small_run: SmallRun, tmp_path: Path, form: str) -> None:
-    path, _ = small_run
-    (tmp_path / "f").write_text("mine")
-    with pytest.raises(RunExists):
-        trajstore.export(path, tmp_path / "f", format=form)
-    assert (tmp_path / "f").read_text() == "mine"
-    if form != "zarr":
-        trajstore.export(path, tmp_path / "f", format=form, overwrite=True)
-        assert (tmp_path / "f").stat().st_size > 1000
-        with pytest.raises(RunExists, match="is a folder"):
-            trajstore.export(path, tmp_path, format=form, overwrite=True)
-    with pytest.raises(RunNotFound):
-        trajstore.export(tmp_path / "none", tmp_path / "g", format=form)
-
-
-@pytest.mark.parametrize("form", ["safetensors", "hdf5", "zarr"])
-def test_an_interruption_leaves_nothing(small_run: SmallRun, tmp_path: Path, form: str) -> None:
-    def interrupt(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    path, _ = small_run
-    with pytest.raises(KeyboardInterrupt):
-        trajstore.export(path, tmp_path / "f", format=form, on_progress=interrupt)
-    assert [each.name for each in tmp_path.iterdir()] == [path.name]
-
-
-def test_a_full_disk_leaves_nothing(
-    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*arguments: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    path, _ = small_run
-    monkeypatch.setattr(safetensors.os, "pwrite", full)
-    with pytest.raises(OSError, match="No space left"):
-        trajstore.export(path, tmp_path / "f")
-    assert [each.name for each in tmp_path.iterdir()] == [path.name]
-
-
-def test_results_are_shared_as_other_files_are(small_run: SmallRun, tmp_path: Path) -> None:
-    trajstore.export(small_run[0], tmp_path / "f")
-    (tmp_path / "other").touch()
-    assert (tmp_path / "f").stat().st_mode == (tmp_path / "other").stat().st_mode
-
-
-@pytest.mark.parametrize("others", [("grad",), ("loss",), ("grad", "loss")], ids=str)
-def test_hdf5_of_few_variables_keeps_float32_that_is_bfloat16(
-    tmp_path: Path, others: tuple[str, ...]
-) -> None:
-    pytest.importorskip("h5py")
-    types = dict.fromkeys(("W", *others), "bfloat16")
-    bits = write_run(tmp_path / "half.zarr", types, rows=5, tokens=6, hidden=2)
-    with trajstore.RunWriter.create(
-        tmp_path / "run.zarr",
-        token=np.arange(6),
-        hidden=2,
-        variables=dict.fromkeys(types, "float32"),
-    ) as run:
-        for row in range(5):
-            for name, place in run.next_row().items():
-                place[...] = bits[name][row].astype("u4") << 16
-            run.commit_row(row)
-    trajstore.export(tmp_path / "run.zarr", tmp_path / "f.h5", format="hdf5")
-    done = trajstore.import_file(tmp_path / "f.h5", tmp_path / "back.zarr")
-    assert done.layout == "hdf5"
-    assert done.variables == dict.fromkeys(types, "float32")
-    assert_same_run(tmp_path / "run.zarr", tmp_path / "back.zarr")
-
-
-@pytest.mark.parametrize("form", ["safetensors", "hdf5", "zarr"])
-def test_a_run_without_rows_is_exported(tmp_path: Path, form: str) -> None:
-    if form == "hdf5":
-        pytest.importorskip("h5py")
-    with trajstore.RunWriter.create(
-        tmp_path / "run.zarr", token=[1, 2], hidden=3, variables={"W": "bfloat16"}
-    ) as run:
-        pass
-    assert trajstore.export(run.path, tmp_path / "file", format=form).rows == 0

@@ -11,7 +11,6 @@ import pytest
 from bits_and_calls import random_bits
 
 from trajstore import RunWriter, verify
-from trajstore.schema import ENCODINGS
 from trajstore.store.metadata.fingerprint import (
     CONTENT,
     FINGERPRINT,
@@ -62,11 +61,8 @@ def content(path: Path) -> str:
     return digests(path)[0]
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_equal_content_has_one_digest_and_each_run_its_own_fingerprint(
-    tmp_path: Path, encoding: str
-) -> None:
-    one, other = (recorded(tmp_path / name, 10, encoding=encoding) for name in ("1", "2"))
+def test_equal_content_has_one_digest_and_each_run_its_own_fingerprint(tmp_path: Path) -> None:
+    one, other = (recorded(tmp_path / name, 10) for name in ("1", "2"))
     assert content(one) == content(other)
     assert digests(one)[1] != digests(other)[1]
     assert verify(one).clean
@@ -89,7 +85,6 @@ def test_it_does_not_depend_on_threads_and_memory(tmp_path: Path) -> None:
         {"token_count": None},
         {"is_dead": np.arange(5) == 2},
         {"block_rows": 5},
-        {"encoding": "portable"},
         {"variables": TYPES | {"W": "float16"}},
     ],
 )
@@ -131,11 +126,8 @@ def test_it_changes_with_each_row_and_going_on_ends_in_the_same(tmp_path: Path) 
         assert content(recorded(tmp_path / f"{rows}.zarr", rows)) == found[rows][0]
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_run_that_is_cut_has_the_digests_that_it_had_at_that_row(
-    tmp_path: Path, encoding: str
-) -> None:
-    path = recorded(tmp_path / "run.zarr", 0, encoding=encoding)
+def test_a_run_that_is_cut_has_the_digests_that_it_had_at_that_row(tmp_path: Path) -> None:
+    path = recorded(tmp_path / "run.zarr", 0)
     had = {0: digests(path)}
     for rows in range(1, 11):
         with RunWriter.resume(path) as run:

@@ -14,13 +14,12 @@ from zarr.buffer.cpu import Buffer
 from zarr.storage import MemoryStore
 
 from trajstore.codec.block_form import BlockForm
-from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel
-from trajstore.schema import ENCODINGS
+from trajstore.codec.block_label import ANYWHERE, BlockLabel
 from trajstore.store.metadata.block_plan import ArrayLayout, plan
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.metadata.shard import Shard, chunk_windows, encode_chunk, shard_digest
 from trajstore.store.metadata.zarr_json import RunMetadata
-from trajstore.store.writing.new_run import new_arrays
+from trajstore.store.writing.new_run import series_metadata
 from trajstore.values.native_types import widen
 
 RUNS = ((0, "5a" * 16),)
@@ -36,7 +35,6 @@ CASES = [
 ]
 
 every_case = pytest.mark.parametrize(("name", "dtype", "tokens", "hidden"), CASES)
-both_encodings = pytest.mark.parametrize("encoding", ENCODINGS)
 
 
 @pytest.fixture(autouse=True)
@@ -48,15 +46,15 @@ def _in_several_objects(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(
-    name: str, dtype: str, tokens: int, hidden: int, encoding: str
+    name: str, dtype: str, tokens: int, hidden: int
 ) -> tuple[ArrayLayout, np.ndarray, dict[str, Any]]:
     """Layout of an array, the bits of a block of it, and its document."""
     variables = {"W": dtype} | {name: dtype}
-    layout = plan(variables, tokens=tokens, hidden=hidden, block_rows=BLOCK_ROWS, encoding=encoding)
+    layout = plan(variables, tokens=tokens, hidden=hidden, block_rows=BLOCK_ROWS)
     array = layout.arrays[name]
     bits = random_bits((BLOCK_ROWS, *array.row), 5, 8 * array.native.itemsize)
     labelled = replace(layout, runs=RUNS)
-    arrays, _ = new_arrays(labelled, {"token": np.arange(tokens)}, encoding=encoding)
+    arrays = series_metadata(labelled, ["token"])
     return array, bits, json.loads(RunMetadata(arrays, {}).array(name, BLOCK_ROWS))
 
 
@@ -83,14 +81,11 @@ def opened(name: str, document: dict[str, Any], stored: dict[str, Any]) -> zarr.
     return zarr.open_array(MemoryStore(stored), path=name, mode="r+")
 
 
-@both_encodings
 @every_case
-def test_zarr_reads_the_bits_back(
-    name: str, dtype: str, tokens: int, hidden: int, encoding: str
-) -> None:
-    array, bits, document = make(name, dtype, tokens, hidden, encoding)
+def test_zarr_reads_the_bits_back(name: str, dtype: str, tokens: int, hidden: int) -> None:
+    array, bits, document = make(name, dtype, tokens, hidden)
     codecs = [codec["name"] for codec in document["codecs"]]
-    assert codecs == ["trajstore.block" if encoding == "delta" else "sharding_indexed"]
+    assert codecs == ["trajstore.block"]
     for rows in (BLOCK_ROWS, 4):
         document["shape"][0] = rows
         read = opened(name, document, objects(array, bits[:rows]))[...]
@@ -98,13 +93,12 @@ def test_zarr_reads_the_bits_back(
         assert (read.view(unsigned) == widen(bits[:rows], array.native).view(unsigned)).all()
 
 
-@both_encodings
 @every_case
 def test_what_zarr_writes_differs_by_the_label_only(
-    name: str, dtype: str, tokens: int, hidden: int, encoding: str
+    name: str, dtype: str, tokens: int, hidden: int
 ) -> None:
-    """With the codec of blocks zarr labels them too, but does not know their places."""
-    array, bits, document = make(name, dtype, tokens, hidden, encoding)
+    """Zarr labels them too, by the codec, but does not know their places."""
+    array, bits, document = make(name, dtype, tokens, hidden)
     form = array.form(RUNS)
     written: dict[str, Any] = {}
     whole = [array.parts * array.shard[1], *array.row[1:]] if len(array.shard) > 1 else []
@@ -120,9 +114,6 @@ def test_what_zarr_writes_differs_by_the_label_only(
         chunks = ours[: -form.tail_length]
         assert theirs[: len(chunks)] == chunks
         assert theirs[-form.index_length :] == index
-        if encoding == "portable":
-            assert len(theirs) == len(ours) - LABEL
-            continue
         assert len(theirs) == len(ours)
         label = BlockLabel.unpack(theirs[-form.tail_length : -form.index_length], index[:-4])
         assert (label.block, label.part, label.rows) == (ANYWHERE, 0, BLOCK_ROWS)
@@ -130,12 +121,11 @@ def test_what_zarr_writes_differs_by_the_label_only(
         assert (label.settings, label.digest) == (form.settings, digest)
 
 
-@both_encodings
 @every_case
 def test_a_digest_is_that_of_the_shard_that_would_be_written(
-    name: str, dtype: str, tokens: int, hidden: int, encoding: str
+    name: str, dtype: str, tokens: int, hidden: int
 ) -> None:
-    array, bits, _ = make(name, dtype, tokens, hidden, encoding)
+    array, bits, _ = make(name, dtype, tokens, hidden)
     form = array.form(RUNS)
     for rows in (BLOCK_ROWS, 3):
         for part in range(array.parts):
@@ -152,13 +142,3 @@ def test_a_digest_is_that_of_the_shard_that_would_be_written(
                 digest=digest,
             )
     assert shard_digest(form, bits[array.window(0)]) != shard_digest(form, ~bits[array.window(0)])
-
-
-def test_a_block_without_identity_has_no_label() -> None:
-    """As format 1 stores it."""
-    array, bits, _ = make("W", "bfloat16", 300, 5, "delta")
-    labelled, _ = encoded(array.form(RUNS), bits[array.window(0)], 0)
-    form = array.form(None)
-    bare, _ = encoded(form, bits[array.window(0)], 0)
-    assert bare == labelled[: -form.index_length - LABEL] + labelled[-form.index_length :]
-    assert form.read_tail(bare[-form.tail_length :], None).label is None

@@ -16,34 +16,31 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trajstore import FormatError, RunWriter, open_run
-from trajstore.codec.codec_chain import chain
-from trajstore.schema import ENCODINGS
+from trajstore.codec.block_codec import BlockCodec
 from trajstore.store.metadata.block_plan import plan
 from trajstore.store.reading.array_reader import StoredArray, block_form, stored_array
-from trajstore.store.reading.open_group import open_group, run_identity
+from trajstore.store.reading.open_group import open_group
 from trajstore.values.native_types import native_type, widen
 
 ROWS, TOKENS, HIDDEN = SHAPE = (11, 300, 3)
-DATA = Path(__file__).parents[3] / "data"
 
 
 def reader(path: Path, name: str = "W") -> StoredArray:
-    group = open_group(path)
-    array = group[name]
+    array = open_group(path)[name]
     assert isinstance(array, zarr.Array)
-    found = stored_array(path, name, array, run_identity(group.attrs))
+    found = stored_array(path, name, array)
     assert found is not None
     return found
 
 
 def native(bits: np.ndarray, array: StoredArray, name: str) -> np.ndarray:
-    """Bits as the chain of an array holds them: portable stores float32."""
+    """Bits as the chain of an array holds them: numbers of a step are stored as float32."""
     if array.chain.native.itemsize == bits.itemsize:
         return bits
     return widen(bits, native_type(name)).view(array.chain.native.bits)
 
 
-@pytest.fixture(scope="module", params=[*ENCODINGS, "large"])
+@pytest.fixture(scope="module", params=["small", "large"])
 def stored(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[StoredArray, np.ndarray]:
@@ -65,7 +62,6 @@ def stored(
             hidden=HIDDEN,
             variables={"W": "bfloat16"},
             block_rows=4,
-            encoding="delta" if large else request.param,
         ) as run:
             for row in range(ROWS):
                 run.append(step=row, W=bits[row])
@@ -73,7 +69,7 @@ def stored(
     assert array.parts == 3
     assert array.chain.token_first == large
     assert array.form.grid == ((2, 3, 1) if large else (1, 3, 1))
-    return array, native(bits, array, "bfloat16")
+    return array, bits
 
 
 def stretch(length: int) -> st.SearchStrategy[slice]:
@@ -99,7 +95,7 @@ def test_slices_are_what_numpy_would_pick(
     assert found.shape == bits[key].shape
     assert found.tobytes() == bits[key].tobytes()
     assert values.dtype == np.float32
-    expected = bits if bits.itemsize == 4 else widen(bits, native_type("bfloat16"))
+    expected = widen(bits, native_type("bfloat16"))
     assert values.tobytes() == expected[key].tobytes()
 
 
@@ -133,25 +129,12 @@ def test_native_bits_come_as_they_were_written(
         assert (array.bits(where) == expected).all()
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in DATA.glob("format1-*.zarr")))
-def test_runs_of_format_1_are_read_without_labels(name: str) -> None:
-    ds = open_run(DATA / name)
-    for variable in ds.data_vars:
-        array = reader(DATA / name, str(variable))
-        assert array.form.runs is None
-        assert array.values(()).tobytes() == ds[variable].values.tobytes()
-        with array.opened(0, 0) as file:
-            assert array.tail(file, 0, 0).label is None
-
-
 def test_a_tail_says_where_the_shard_belongs(stored: tuple[StoredArray, np.ndarray]) -> None:
     array, _ = stored
-    assert array.form.runs is not None
     for block in range(3):
         for part in range(3):
             with array.opened(block, part) as file:
                 tail = array.tail(file, block, part)
-            assert tail.label is not None
             assert (tail.label.block, tail.label.part) == (block, part)
             assert tail.label.rows == min(4, ROWS - 4 * block)
             assert tail.label.run == array.form.runs[0][1]
@@ -166,32 +149,32 @@ def test_a_tail_says_where_the_shard_belongs(stored: tuple[StoredArray, np.ndarr
 
 
 def test_an_array_stored_otherwise_is_left_to_zarr(tmp_path: Path) -> None:
-    ours = plan({"W": "float32"}, tokens=4, hidden=2, block_rows=4, encoding="portable")
-    codecs = ours.arrays["W"].chain.codecs(2)
-    portable: dict[str, Any] = {"chunks": (2, 2), "shards": (4, 4)} | codecs
     keys = {"name": "default", "configuration": {"separator": "."}}
+    layout = plan({"W": "float32"}, tokens=4, hidden=2, block_rows=4)
+    codec = BlockCodec(
+        array="W", chunk_shape=(2, 2), chain=layout.arrays["W"].chain, runs=((0, "5a" * 16),)
+    )
+    ours: dict[str, Any] = {
+        "chunks": (4, 4), "serializer": codec, "compressors": None, "filters": None
+    }  # fmt: skip
     for number, options in enumerate(
         (
             {"chunks": (2, 2)},
             {"chunks": (2, 2), "shards": (4, 4)},
-            {"shape": (4,), "chunks": (2,)},
-            portable,  # but for its keys, which have slashes
-            portable | {"compressors": None, "chunk_key_encoding": keys},
+            ours,  # but for its keys, which have slashes
+            ours | {"compressors": "auto", "chunk_key_encoding": keys},
         )
     ):
         arguments: dict[str, Any] = {"shape": (4, 4), "dtype": "float32"} | options
         array = zarr.create_array(tmp_path / str(number), **arguments)
-        assert block_form("W", array, None) is None
-        assert stored_array(tmp_path, "W", array, None) is None
+        assert block_form(array) is None
+        assert stored_array(tmp_path, "W", array) is None
     known = zarr.create_array(
-        tmp_path / "known",
-        shape=(4, 4),
-        dtype="float32",
-        **portable | {"chunk_key_encoding": keys},
+        tmp_path / "known", shape=(4, 4), dtype="float32", **ours | {"chunk_key_encoding": keys}
     )
-    form = block_form("W", known, None)
+    form = block_form(known)
     assert form is not None
-    assert form.chain == chain("portable", native_type("float32"), 2, small=True)
+    assert form.chain == codec.chain
 
 
 def test_dask_reads_only_what_a_selection_needs(

@@ -1,4 +1,4 @@
-"""A second reader of format 2, from docs/format.md alone, and what it says of runs of ours."""
+"""A second reader of the format, from docs/format.md alone, and what it says of runs of ours."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def checked(data: bytes, covered: bytes = b"") -> bytes:
 
 
 class Reader:
-    """A run of format 2."""
+    """A run."""
 
     def __init__(self, path: Path) -> None:
         root = json.loads((path / "zarr.json").read_text())
@@ -53,19 +53,6 @@ class Reader:
         document = self.documents[name]
         (codec,) = document["codecs"]
         configuration = dict(codec["configuration"])
-        if codec["name"] == "sharding_indexed":
-            (blosc_,) = (c for c in configuration["codecs"] if c["name"] == "blosc")
-            packing = blosc_["configuration"]
-            configuration = {
-                "native_dtype": document["data_type"],
-                "kind": "plain" if len(document["shape"]) == 1 else "step-last",
-                "token_first": False,
-                "compressor": packing["cname"],
-                "level": packing["clevel"],
-                "shuffle": packing["shuffle"],
-                "blocksize": packing["blocksize"],
-                "chunk_shape": configuration["chunk_shape"],
-            }
         configuration.pop("runs", None)
         shape = document["chunk_grid"]["configuration"]["chunk_shape"]
         return configuration | {"array": name, "shape": shape}
@@ -99,16 +86,14 @@ class Reader:
         return pieces, rows, content
 
     def decode(self, name: str, piece: bytes) -> np.ndarray:
-        """Native bits of an inner chunk; in `portable` bits of the stored type."""
+        """Native bits of an inner chunk; of numbers of a step bits of the stored type."""
         settings = self.settings(name)
         frame, shape = checked(piece), settings["chunk_shape"]
         bits = np.dtype(BITS[settings["native_dtype"]])
         size = int(np.prod(shape)) * bits.itemsize
         assert struct.unpack("<II", frame[4:8] + frame[12:16]) == (size, len(frame))
         axes = list(range(len(shape)))
-        if settings["kind"] == "step-last":
-            axes = [*axes[1:], 0]
-        elif settings["token_first"]:
+        if settings["token_first"]:
             axes = [1, 0, *axes[2:]]
         z = np.frombuffer(blosc.decompress(frame), bits).reshape([shape[axis] for axis in axes])
         z = z.transpose(np.argsort(axes))
@@ -184,8 +169,8 @@ def random_rows() -> dict[str, np.ndarray]:
     }
 
 
-@pytest.fixture(params=["delta", "portable"])
-def run(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Blocks of 12 rows, the last one of 7, in several parts, each in several inner chunks."""
     from trajstore import RunWriter
 
@@ -213,7 +198,6 @@ def run(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Monk
         },
         attributes={"provenance": {"host": "é", "resumed": [1]}},
         block_rows=12,
-        encoding=request.param,
     ) as writer:
         for row in range(ROWS):
             for name, place in writer.next_row().items():
@@ -233,13 +217,11 @@ def stored(bits: np.ndarray, native: str) -> np.ndarray:
 
 def test_a_reader_by_the_specification_reads_the_same_bits_and_digests(run: Path) -> None:
     reader = Reader(run)
-    portable = reader.attributes["encoding"] == "portable"
     assert [reader.parts(name) for name in ("W", "grad", "logits", "loss")] == [3, 3, 1, 1]
-    assert reader.settings("W")["token_first"] is not portable
+    assert reader.settings("W")["token_first"]
     assert all(len(reader.load(name, 0, 0)[0]) > 1 for name in ("W", "grad", "exp_avg"))
     for name, bits in random_rows().items():
-        expected = stored(bits, TYPES[name]) if portable and bits.itemsize == 2 else bits
-        assert (reader.bits(name) == expected).all(), name
+        assert (reader.bits(name) == bits).all(), name
     assert reader.bits("step").tolist() == list(range(0, 2 * ROWS, 2))
     attributes = reader.attributes
     assert reader.digests() == (attributes["content_digest"], attributes["fingerprint"])

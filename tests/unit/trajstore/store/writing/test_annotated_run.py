@@ -11,17 +11,16 @@ import zarr
 from bits_and_calls import Cli
 
 from trajstore import InvalidArgument, RunExists, RunLocked, RunWriter, open_run, verify
-from trajstore.schema import ENCODINGS
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.writing.annotated_run import annotate_run
 
 ROWS, BLOCK = 10, 4
 
 
-def write(path: Path, encoding: str = "delta", **coordinates: Any) -> Path:
+def write(path: Path, **coordinates: Any) -> Path:
     variables = {"W": "bfloat16", "logits": "float32", "loss": "float32"}
     with RunWriter.create(
-        path, token=[3, 5, 7], hidden=2, variables=variables, block_rows=BLOCK, encoding=encoding,
+        path, token=[3, 5, 7], hidden=2, variables=variables, block_rows=BLOCK,
         config={"a": 1}, **coordinates,
     ) as run:  # fmt: skip
         for step in range(ROWS):
@@ -34,9 +33,8 @@ def root(path: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_it_is_as_if_it_had_been_recorded_so(tmp_path: Path, encoding: str) -> None:
-    run = write(tmp_path / "run.zarr", encoding)
+def test_it_is_as_if_it_had_been_recorded_so(tmp_path: Path) -> None:
+    run = write(tmp_path / "run.zarr")
     (run / "notes.txt").write_text("mine")
     inodes = {file: (run / file).stat().st_ino for file in ("W/c.0.0.0", "loss/c.1")}
     before = root(run)
@@ -46,7 +44,7 @@ def test_it_is_as_if_it_had_been_recorded_so(tmp_path: Path, encoding: str) -> N
         "token_text": ["a", "b", "ü"],
     }
     assert annotate_run(run, **told) == tuple(told)  # type: ignore[arg-type]
-    recorded = write(tmp_path / "recorded.zarr", encoding, **told)
+    recorded = write(tmp_path / "recorded.zarr", **told)
     assert verify(run).clean, [*map(str, verify(run).problems)]
     (run / "notes.txt").unlink()
     assert verify(run).notes == verify(recorded).notes
@@ -66,6 +64,21 @@ def test_it_is_as_if_it_had_been_recorded_so(tmp_path: Path, encoding: str) -> N
     assert inodes == {file: (run / file).stat().st_ino for file in inodes}
     with RunWriter.resume(run) as more:
         more.append(ROWS, W=np.ones((3, 2), "f4"), logits=np.ones(3, "f4"), loss=1.0)
+    assert verify(run).clean
+
+
+def test_populations_and_parameters_stay_as_they_are(tmp_path: Path) -> None:
+    run = tmp_path / "run.zarr"
+    with RunWriter.create(
+        run, token=[3, 5, 7], hidden=2, variables={"W": "bfloat16", "param_norm": "float32"},
+        parameter=["a", "b"], populations={"is_odd": [True, True, False]}, block_rows=BLOCK,
+    ) as writer:  # fmt: skip
+        for step in range(ROWS):
+            writer.append(step, W=np.ones((3, 2), "f4"), param_norm=np.ones(2, "f4"))
+    annotate_run(run, token_text=["a", "b", "c"])
+    ds = open_run(run)
+    assert set(ds.coords) == {"step", "token", "parameter", "is_odd", "token_text"}
+    assert ds.is_odd.values.tolist() == [True, True, False]
     assert verify(run).clean
 
 

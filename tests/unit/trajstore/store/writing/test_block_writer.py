@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,15 @@ from trajstore.codec.codec_chain import Chain
 from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, Layout, plan
 from trajstore.store.writing.block_writer import BlockWriter
 
+RUNS = ((0, "5a" * 16),)
+
 
 @pytest.fixture
 def layout(tmp_path: Path) -> Layout:
     found = plan({"W": "bfloat16"}, tokens=3, hidden=2, block_rows=4, threads=1)
     for name in found.arrays:
         (tmp_path / name).mkdir()
-    return found
+    return replace(found, runs=RUNS)
 
 
 def block(layout: Layout) -> dict[str, np.ndarray]:
@@ -87,9 +90,10 @@ def test_a_failure_ends_it(tmp_path: Path, layout: Layout, monkeypatch: pytest.M
 
 
 def test_few_chunks_are_encoded_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = plan({"W": "bfloat16"}, tokens=128 * 40, hidden=256, block_rows=32, threads=1)
+    planned = plan({"W": "bfloat16"}, tokens=128 * 40, hidden=256, block_rows=32, threads=1)
+    layout = replace(planned, runs=RUNS)
     w = layout.arrays["W"]
-    assert w.parts * math.prod(w.form(None).grid) > 2 * CHUNKS_AHEAD
+    assert w.parts * math.prod(w.form(RUNS).grid) > 2 * CHUNKS_AHEAD
     started = threading.Semaphore(0)
     taken, most = [], CHUNKS_AHEAD * layout.threads + 1
 
@@ -111,7 +115,7 @@ def test_few_chunks_are_encoded_ahead(tmp_path: Path, monkeypatch: pytest.Monkey
     pipeline.submit(0, block(layout), 0).result()
     pipeline.close()
     assert len(taken) == sum(
-        array.parts * (math.prod(array.form(None).grid) + 1) for array in layout.arrays.values()
+        array.parts * (math.prod(array.form(RUNS).grid) + 1) for array in layout.arrays.values()
     )
 
 

@@ -31,21 +31,21 @@ def test_it_asks_again_when_the_time_is_over() -> None:
     timer = CommitTimer(10.0, commit, clock=clock)
     for now, expected in ((0.0, 10.0), (4.0, 6.0), (10.0, 10.0)):
         clock.now = now
-        assert timer.ask() == expected
+        assert timer.commit_if_due() == expected
     assert commits == [10.0]
     clock.now = 14.0
     timer.committed(by_time=True)  # it took four seconds: so the next one is in twenty
     clock.now = 24.0
-    assert timer.ask() == 10.0
+    assert timer.commit_if_due() == 10.0
     clock.now = 34.0
-    assert timer.ask() == 10.0
+    assert timer.commit_if_due() == 10.0
     assert commits == [10.0, 34.0]
     clock.now = 36.0
     timer.committed(by_time=True)
     clock.now = 41.0
     timer.committed(by_time=False)  # a whole block puts it off
     clock.now = 46.0
-    assert timer.ask() == 5.0
+    assert timer.commit_if_due() == 5.0
     assert commits == [10.0, 34.0]
 
 
@@ -53,9 +53,9 @@ def test_where_something_is_being_written_it_asks_soon() -> None:
     clock = Clock()
     timer = CommitTimer(10.0, lambda: False, clock=clock)
     clock.now = 12.0
-    assert timer.ask() == 1.0
+    assert timer.commit_if_due() == 1.0
     clock.now = 13.0
-    assert timer.ask() == 1.0
+    assert timer.commit_if_due() == 1.0
 
 
 def test_its_thread_asks_until_it_is_stopped() -> None:

@@ -400,7 +400,6 @@ def test_links_are_not_overwritten_nor_what_has_no_name(
         ({"is_dead": [True]}, r"is_dead: got shape \(1,\)"),
         ({"hidden": 0}, "hidden has length 0"),
         ({"memory": "1KiB", "block_rows": None}, "at least"),
-        ({"encoding": "zip"}, "no encoding 'zip'"),
     ],
 )
 def test_an_impossible_run_is_not_made(
@@ -432,18 +431,13 @@ def test_the_root_says_what_the_format_promises(small_run: tuple[Path, Any]) -> 
 
 
 def test_a_flipped_bit_is_an_error_and_never_a_number(small_run: tuple[Path, Any]) -> None:
-    path, values = small_run
+    path, _ = small_run
     shard = path / "W" / "c.1.0.0"
     data = bytearray(shard.read_bytes())
-    label = len(data) - 30  # which zarr by itself does not look at
-    for position in (3, len(data) // 4, label, len(data) - 2):
+    for position in (3, len(data) // 4, len(data) - 30, len(data) - 2):
         broken = bytearray(data)
         broken[position] ^= 4
         shard.write_bytes(broken)
-        if position == label and xr.open_zarr(path).attrs["encoding"] == "portable":
-            expected = values["W"][5].astype("u4") << 16
-            assert (xr.open_zarr(path).W.isel(step=5).values.view("u4") == expected).all()
-            continue
         with pytest.raises(ValueError, match=r"checksum|crc32c|index.* is broken"):
             xr.open_zarr(path).W.isel(step=5).load()
     shard.write_bytes(data)

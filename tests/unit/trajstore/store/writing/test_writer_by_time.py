@@ -15,7 +15,6 @@ from bits_and_calls import random_bits
 from still_timer import StillTimer, commit_now
 
 from trajstore import InvalidArgument, RunWriter, repair, verify
-from trajstore.schema import ENCODINGS
 
 TYPES = {"W": "bfloat16", "grad": "float16", "loss": "float32"}
 
@@ -72,7 +71,7 @@ def ask(run: RunWriter, now: float) -> float | None:
     timer = StillTimer.of(run)
     settle(run)
     timer.now = now
-    seconds = timer.ask()
+    seconds = timer.commit_if_due()
     settle(run)
     return seconds
 
@@ -154,14 +153,13 @@ def test_an_impossible_time_is_refused_before_anything_is_made(
         RunWriter.resume(path, commit_every=wrong)
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_the_end_is_that_of_a_run_without(
-    tmp_path: Path, encoding: str, buffers: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, buffers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Object by object, with a commit after every row and the last block left as it was."""
     monkeypatch.setattr("trajstore.store.writing.writer.new_identity", lambda: "0" * 32)
-    options: dict[str, Any] = {"encoding": encoding, "buffers": buffers}
+    options: dict[str, Any] = {"buffers": buffers}
     with create(tmp_path / "whole.zarr", **options, commit_every=None) as whole:
         for step in range(11):
             whole.append(**row(step))
@@ -210,7 +208,7 @@ def test_it_is_left_out_while_a_block_is_being_written(
         run.append(**row(step))
     timer = StillTimer.of(run)
     timer.now = 10.0
-    assert timer.ask() == 1.0, "to be asked again soon"
+    assert timer.commit_if_due() == 1.0, "to be asked again soon"
     assert run.committed_rows == 0
     let_go()
     commit_now(run)
@@ -295,7 +293,7 @@ def test_a_failure_is_raised_by_the_next_append(
         run.append(**row(6))
     timer = StillTimer.of(run)
     timer.now = 100.0
-    assert timer.ask() == 10.0, "nothing is begun any more"
+    assert timer.commit_if_due() == 10.0, "nothing is begun any more"
     with pytest.raises(OSError, match="No space"):
         run.close()
     check(run.path, 5)
@@ -376,4 +374,4 @@ def test_a_writer_that_is_dropped_is_not_held_by_its_timer(tmp_path: Path) -> No
     gc.collect()
     assert gone() is None
     timer.now = 10.0
-    assert timer.ask() is None
+    assert timer.commit_if_due() is None

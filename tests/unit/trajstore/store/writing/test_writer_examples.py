@@ -38,12 +38,10 @@ def rows() -> dict[str, Any]:
     return made
 
 
-def write(path: Path, encoding: str, first: int = 0, stop: int = ROWS) -> None:
+def write(path: Path, first: int = 0, stop: int = ROWS) -> None:
     values = rows()
     sizes = {"examples": EXAMPLES, "positions": POSITIONS, "hidden": HIDDEN}
-    with RunWriter.create(
-        path, token=range(5), variables=TYPES, block_rows=4, encoding=encoding, **sizes
-    ) as run:
+    with RunWriter.create(path, token=range(5), variables=TYPES, block_rows=4, **sizes) as run:
         for row in range(first, stop):
             run.append(row, **{name: values[name][row] for name in TYPES})
 
@@ -59,10 +57,9 @@ def agree(path: Path, at: slice = slice(None)) -> xr.Dataset:
     return ds
 
 
-@pytest.mark.parametrize("encoding", ["delta", "portable"])
-def test_bits_pass_through_the_store_and_through_files(encoding: str, tmp_path: Path) -> None:
+def test_bits_pass_through_the_store_and_through_files(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
-    write(path, encoding)
+    write(path)
     ds = agree(path)
     assert ds.batch.dims == ("step", "example")
     assert ds.hidden_states.dims == ("step", "example", "position", "hidden")
@@ -72,13 +69,13 @@ def test_bits_pass_through_the_store_and_through_files(encoding: str, tmp_path: 
     trajstore.import_file(native, tmp_path / "again.zarr")
     compared = analysis.compare(ds, agree(tmp_path / "again.zarr"))
     assert compared.first_difference.to_series().to_dict() == dict.fromkeys(ds, -1)
-    trajstore.export(path, tmp_path / "part.zarr", format="zarr", steps="2:9", block_rows=3)
+    trajstore.export(path, tmp_path / "part.zarr", format="run", steps="2:9", block_rows=3)
     agree(tmp_path / "part.zarr", slice(2, 9))
 
 
 def test_a_branch_and_a_cut_run_keep_them(tmp_path: Path) -> None:
     path, branch = tmp_path / "run.zarr", tmp_path / "branch.zarr"
-    write(path, "delta")
+    write(path)
     wider = TYPES | {"W": "float32"}
     branch_run(path, branch, 7, types=wider, attributes={}, memory="1GiB")
     agree(branch, slice(0, 7))
@@ -91,7 +88,7 @@ def test_a_branch_and_a_cut_run_keep_them(tmp_path: Path) -> None:
 
 def test_files_that_say_no_more_than_a_name_are_not_taken_for_them(tmp_path: Path) -> None:
     pytest.importorskip("h5py")
-    write(tmp_path / "run.zarr", "delta")
+    write(tmp_path / "run.zarr")
     file = trajstore.export(tmp_path / "run.zarr", tmp_path / "run.h5", format="hdf5")
     done = trajstore.import_file(file, tmp_path / "again.zarr")
     assert set(done.variables) == {"W", "hidden_trace"}
@@ -107,7 +104,7 @@ def test_the_room_must_be_told(tmp_path: Path) -> None:
 
 
 def test_compare_leaves_out_what_has_other_examples(tmp_path: Path) -> None:
-    write(tmp_path / "run.zarr", "delta")
+    write(tmp_path / "run.zarr")
     ds = open_run(tmp_path / "run.zarr")
     compared = analysis.compare(ds, ds.isel(example=slice(2)))
     assert compared["variable"].values.tolist() == ["W", "hidden_trace"]

@@ -25,7 +25,6 @@ from trajstore import (
     repair,
     verify,
 )
-from trajstore.schema import ENCODINGS
 from trajstore.store.storage.atomic import sweep
 from trajstore.store.writing.branched_run import branch_run
 
@@ -33,14 +32,13 @@ BLOCK = 4
 TYPES = {"W": "bfloat16", "grad": "float16", "logits": "float32", "loss": "float64"}
 
 
-def create(path: Path, encoding: str = "delta", **options: Any) -> RunWriter:
+def create(path: Path, **options: Any) -> RunWriter:
     return RunWriter.create(
         path,
         token=np.arange(5) * 3,
         hidden=3,
         variables=TYPES,
         block_rows=BLOCK,
-        encoding=encoding,
         is_dead=np.arange(5) > 2,
         commit_every=None,
         **options,
@@ -66,8 +64,8 @@ def contents(path: Path) -> dict[str, bytes]:
     }
 
 
-def recorded(path: Path, rows: int, encoding: str = "delta", **options: Any) -> Path:
-    with create(path, encoding, **options) as run:
+def recorded(path: Path, rows: int, **options: Any) -> Path:
+    with create(path, **options) as run:
         for step in range(rows):
             run.append(**row(step))
     return path
@@ -80,13 +78,10 @@ def one_identity(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("one_identity")
-@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("rows", [0, 1, 3, 4, 6, 8, 9, 11])
-def test_a_resumed_run_is_the_run_that_was_never_interrupted(
-    tmp_path: Path, rows: int, encoding: str
-) -> None:
-    whole = recorded(tmp_path / "whole.zarr", 14, encoding)
-    path = recorded(tmp_path / "cut.zarr", 11, encoding)
+def test_a_resumed_run_is_the_run_that_was_never_interrupted(tmp_path: Path, rows: int) -> None:
+    whole = recorded(tmp_path / "whole.zarr", 14)
+    path = recorded(tmp_path / "cut.zarr", 11)
     with RunWriter.resume(path, rows=rows) as run:
         assert (run.rows, run.committed_rows) == (rows, rows)
         for step in range(rows, 14):
@@ -133,13 +128,10 @@ def test_attributes_can_take_the_place_of_those_it_has(tmp_path: Path) -> None:
     assert json.loads(ds.step.attrs["root_attributes"])["config"] == {"steps": 9}
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("block", [1, 3])  # a whole one, and the unfinished one
-def test_what_was_not_committed_is_not_gone_on_with(
-    tmp_path: Path, encoding: str, block: int
-) -> None:
+def test_what_was_not_committed_is_not_gone_on_with(tmp_path: Path, block: int) -> None:
     """Else the new digests would hide what `verify` finds."""
-    path = recorded(tmp_path / "run.zarr", 14, encoding)
+    path = recorded(tmp_path / "run.zarr", 14)
     older = Path(shutil.copytree(path, tmp_path / "older"))
     with RunWriter.resume(path, rows=4, commit_every=None) as run:
         for step in range(4, 14):
@@ -164,13 +156,12 @@ class Death(BaseException):
     """As if the process had ended there."""
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize("rows", [14, 5])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_resume_that_dies_leaves_the_attributes_of_before_or_the_new_ones(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, rows: int, after: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int, after: bool
 ) -> None:
-    source = recorded(tmp_path / "source.zarr", 14, encoding, config={"steps": 14})
+    source = recorded(tmp_path / "source.zarr", 14, config={"steps": 14})
     moves = len(TYPES) + 3  # of the document of step, the root, and the documents of all arrays
     move = os.replace
     found = []

@@ -1,0 +1,155 @@
+"""Populations that are given when a run is made stay with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+
+torch = pytest.importorskip("torch")
+from list_recorder import VOCAB, TinyModel, batches  # noqa: E402
+from small_trainings import TEXT, small_config, stop_after  # noqa: E402
+
+from trajstore import (  # noqa: E402
+    InvalidArgument,
+    analysis,
+    export,
+    import_file,
+    open_run,
+    verify,
+)
+from trajstore.store.reading.run_info import information  # noqa: E402
+from trajstore.trainers import capture, fork, plan, record  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+COUNTS = np.arange(VOCAB) % 5
+GIVEN: dict[str, Any] = {
+    "rare": "0 < token_count <= 1",
+    "first": [0, 1, 2],
+    "odd": np.arange(VOCAB) % 2 == 1,
+}
+EXPECTED = {
+    "is_rare": COUNTS == 1,
+    "is_first": np.arange(VOCAB) < 3,
+    "is_odd": np.arange(VOCAB) % 2 == 1,
+}
+
+
+def run_of(path: Path, model: Any = None, **options: Any) -> Path:
+    torch.manual_seed(1)
+    model = TinyModel() if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    options = {"record": "W,loss", "token_count": COUNTS, "block_rows": 4, **options}
+    with capture(model, optimizer, path, **options):
+        for batch in batches(5):
+            optimizer.zero_grad()
+            model(**batch)["loss"].backward()
+            optimizer.step()
+    return path
+
+
+def test_they_are_coordinates_wherever_the_run_goes(tmp_path: Path) -> None:
+    tokens = [1, 3, 6, 16]
+    path = run_of(tmp_path / "run.zarr", populations=GIVEN, tokens=tokens)
+    file = export(path, tmp_path / "run.safetensors")
+    copies = [
+        import_file(file, tmp_path / "again.zarr").path,
+        export(path, tmp_path / "copy.zarr", format="run").path,
+    ]
+    for made in (path, *copies):
+        ds = xr.open_zarr(made)
+        for name, mask in EXPECTED.items():
+            assert ds[name].dtype == bool
+            np.testing.assert_array_equal(ds.coords[name], mask[tokens])
+        assert not verify(made).problems
+        found = analysis.centroid(open_run(made)).population.values.tolist()
+        assert sorted(found) == ["all", "first", "odd", "rare"]
+    pytest.importorskip("h5py")
+    hdf5 = import_file(export(path, tmp_path / "run.h5", format="hdf5"), tmp_path / "h5.zarr").path
+    assert not set(EXPECTED) & set(xr.open_zarr(hdf5).coords)
+
+
+def test_a_run_that_goes_on_keeps_them(tmp_path: Path) -> None:
+    model = TinyModel()
+    path = run_of(tmp_path / "run.zarr", model, populations=GIVEN)
+    on: dict[str, Any] = {"resume": True}
+    for given in (None, GIVEN):
+        first = int(open_run(path).step[-1])
+        run_of(path, model, populations=given, first_step=first, **on)
+        np.testing.assert_array_equal(open_run(path).is_rare, EXPECTED["is_rare"])
+    for given in ({"rare": GIVEN["rare"]}, {**GIVEN, "odd": [4]}):
+        with pytest.raises(InvalidArgument, match=r"is_(first, )?.*odd are not as in .*leave them"):
+            run_of(path, model, populations=given, first_step=15, **on)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"rare": "token_count <"}, "got the population 'token_count <', expected an expression"),
+        ({"rare": "tokens < 3"}, "'tokens'"),
+        ({"few": [3, VOCAB]}, f"few names 1 tokens that are not here, the first is {VOCAB}"),
+        ({"dead": [3]}, "got a population named 'dead'; a name is of letters"),
+        ({"few": np.ones(3, bool)}, "3 values of bool, expected a truth value"),
+    ],
+)
+def test_what_is_no_population_is_refused(given: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        run_of(tmp_path / "run.zarr", populations=given)
+    assert not (tmp_path / "run.zarr").exists()
+
+
+def test_those_of_a_configuration(tmp_path: Path) -> None:
+    (tmp_path / "ids.txt").write_text("65\n66\n")
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    given = ["rare=0 < token_count < 3", f"capitals={tmp_path / 'ids.txt'}"]
+    config = small_config(["gatsby"], 'recording.record=["weights"]', steps=2)
+    config = config.with_values([f"recording.populations={given}"])
+    path = record(config, tmp_path / "run.zarr", corpus=tmp_path / "text.txt")
+    ds = open_run(path)
+    assert ds.token.values[ds.is_capitals.values].tolist() == [65, 66]
+    count = ds.token_count.values
+    np.testing.assert_array_equal(ds.is_rare, (count > 0) & (count < 3))
+    assert ds.attrs["config"]["recording"]["populations"] == given
+    assert plan(config).files == sum(file.is_file() for file in path.rglob("*"))
+    with pytest.raises(InvalidArgument, match="expected NAME=EXPRESSION or NAME=FILE"):
+        plan(config.with_values(['recording.populations=["rare"]']))
+
+
+def test_those_of_a_configuration_come_along_to_forks_and_past_seams(tmp_path: Path) -> None:
+    text, ids = tmp_path / "text.txt", tmp_path / "ids.txt"
+    text.write_bytes(TEXT)
+    ids.write_text("65\n66\n")
+    given = ["rare=0 < token_count < 3", f"capitals={ids}"]
+    config = small_config(["gatsby"], 'recording.record=["weights"]', steps=8)
+    config = config.with_values([f"recording.populations={given}"])
+    whole = record(config, tmp_path / "whole.zarr", corpus=text)
+    half = record(config, tmp_path / "half.zarr", corpus=text, stop=stop_after(4))
+    forked = fork(half, tmp_path / "forked.zarr", at=4, corpus=text)
+    record(config, half, corpus=text, resume=True)
+    expected = open_run(whole).load()
+    assert expected.is_capitals.sum() == 2
+    for path in (forked, half):
+        xr.testing.assert_equal(open_run(path).load(), expected)
+        assert not verify(path).problems
+    ids.write_text("65\n67\n")
+    with pytest.raises(InvalidArgument, match="populations: is_capitals are not as in"):
+        fork(half, tmp_path / "other.zarr", at=4, corpus=text)
+    assert not (tmp_path / "other.zarr").exists()
+
+
+def test_damaged_masks_are_seen(tmp_path: Path) -> None:
+    path = run_of(tmp_path / "run.zarr", populations=GIVEN)
+    (path / "is_rare" / "c.0").write_bytes(b"damaged")
+    assert [problem.array for problem in verify(path).problems if problem.array] == ["is_rare"]
+
+
+def test_one_without_a_token_is_told_when_the_recording_begins(tmp_path: Path) -> None:
+    told: list[str] = []
+    given = {"none": "token_count < 0", "capitals": [3]}
+    path = run_of(tmp_path / "run.zarr", populations=given, tokens=[3], on_note=told.append)
+    assert told == ["the population none has no token"]
+    assert information(path)["populations"] == {"capitals": 1, "none": 0}

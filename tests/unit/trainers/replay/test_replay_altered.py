@@ -1,0 +1,150 @@
+"""Stored bits are flipped, with valid checksums: the replay names step, token and variable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from altered_runs import flip  # noqa: E402
+from list_recorder import HIDDEN, VOCAB  # noqa: E402
+from tiny_runs import scaled_run, tiny_run  # noqa: E402
+
+from trajstore.trainers.replay.replay import replay  # noqa: E402
+from trajstore.trainers.replay.replay_result import Finding  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+STEPS = 19
+
+
+def named(finding: Finding) -> tuple[str, str, int, int | None, int | None]:
+    return finding.kind, finding.variable, finding.step, finding.token, finding.hidden
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in bfloat16, in blocks of 4 rows."""
+    path = tmp_path_factory.mktemp("recorded") / "run.zarr"
+    return tiny_run(path, dtype=torch.bfloat16, steps=STEPS)
+
+
+# Both sides of the boundary of a block, and the last row.
+@pytest.mark.parametrize("row", [7, 8, STEPS])
+@pytest.mark.parametrize("variable", ["W", "exp_avg", "exp_avg_sq"])
+def test_an_altered_value_is_named_where_it_lies(variable: str, row: int, recorded: Path) -> None:
+    flip(recorded, variable, (row, 3, 1), 12)
+    result = replay(recorded)
+    flip(recorded, variable, (row, 3, 1), 12)  # and back
+    first, *after = result.findings
+    assert named(first) == ("mismatch", variable, row, 3, 1)
+    assert (first.values, first.tokens) == (1, 1)
+    # The next step starts from it, and the one after that from what is right again.
+    assert {(f.kind, f.step, f.token, f.tokens) for f in after} <= {("mismatch", row + 1, 3, 1)}
+    assert result.variables[variable].first == {"step": row, "token": 3, "hidden": 1}
+    assert result.replayed == STEPS
+
+
+def test_an_altered_first_row_shows_in_the_first_step(recorded: Path) -> None:
+    flip(recorded, "W", (0, 3, 1), 12)
+    (finding,) = replay(recorded).findings
+    flip(recorded, "W", (0, 3, 1), 12)
+    assert named(finding) == ("mismatch", "W", 1, 3, 1)
+
+
+def test_an_altered_gradient_shows_in_its_step(recorded: Path) -> None:
+    flip(recorded, "grad", (9, 3, 1), 12)
+    (finding,) = replay(recorded).findings
+    flip(recorded, "grad", (9, 3, 1), 12)
+    assert (finding.kind, finding.step, finding.token, finding.hidden) == ("mismatch", 9, 3, 1)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("variable", ["W", "exp_avg", "exp_avg_sq"])
+def test_any_bit_of_any_row_is_named(variable: str, dtype: Any, tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", dtype=dtype, steps=STEPS)
+    rng, width = np.random.default_rng(0), 8 * dtype.itemsize
+    for row in range(1, STEPS + 1):
+        where = row, int(rng.integers(VOCAB)), int(rng.integers(HIDDEN))
+        bit = int(rng.integers(width))
+        flip(path, variable, where, bit)
+        result = replay(path)
+        flip(path, variable, where, bit)
+        assert named(result.findings[0]) == ("mismatch", variable, *where), bit
+        assert result.total <= 2, bit
+
+
+def test_an_altered_rate_concerns_its_step_alone(recorded: Path) -> None:
+    flip(recorded, "lr", (5,), 50)
+    (finding,) = replay(recorded).findings
+    flip(recorded, "lr", (5,), 50)
+    assert (finding.kind, finding.step) == ("mismatch", 5)
+    assert finding.tokens > VOCAB // 2
+
+
+def test_a_rate_that_no_optimizer_takes(recorded: Path) -> None:
+    flip(recorded, "lr", (5,), 62)
+    result = replay(recorded)
+    flip(recorded, "lr", (5,), 62)
+    (finding,) = result.findings
+    assert (finding.kind, finding.variable, finding.step) == ("invalid", "lr", 5)
+    (gap,) = result.unreplayed
+    assert (gap.first, gap.last) == (5, 5)
+    assert "no optimizer can calculate with its learning rate" in gap.reason
+
+
+@pytest.mark.parametrize("tier", ["all", "weights+grads"])
+def test_a_seam_is_named_once(tier: str, tmp_path: Path) -> None:
+    def stitch(model: Any, number: int) -> None:
+        if number == 9:
+            with torch.no_grad():  # between two steps, where no recorder sees it
+                model.embedding.weight.mul_(1.01)
+
+    result = replay(tiny_run(tmp_path / "run.zarr", between=stitch, record=tier))
+    (finding,) = result.findings
+    assert (finding.kind, finding.variable, finding.step) == ("mismatch", "W", 11)
+    assert finding.tokens == VOCAB
+    assert finding.values > 0.9 * VOCAB * HIDDEN
+    assert result.variables["W"].ulps > 100
+
+
+def test_a_value_whose_state_is_rebuilt_is_compared_until_it_differs(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", record="weights+grads")
+    flip(path, "grad", (4, 3, 1), 30)
+    flip(path, "W", (9, 8, 2), 25)
+    result = replay(path)
+    assert list(map(named, result.findings)) == [
+        ("mismatch", "W", 4, 3, 1),
+        ("mismatch", "W", 9, 8, 2),
+    ]
+    assert result.notes == (
+        "2 values were not compared after they first differed, because the state rebuilt for them "
+        "is wrong from there on",
+    )
+
+
+def test_tokens_are_named_by_id(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", tokens=[3, 5, 16], steps=9)
+    flip(path, "exp_avg", (9, 2, 1), 20)
+    (finding,) = replay(path).findings
+    assert named(finding) == ("mismatch", "exp_avg", 9, 16, 1)
+
+
+def test_many_findings_are_counted_and_the_first_are_listed(tmp_path: Path) -> None:
+    path = tiny_run(tmp_path / "run.zarr", steps=45)
+    for row in range(2, 45, 2):
+        flip(path, "exp_avg_sq", (row, 1, 1), 20)
+    result = replay(path)
+    assert result.total >= 22
+    assert [finding.step for finding in result.findings] == list(range(2, 22))
+
+
+def test_a_step_that_was_skipped_moves_nothing(tmp_path: Path) -> None:
+    path = scaled_run(tmp_path / "run.zarr", fused=False)
+    flip(path, "W", (1, 3, 1), 20)  # the scaler skips the first step
+    first = replay(path).findings[0]
+    assert named(first) == ("skipped", "W", 1, 3, 1)

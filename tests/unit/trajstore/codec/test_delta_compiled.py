@@ -1,0 +1,105 @@
+"""The compiled loop adds up what NumPy adds up, wherever the values lie."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+from bits_and_calls import random_bits
+
+from trajstore import RunWriter, compiled_loop, open_run
+from trajstore.codec import delta
+from trajstore.compiled_loop import CompiledLoop, values_side_by_side
+from trajstore.values.native_types import NATIVE_TYPES, widen
+
+pytest.importorskip("numba")
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many values the loop went through each time; it is compiled at once."""
+    monkeypatch.setattr(compiled_loop, "_ENOUGH", 0)
+    loop, made = CompiledLoop("trajstore.codec.delta", "unfold_rows"), []
+
+    class Spy:
+        def is_worth(self, count: int) -> bool:
+            return loop.is_worth(count)
+
+        def run(self, *arguments: Any) -> bool:
+            made.append(arguments[0].size)
+            return loop.run(*arguments)
+
+    monkeypatch.setattr(delta, "_LOOP", Spy())
+    return made
+
+
+SHAPES = [(1, 1), (5,), (7, 3), (16, 30, 64), (3, 2, 5, 4), (4, 3, 1), (5, 1, 1, 1), (3, 4_100)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", NATIVE_TYPES)
+def test_it_adds_up_as_numpy_does(name: str, shape: tuple[int, ...], calls: list[int]) -> None:
+    native = NATIVE_TYPES[name]
+    axes = range(len(shape))
+    for order in itertools.permutations(axes):
+        lying = random_bits(tuple(shape[axis] for axis in order), 1, 8 * native.itemsize)
+        folded = lying.transpose(np.argsort(order))
+        for start in {0, 1, shape[0] - 1} & set(range(shape[0])):
+            for itemsize in {native.itemsize, native.stored.itemsize}:
+                around = (shape[0] - start, *(length + 3 for length in shape[1:2]), *shape[2:])
+                inside = (slice(None), *(slice(1, 1 + length) for length in shape[1:2]))
+                out, expected = (np.zeros(around, f"u{itemsize}") for _ in range(2))
+                delta._unfold_by_numpy(folded.copy("K"), native, expected[inside], start)
+                delta.unfold(folded.copy("K"), native, out[inside], start)
+                np.testing.assert_array_equal(out, expected)  # also around what is written
+                axis, width = values_side_by_side(folded[start:], out[inside])
+                plain = width and sum(length > 1 for length in shape[1 : axis + 1]) < 2
+                can_be = plain and (itemsize == native.itemsize or native.is_cut_off)
+                assert calls == ([folded.size] if can_be else [])
+                calls.clear()
+
+
+def test_a_float16_is_looked_up(calls: list[int]) -> None:
+    native = NATIVE_TYPES["float16"]
+    bits = random_bits((4, 3), 1)
+    folded, out = np.empty_like(bits), np.empty(bits.shape, "u4")
+    delta.fold(bits, folded)
+    delta.unfold(folded, native, out)
+    np.testing.assert_array_equal(out, widen(bits, native).view("u4"))
+    assert not calls
+
+
+@pytest.mark.parametrize("name", NATIVE_TYPES)
+def test_runs_are_read_as_they_were_written(tmp_path: Path, name: str, calls: list[int]) -> None:
+    """Small ones, and such whose weights lie in order of tokens."""
+    native = NATIVE_TYPES[name]
+    rows, tokens, hidden = 11, 4_500 if name == "bfloat16" else 70, 128
+    W = random_bits((rows, tokens, hidden), 1, 8 * native.itemsize)
+    path = tmp_path / "run.zarr"
+    with RunWriter.create(
+        path,
+        token=np.arange(tokens),
+        hidden=hidden,
+        variables={"W": name},
+        is_dead=np.zeros(tokens, bool),
+        block_rows=8,
+    ) as run:
+        for step in range(rows):
+            run.append(step=step, W=W[step] if native.itemsize == 2 else W[step].view(name))
+    expected = widen(W, native)
+    unsigned = f"u{expected.itemsize}"
+    for ds in (xr.open_zarr(path), open_run(path), open_run(path, chunks=None)):
+        np.testing.assert_array_equal(ds.W.values.view(unsigned), expected.view(unsigned))
+        np.testing.assert_array_equal(
+            ds.W[3:10, 5:60].values.view(unsigned), expected[3:10, 5:60].view(unsigned)
+        )
+        np.testing.assert_array_equal(
+            ds.W[::-2, 60:5:-3, 1:7:2].values.view(unsigned),
+            expected[::-2, 60:5:-3, 1:7:2].view(unsigned),
+        )
+    assert calls if name != "float16" else not calls

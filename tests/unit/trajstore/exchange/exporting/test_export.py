@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 once it is imported)
+import numpy as np
+import pytest
+from exchange_runs import assert_same_run, write_run
+from safetensors import safe_open
+
+import trajstore
+from trajstore.errors import InvalidArgument, RunExists, RunNotFound, VariableNotRecorded
+from trajstore.formats import safetensors
+
+SmallRun = tuple[Path, dict[str, np.ndarray]]
+
+
+def test_native_keeps_names_types_and_attributes(small_run: SmallRun, tmp_path: Path) -> None:
+    path, bits = small_run
+    done = trajstore.export(path, tmp_path / "f")
+    assert (done.rows, done.tokens, done.notes) == (11, 10, ())
+    assert done.bytes == (tmp_path / "f").stat().st_size
+    with safe_open(tmp_path / "f", "numpy") as file:
+        assert set(file.keys()) == {*bits, "step", "token", "is_dead", "token_count"}
+        for name, array in bits.items():
+            assert file.get_tensor(name).tobytes() == array.tobytes()
+        metadata = file.metadata()
+    assert json.loads(metadata["attributes"])["config"] == {"why": "a test"}
+    assert json.loads(metadata["token_text"])[-1] == "é\n"
+    back = trajstore.import_file(tmp_path / "f", tmp_path / "back.zarr")
+    assert back.layout == "native"
+    assert_same_run(path, tmp_path / "back.zarr")
+    attributes = trajstore.open_run(tmp_path / "back.zarr").attrs
+    original = trajstore.open_run(path).attrs
+    assert attributes["config"] == original["config"]
+    assert attributes["created"] == original["created"]
+
+
+@pytest.mark.torch
+def test_torch_reads_native_types(small_run: SmallRun, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    path, bits = small_run
+    trajstore.export(path, tmp_path / "f")
+    loaded = load_file(tmp_path / "f")
+    assert loaded["W"].dtype == torch.bfloat16
+    assert (loaded["W"].view(torch.int16).numpy().view("u2") == bits["W"]).all()
+
+
+def test_a_changed_dataset_is_exported_as_it_is(small_run: SmallRun, tmp_path: Path) -> None:
+    path, bits = small_run
+    ds = trajstore.open_run(path).isel(token=[4, 1], step=slice(2, 9)).chunk(step=3)
+    trajstore.export(ds, tmp_path / "f")
+    with safe_open(tmp_path / "f", "numpy") as file:
+        assert file.get_tensor("W").tobytes() == bits["W"][2:9, [4, 1]].tobytes()
+        assert file.get_tensor("token").tolist() == [28, 7]
+    with pytest.raises(InvalidArgument, match="no coordinate token"):
+        trajstore.export(trajstore.open_run(path).isel(token=0), tmp_path / "g")
+    with pytest.raises(VariableNotRecorded, match="nothing to export"):
+        trajstore.export(trajstore.open_run(path)[["token", "step"]], tmp_path / "g")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "csv"}, "cannot export to 'csv'"),
+        ({"layout": "1"}, "no layout '1'"),
+        ({"format": "hdf5", "layout": "15.1a"}, "is one of safetensors files"),
+        ({"block_rows": 3}, "safetensors has no blocks"),
+        ({"steps": "x"}, "cannot read 'x' as steps"),
+        ({"format": "zarr", "block_rows": 0}, "expected at least 1"),
+        ({"format": "run", "variables": "grad"}, "always holds W"),
+        ({"format": "run", "memory": "100B"}, "memory"),
+        ({"format": "zarr", "memory": "100B"}, "memory"),
+    ],
+)
+def test_wrong_calls_leave_nothing(
+    small_run: SmallRun, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    path, _ = small_run
+    with pytest.raises(InvalidArgument, match=message):
+        trajstore.export(path, tmp_path / "f", **options)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hdf5", "zarr", "run"])
+def test_what_is_there_is_kept(small_run: SmallRun, tmp_path: Path, form: str) -> None:
+    path, _ = small_run
+    (tmp_path / "f").write_text("mine")
+    with pytest.raises(RunExists):
+        trajstore.export(path, tmp_path / "f", format=form)
+    assert (tmp_path / "f").read_text() == "mine"
+    if form not in ("zarr", "run"):
+        trajstore.export(path, tmp_path / "f", format=form, overwrite=True)
+        assert (tmp_path / "f").stat().st_size > 1000
+        with pytest.raises(RunExists, match="is a folder"):
+            trajstore.export(path, tmp_path, format=form, overwrite=True)
+    with pytest.raises(RunNotFound):
+        trajstore.export(tmp_path / "none", tmp_path / "g", format=form)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hdf5", "zarr", "run"])
+def test_an_interruption_leaves_nothing(small_run: SmallRun, tmp_path: Path, form: str) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    path, _ = small_run
+    with pytest.raises(KeyboardInterrupt):
+        trajstore.export(path, tmp_path / "f", format=form, on_progress=interrupt)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_full_disk_leaves_nothing(
+    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path, _ = small_run
+    monkeypatch.setattr(safetensors.os, "pwrite", full)
+    with pytest.raises(OSError, match="No space left"):
+        trajstore.export(path, tmp_path / "f")
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+
+
+def test_results_are_shared_as_other_files_are(small_run: SmallRun, tmp_path: Path) -> None:
+    trajstore.export(small_run[0], tmp_path / "f")
+    (tmp_path / "other").touch()
+    assert (tmp_path / "f").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+@pytest.mark.parametrize("others", [("grad",), ("loss",), ("grad", "loss")], ids=str)
+def test_hdf5_of_few_variables_keeps_float32_that_is_bfloat16(
+    tmp_path: Path, others: tuple[str, ...]
+) -> None:
+    pytest.importorskip("h5py")
+    types = dict.fromkeys(("W", *others), "bfloat16")
+    bits = write_run(tmp_path / "half.zarr", types, rows=5, tokens=6, hidden=2)
+    with trajstore.RunWriter.create(
+        tmp_path / "run.zarr",
+        token=np.arange(6),
+        hidden=2,
+        variables=dict.fromkeys(types, "float32"),
+    ) as run:
+        for row in range(5):
+            for name, place in run.next_row().items():
+                place[...] = bits[name][row].astype("u4") << 16
+            run.commit_row(row)
+    trajstore.export(tmp_path / "run.zarr", tmp_path / "f.h5", format="hdf5")
+    done = trajstore.import_file(tmp_path / "f.h5", tmp_path / "back.zarr")
+    assert done.layout == "hdf5"
+    assert done.variables == dict.fromkeys(types, "float32")
+    assert_same_run(tmp_path / "run.zarr", tmp_path / "back.zarr")
+
+
+@pytest.mark.parametrize("form", ["safetensors", "hdf5", "zarr", "run"])
+def test_a_run_without_rows_is_exported(tmp_path: Path, form: str) -> None:
+    if form == "hdf5":
+        pytest.importorskip("h5py")
+    with trajstore.RunWriter.create(
+        tmp_path / "run.zarr", token=[1, 2], hidden=3, variables={"W": "bfloat16"}
+    ) as run:
+        pass
+    assert trajstore.export(run.path, tmp_path / "file", format=form).rows == 0

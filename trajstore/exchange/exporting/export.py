@@ -1,0 +1,248 @@
+"""Runs, or parts of them, as files for other programs: safetensors, HDF5, Zarr; or as runs again.
+
+Everything is streamed: a tile of a variable is decoded, put into the type of the file and written
+to its place, so that memory does not grow with the run. The result appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xarray as xr
+
+from trajstore.byte_sizes import EXCHANGE_MEMORY
+from trajstore.errors import InvalidArgument
+from trajstore.exchange.exporting.export_hdf5 import hdf5_file
+from trajstore.exchange.exporting.export_layout import layout_file
+from trajstore.exchange.exporting.export_native import native_file
+from trajstore.exchange.exporting.export_run import write_run
+from trajstore.exchange.exporting.export_zarr import staged_zarr, write_zarr
+from trajstore.exchange.exporting.exported_file import ExportedFile
+from trajstore.exchange.key_names import KEPT_ATTRIBUTES
+from trajstore.exchange.layouts import EXPORT_LAYOUTS, LAYOUTS
+from trajstore.exchange.selection import Selection, Steps, Tokens, select
+from trajstore.formats.hdf5_writing import write_hdf5
+from trajstore.formats.safetensors import write_safetensors
+from trajstore.nearest_name import did_you_mean
+from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
+from trajstore.store.writing.create import staged_file, staged_run
+from trajstore.threads import Progress
+
+__all__ = ["FORMATS", "Exported", "export"]
+
+FORMATS = ("safetensors", "hdf5", "zarr", "run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written.
+
+    Attributes
+    ----------
+    path : Path
+    format, layout : str
+    rows, tokens : int
+    variables : tuple of str
+    bytes : int
+        On disk.
+    notes : tuple of str
+        What whoever reads the file should know: what was rounded, left out or moved.
+    """
+
+    path: Path
+    format: str
+    layout: str
+    rows: int
+    tokens: int
+    variables: tuple[str, ...]
+    bytes: int
+    notes: tuple[str, ...]
+
+    def __fspath__(self) -> str:
+        """The path, so that whatever opens files takes the result."""
+        return str(self.path)
+
+
+def export(
+    run: str | os.PathLike[str] | xr.Dataset,
+    file: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    layout: str = "native",
+    steps: Steps = None,
+    tokens: Tokens = None,
+    variables: str | Iterable[str] | None = None,
+    block_rows: int | None = None,
+    memory: int | str = EXCHANGE_MEMORY,
+    overwrite: bool = False,
+    on_progress: Progress | None = None,
+) -> Exported:
+    """Write a run, or part of it, for another program.
+
+    Parameters
+    ----------
+    run : path-like, str or Dataset
+        A run, or a Dataset with its variables (a subset, say).
+    file : path-like
+        Made beside its place, then moved there.
+    format : {'safetensors', 'hdf5', 'zarr', 'run'}, optional
+        That of the layout without it, safetensors for ``native``. ``hdf5`` keeps 16-bit types as
+        uint16 bits and needs the extra ``hdf5``. ``zarr`` is ordinary Zarr v3, which every reader
+        opens without trajstore. ``run`` is a run again, with blocks of another size.
+    layout : str, default 'native'
+        ``native`` keeps names and native types and all that an import needs; the others
+        are those of the notebooks' files, as ``trajstore import`` lists them. What of a layout the
+        run does not hold is left out and said.
+    steps : str, int, slice or iterable of int, optional
+        Step numbers; ``0:200:10`` are the recorded ones from 0 on, before 200, at a multiple of 10
+        from the start. All without it.
+    tokens : str, path-like or iterable of int, optional
+        ``all``, ``dead``, ``live``, vocabulary ids, or a text file with ids.
+    variables : str or iterable of str, optional
+        Names, also as one text with commas. All without it.
+    block_rows : int, optional
+        Rows of a chunk of ``zarr``, or of a block of ``run``; planned without it.
+    memory : int or str, default 320 MiB
+        For the rows that ``zarr`` and ``run`` hold. The other formats need a few tiles of 16 MiB.
+    overwrite : bool
+        Replace a file that is there; with ``zarr`` an exported Zarr, with ``run`` a run.
+    on_progress : callable, optional
+        Called with the bytes that are done, and those there are.
+
+    Returns
+    -------
+    Exported
+
+    Raises
+    ------
+    RunExists
+        If there is something at `file` and `overwrite` is not set, or it is of another kind.
+    InvalidArgument
+        For an unknown format or layout, or a selection that cannot be read or is empty.
+    VariableNotRecorded, StepNotFound
+        If the run lacks what the layout or the selection names.
+    MissingExtra
+        If ``hdf5`` is wanted and h5py is not installed.
+    OSError
+        If the disk is full, for example; nothing is left behind.
+
+    Examples
+    --------
+    >>> export("gatsby.zarr", "dead.safetensors", tokens="dead").tokens
+    118
+    >>> export("gatsby.zarr", "few.zarr", format="zarr", steps="::10", variables="W").rows
+    3
+    >>> xr.open_zarr("few.zarr").W.sizes["step"]
+    3
+    """
+    format = _checked_format(format, layout, block_rows)
+    recorded = open_tiled(run)
+    selection = select(recorded, steps=steps, tokens=tokens, variables=variables)
+    notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    if format == "zarr":
+        with staged_zarr(file, overwrite=overwrite) as path:
+            write_zarr(
+                path,
+                recorded,
+                selection,
+                block_rows=block_rows,
+                memory=memory,
+                on_progress=on_progress,
+            )
+    elif format == "run":
+        kept = {key: recorded.attributes.get(key) for key in KEPT_ATTRIBUTES}
+        with staged_run(file, overwrite=overwrite) as path:
+            write_run(
+                path,
+                recorded,
+                selection,
+                block_rows=block_rows,
+                memory=memory,
+                attributes={key: value for key, value in kept.items() if value is not None},
+                on_progress=on_progress,
+            )
+    else:
+        content = _content(format, layout, recorded, selection)
+        with staged_file(file, overwrite=overwrite) as path:
+            rounded = _write(format, path, content, on_progress)
+        notes = (*content.notes, *_on_rounding(rounded, layout))
+        left_out = content.left_out
+    tokens_written = len(selection.along_token(recorded.coordinates["token"]))
+    if layout != "native" and LAYOUTS[layout].only_dead:
+        is_dead = selection.along_token(recorded.coordinates["is_dead"]).astype(bool)
+        tokens_written = int(np.count_nonzero(is_dead))
+    return Exported(
+        path=Path(file),
+        format=format,
+        layout=layout,
+        rows=len(selection.rows),
+        tokens=tokens_written,
+        variables=tuple(name for name in selection.variables if name not in left_out),
+        bytes=_size(Path(file)),
+        notes=notes,
+    )
+
+
+def _checked_format(format: str | None, layout: str, block_rows: int | None) -> str:
+    """The format of an export that is possible."""
+    if format is not None and format not in FORMATS:
+        raise InvalidArgument(
+            f"cannot export to {format!r}{did_you_mean(format, FORMATS)}; choose from "
+            f"{', '.join(FORMATS)}"
+        )
+    if layout not in EXPORT_LAYOUTS:
+        raise InvalidArgument(
+            f"there is no layout {layout!r}{did_you_mean(layout, EXPORT_LAYOUTS)}; "
+            f"choose from {', '.join(EXPORT_LAYOUTS)}"
+        )
+    own = LAYOUTS[layout].format if layout != "native" else format or "safetensors"
+    if format is not None and format != own:
+        raise InvalidArgument(f"layout {layout} is one of {own} files, got format {format}")
+    if own not in ("zarr", "run") and block_rows is not None:
+        raise InvalidArgument(f"{own} has no blocks; use block_rows with zarr or run only")
+    if block_rows is not None and block_rows < 1:
+        raise InvalidArgument(f"got block_rows={block_rows}, expected at least 1")
+    return own
+
+
+def _content(format: str, layout: str, run: TiledRun, selection: Selection) -> ExportedFile:
+    if layout != "native":
+        return layout_file(LAYOUTS[layout], run, selection)
+    return hdf5_file(run, selection) if format == "hdf5" else native_file(run, selection)
+
+
+def _write(
+    format: str, path: Path, content: ExportedFile, on_progress: Progress | None
+) -> dict[str, int]:
+    if format == "safetensors":
+        return write_safetensors(path, content.tensors, content.texts, on_progress)
+    return write_hdf5(
+        path,
+        content.tensors,
+        content.texts,
+        on_progress,
+        attributes=content.attributes,
+        chunk_rows=content.chunk_rows,
+        gzip=content.gzip,
+        float16_as_bits=content.float16_as_bits,
+    )
+
+
+def _on_rounding(rounded: Mapping[str, int], layout: str) -> Iterator[str]:
+    for key, count in rounded.items():
+        if count:
+            yield (
+                f"{count} values of {key} were rounded, as layout {layout} holds a smaller type "
+                "than the run"
+            )
+
+
+def _size(path: Path) -> int:
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -1,0 +1,273 @@
+"""What a follower keeps of a run: bounded curves, its pace, and a few numbers of each row."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.values.token_norms import vector_norm
+
+__all__ = ["BoundedCurve", "Measured", "RecordingPace", "RowMeasures"]
+
+Array = npt.NDArray[np.float64]
+
+_BINS = 1024
+_WINDOW = 120.0  # seconds: long against the time between commits, short against a training
+_AT_ONCE = 16 << 20  # bytes of rows that are read together
+
+
+class BoundedCurve:
+    """Means over equal spans of rows, which double whenever there are more than `bins` of them.
+
+    Parameters
+    ----------
+    bins : int
+        Even; more than any screen shows.
+
+    Attributes
+    ----------
+    last : float
+        Value of the last row, which may be NaN or infinite; NaN without rows.
+    least, largest : float
+        Of all finite values that were given, not of their means; NaN without any.
+
+    Examples
+    --------
+    >>> curve = BoundedCurve(bins=4)
+    >>> curve.add(0, np.arange(6.0))
+    >>> curve.means(3).tolist(), curve.last
+    ([0.5, 2.5, 4.5], 5.0)
+    """
+
+    def __init__(self, bins: int = _BINS) -> None:
+        self.last = self.least = self.largest = float("nan")
+        self._stop = 0
+        self._span = 1
+        self._sums = np.zeros(bins)
+        self._counts = np.zeros(bins, np.int64)
+
+    def add(self, first_row: int, values: npt.ArrayLike) -> None:
+        """Take the values of consecutive rows, in any order; finite ones make the curve."""
+        numbers = np.asarray(values, np.float64)
+        rows = first_row + np.flatnonzero(np.isfinite(numbers))
+        if numbers.size and first_row + numbers.size > self._stop:
+            self._stop, self.last = first_row + numbers.size, float(numbers[-1])
+        while self._stop > self._span * self._sums.size:
+            self._double()
+        if not rows.size:
+            return
+        kept = numbers[rows - first_row]
+        np.add.at(self._sums, rows // self._span, kept)
+        np.add.at(self._counts, rows // self._span, 1)
+        self.least = float(np.fmin(self.least, kept.min()))
+        self.largest = float(np.fmax(self.largest, kept.max()))
+
+    def means(self, width: int) -> npt.NDArray[np.float64]:
+        """Means over at most `width` equal parts of all rows; NaN where no row has a value."""
+        used = -(-self._stop // self._span)
+        parts = min(width, used)
+        if parts == 0:
+            return np.empty(0)
+        starts = np.arange(parts) * used // parts
+        counts = np.add.reduceat(self._counts[:used], starts)
+        sums = np.add.reduceat(self._sums[:used], starts)
+        means = np.full(parts, np.nan)
+        np.divide(sums, counts, out=means, where=counts > 0)
+        return means
+
+    def _double(self) -> None:
+        half = self._sums.size // 2
+        for held in (self._sums, self._counts):
+            held[:half] = held.reshape(-1, 2).sum(1)
+            held[half:] = 0
+        self._span *= 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Commit:
+    at: float
+    rows: int
+    step: int
+
+
+class RecordingPace:
+    """Rows and steps a second over the last two minutes of commits.
+
+    Until a second commit is seen, or where the run does not grow any more, it is the average since
+    the run was created; a run that was gone on with has none, as nobody knows how long it rested.
+    """
+
+    def __init__(self) -> None:
+        self._commits: deque[_Commit] = deque()
+        self._created = False  # whether the first is no commit, but the creation
+
+    def see(self, at: float, rows: int, step: int) -> None:
+        """Take note of a commit: its time in seconds, and what it made visible."""
+        if self._commits and rows < self._commits[-1].rows:
+            self._commits.clear()  # cut: it grows from there
+            self._created = False
+        elif self._commits and rows == self._commits[-1].rows:
+            return
+        elif self._created and len(self._commits) == 2:
+            self._commits.popleft()  # between which and the first step much time may have passed
+            self._created = False
+        self._commits.append(_Commit(at=at, rows=rows, step=step))
+        while len(self._commits) > 2 and self._commits[1].at < at - _WINDOW:
+            self._commits.popleft()
+
+    def start(self, at: float) -> None:
+        """Take note of when the run was created, without rows."""
+        if not self._commits:
+            self._commits.append(_Commit(at=at, rows=0, step=0))
+            self._created = True
+
+    @property
+    def rows_per_second(self) -> float | None:
+        """None where nothing is known yet."""
+        return self._rate("rows")
+
+    def remaining(self, total: int | None, now: float) -> float | None:
+        """Seconds until step `total`; None where that, or the pace, is not known."""
+        steps = self._rate("step")
+        if total is None or not steps:
+            return None
+        last = self._commits[-1]
+        return max((total - last.step) / steps - (now - last.at), 0.0)
+
+    def _rate(self, what: str) -> float | None:
+        if len(self._commits) < 2:
+            return None
+        first, last = self._commits[0], self._commits[-1]
+        seconds = last.at - first.at
+        if seconds <= 0:
+            return None
+        grown: int = getattr(last, what) - getattr(first, what)
+        return grown / seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What some consecutive rows are like, by population.
+
+    Attributes
+    ----------
+    rows : range
+    gradient : dict of str to ndarray, (row,)
+        Mean over the tokens of the L2 norm of their gradients, in nat.
+    still : dict of str to ndarray, (row,)
+        Share of the tokens whose vector is that of the row before, bit for bit.
+    largest : tuple of (int, float), or None
+        Position and norm of the token with the largest gradient in the last row.
+    """
+
+    rows: range
+    gradient: dict[str, Array]
+    still: dict[str, Array]
+    largest: tuple[int, float] | None
+
+
+class RowMeasures:
+    """What can be measured of a run, and from which of its variables.
+
+    Summaries per token that were recorded are read in place of the matrices that they were made of.
+
+    Parameters
+    ----------
+    ds : Dataset
+        A run, opened without dask.
+
+    Attributes
+    ----------
+    gradient_of, still_of : str or None
+        Variable that the measure is made of; None if the run has none for it.
+    row_bytes : int
+        Bytes that a row takes in memory as it is read.
+    """
+
+    def __init__(self, ds: xr.Dataset) -> None:
+        self._ds = ds
+        self.gradient_of = _first(ds, "grad_token_norm", "grad")
+        self.still_of = _first(ds, "W_ulp_l1", "W_step_norm", "W", "cells")
+        names = [name for name in (self.gradient_of, self.still_of) if name is not None]
+        self.row_bytes = sum(ds[name].dtype.itemsize * ds[name][0].size for name in names)
+        self._tokens = _populations(ds)
+
+    def read(self, rows: range) -> Measured:
+        """Measure consecutive rows, a row at a time: memory does not grow with their number.
+
+        Raises
+        ------
+        FormatError
+            If a block is missing or broken, as when the run was just cut.
+        """
+        gradient: dict[str, list[float]] = {name: [] for name in self._tokens}
+        still: dict[str, list[float]] = {name: [] for name in self._tokens}
+        norms = None
+        for norms in self._norms(rows):
+            for name, those in self._tokens.items():
+                gradient[name].append(float(norms[those].mean()))
+        for stood in self._stood(rows):
+            for name, those in self._tokens.items():
+                still[name].append(np.nan if stood is None else float(stood[those].mean()))
+        return Measured(
+            rows=rows,
+            gradient={name: np.array(values) for name, values in gradient.items() if values},
+            still={name: np.array(values) for name, values in still.items() if values},
+            largest=None if norms is None else _largest(norms),
+        )
+
+    def _norms(self, rows: range) -> Iterator[Array]:
+        if self.gradient_of is None:
+            return
+        for values in self._blocks(self.gradient_of, rows):
+            yield from values if values.ndim == 2 else (vector_norm(row) for row in values)
+
+    def _stood(self, rows: range) -> Iterator[npt.NDArray[np.bool_] | None]:
+        """Of each token, whether it stood still; None for row 0, which has no row before it."""
+        name = self.still_of
+        if name is None:
+            return
+        if rows.start == 0:
+            yield None
+        if name not in ("W", "cells"):
+            for values in self._blocks(name, range(max(rows.start, 1), rows.stop)):
+                yield from values == 0
+            return
+        before = None
+        for values in self._blocks(name, range(max(rows.start - 1, 0), rows.stop)):
+            for bits in values.view(f"u{values.dtype.itemsize}"):
+                if before is not None:
+                    yield (bits == before).all(-1)
+                before = bits
+
+    def _blocks(self, name: str, rows: range) -> Iterator[npt.NDArray[np.float32]]:
+        """Values of the rows, some at a time: at most `_AT_ONCE` bytes, or a single row."""
+        da = self._ds[name]
+        some = max(_AT_ONCE // (da.dtype.itemsize * max(da[0].size, 1)), 1)
+        for start in range(rows.start, rows.stop, some):
+            yield da[start : min(start + some, rows.stop)].values
+
+
+def _first(ds: xr.Dataset, *names: str) -> str | None:
+    return next((name for name in names if name in ds), None)
+
+
+def _populations(ds: xr.Dataset) -> dict[str, npt.NDArray[np.intp]]:
+    """Positions of the tokens of each population that has any."""
+    if "is_dead" not in ds:
+        return {"all": np.arange(ds.sizes["token"])}
+    dead = ds["is_dead"].values
+    found = {"dead": np.flatnonzero(dead), "live": np.flatnonzero(~dead)}
+    return {name: those for name, those in found.items() if those.size}
+
+
+def _largest(norms: Array) -> tuple[int, float] | None:
+    if not np.isfinite(norms).any():
+        return None
+    at = int(np.nanargmax(norms))
+    return at, float(norms[at])
