@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel, LabelError
-from trajstore.codec.chunk_decoder import Decode, Decoder
+from trajstore.codec.chunk_decoder import Decoder
 from trajstore.codec.codec_chain import Chain
 from trajstore.codec.crc32c_check import CHECKSUM, checksum, is_intact
 from trajstore.codec.selected_parts import Pick, positions
@@ -258,7 +258,7 @@ class BlockForm:
             data = fetch(offset, length)
             if len(data) != length:
                 raise ValueError("the object ends before it")
-            _decode_picks(data, picks, self.decoder.decode, out)
+            _decode_picks(data, picks, self.decoder, out)
         except (ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(
                 f"bytes {offset} to {offset + length}: a broken chunk ({error})"
@@ -299,13 +299,13 @@ def _decode_all(left: deque[Part], decode: Callable[[list[Pick], int, int], None
         left.clear()  # after an error nobody need go on
 
 
-def _decode_picks(data: bytes, picks: Sequence[Pick], decode: Decode, out: Array) -> None:
+def _decode_picks(data: bytes, picks: Sequence[Pick], decoder: Decoder, out: Array) -> None:
     window = tuple(pick.window for pick in picks)
     if all(pick.taken is None for pick in picks):
-        decode(data, window, out[tuple(pick.place for pick in picks)])
+        decoder.decode(data, window, out[tuple(pick.place for pick in picks)])
         return
     values = np.empty([item.stop - item.start for item in window], out.dtype)
-    decode(data, window, values)
+    decoder.decode(data, window, values)
     for axis, pick in enumerate(picks):
         if pick.taken is not None:
             values = values.take(pick.taken, axis)
