@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 
 import dask
@@ -13,6 +14,7 @@ import xarray as xr
 from trajstore import analysis
 from trajstore.analysis.registry import QUANTITIES
 from trajstore.analysis.results.write_results import describe
+from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 ADAM = {
@@ -202,10 +204,16 @@ def test_names_are_checked(run):
 
 
 def test_every_quantity_is_a_function_and_a_method(run):
-    for name in QUANTITIES:
+    for name, quantity in QUANTITIES.items():
         assert name in analysis.__all__
-        method = getattr(run.traj, name)()
-        assert method.identical(getattr(analysis, name)(run))
+        assert getattr(analysis, name) is quantity.function
+        assert getattr(run.traj, name).__wrapped__ is quantity.function
+
+
+def test_a_quantity_takes_a_dataset_or_a_scan(run):
+    parameters = inspect.signature(analysis.freeze).parameters
+    assert list(parameters) == ["ds", "min_still", "lattice"]
+    assert analysis.freeze(Scan(run), 2).identical(analysis.freeze(ds=run, min_still=2))
 
 
 @pytest.mark.parametrize("name", QUANTITIES)

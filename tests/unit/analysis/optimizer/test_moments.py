@@ -256,6 +256,7 @@ def test_the_examples_run(name):
         assert doctest.DocTestRunner().run(test).failed == 0
 
 
+@pytest.mark.nightly
 def test_a_recorded_float32_state_is_nearly_exact_and_is_not_stuck(tmp_path):
     from functools import partial
 
