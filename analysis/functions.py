@@ -14,6 +14,7 @@ from trajstore.analysis.model.logit_statistics import logit_stats
 from trajstore.analysis.motion.autocorrelation import autocorrelation
 from trajstore.analysis.motion.collective import bulk_thermal, centroid, coherence, distinct
 from trajstore.analysis.motion.freezing import freeze
+from trajstore.analysis.motion.level_crossings import crossings
 from trajstore.analysis.motion.norms import displacement, grad_norms
 from trajstore.analysis.motion.paths import path_efficiency, radial_tangential
 from trajstore.analysis.motion.rest_layers import stratigraphy
@@ -30,7 +31,7 @@ from trajstore.analysis.optimizer.lost_updates import moment_stuck
 from trajstore.analysis.optimizer.moment_ratios import moment_error
 from trajstore.analysis.optimizer.moments import exact_moments
 from trajstore.analysis.optimizer.underflow_line import moment_plane
-from trajstore.analysis.registry import QUANTITIES, answer, compute, crossings
+from trajstore.analysis.registry import QUANTITIES, answer, compute
 from trajstore.analysis.results.summary_tables import summary
 from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.analysis.scan.population_statistics import by_population

@@ -41,14 +41,10 @@ class CompiledLoop:
         That holds the loop.
     name : str
         Of a function that `numba.njit` can compile, and that raises nothing.
-    in_any_order : bool
-        Whether its sums may be taken in another order than it says: in several parts at once.
     """
 
-    def __init__(self, module: str, name: str, *, in_any_order: bool = False) -> None:
+    def __init__(self, module: str, name: str) -> None:
         self._module, self._name = module, name
-        # numba does not see from what it has kept of a loop that these were others.
-        self._liberties = {"reassoc", "contract"} if in_any_order else False
         self._gone_through = 0
         self._compiled: Callable[..., None] | None = None
         self._ready: set[Types] = set()
@@ -119,11 +115,10 @@ class CompiledLoop:
         if numba.config.DISABLE_JIT:
             return None
         function = getattr(import_module(self._module), self._name)
-        options = {"nogil": True, "fastmath": self._liberties}
         try:
-            compiled: Callable[..., None] = numba.njit(cache=True, **options)(function)
+            compiled: Callable[..., None] = numba.njit(cache=True, nogil=True)(function)
         except RuntimeError:  # there is no folder to keep it in: it is compiled by each process
-            compiled = numba.njit(**options)(function)
+            compiled = numba.njit(nogil=True)(function)
         return compiled
 
 

@@ -10,16 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.motion.collective import build_centroid
+from trajstore.analysis.motion.collective import centroid
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import over_hidden, rows_before, shared
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import chosen_populations
 from trajstore.values.token_norms import hidden_sum, vector_norm
 
-__all__ = ["alignment", "build_alignment"]
+__all__ = ["alignment"]
 
 Array = npt.NDArray[Any]
 Wide = npt.NDArray[np.float64]
@@ -69,8 +69,9 @@ def _statistics(cosines: Wide, groups: npt.NDArray[np.bool_], levels: Wide) -> W
     return result
 
 
+@quantity()
 def alignment(
-    ds: xr.Dataset,
+    scan: Scan,
     with_: str = "centroid",
     of: str = "W",
     population: str | None = None,
@@ -113,18 +114,6 @@ def alignment(
     >>> turns.alignment.sel(population="dead", step=[2, 3]).values
     array([1., 1.])
     """
-    return build_alignment(Scan(ds), with_, of, population, quantiles)
-
-
-@checks_types
-def build_alignment(
-    history: Scan,
-    with_: str = "centroid",
-    of: str = "W",
-    population: str | None = None,
-    quantiles: Sequence[float] | float = QUANTILES,
-) -> xr.Dataset:
-    """`alignment` of a prepared Dataset."""
     if of not in VECTORS or with_ not in PARTNERS or of == with_:
         raise InvalidArgument(
             f"got of={of!r} and with_={with_!r}, expected two different ones: of among "
@@ -133,10 +122,10 @@ def build_alignment(
     levels = np.atleast_1d(np.asarray(quantiles, np.float64))
     if not ((levels >= 0) & (levels <= 1)).all():
         raise InvalidArgument(f"got quantiles {quantiles}, expected values from 0 to 1")
-    names, groups = chosen_populations(history.ds, population)
+    names, groups = chosen_populations(scan.ds, population)
     like = "grad" if of == "grad" else "W"
-    vectors = _of_tokens(history, of, like)
-    cosines = _with_partner(history, vectors, with_, like, population)
+    vectors = _of_tokens(scan, of, like)
+    cosines = _with_partner(scan, vectors, with_, like, population)
     table = da.blockwise(
         _statistics,
         "spx",
@@ -150,7 +139,7 @@ def build_alignment(
         meta=np.empty((0, 0, 0)),
     )
     label = f"cosine of {of} and {with_}"
-    own = history.wrap(cosines, like).assign_attrs(long_name=label, units="1")
+    own = scan.wrap(cosines, like).assign_attrs(long_name=label, units="1")
     dims = ("step", "population", "quantile")
     count = table[..., 0].astype(np.int64)
     told = {
@@ -166,16 +155,16 @@ def build_alignment(
             )
             for name, (data, long_name) in told.items()
         },
-        coords={"step": history.ds["step"], "population": names, "quantile": levels},
+        coords={"step": scan.ds["step"], "population": names, "quantile": levels},
     )
     return result.sel(population=population) if population is not None else result
 
 
-def _of_tokens(history: Scan, name: str, like: str) -> da.Array:
+def _of_tokens(scan: Scan, name: str, like: str) -> da.Array:
     """A vector of each token, chunked as a variable, (step, token, hidden)."""
     if name != "delta":
-        return history.aligned(like, name)
-    return _with_rows_before(_change, history.aligned(like, "W"), np.dtype(np.float64))
+        return scan.aligned(like, name)
+    return _with_rows_before(_change, scan.aligned(like, "W"), np.dtype(np.float64))
 
 
 def _with_rows_before(kernel: Any, blocks: da.Array, dtype: np.dtype[Any]) -> da.Array:
@@ -188,23 +177,23 @@ def _with_rows_before(kernel: Any, blocks: da.Array, dtype: np.dtype[Any]) -> da
 
 
 def _with_partner(
-    history: Scan, vectors: da.Array, with_: str, like: str, population: str | None
+    scan: Scan, vectors: da.Array, with_: str, like: str, population: str | None
 ) -> da.Array:
     """Cosines, (step, token)."""
     if with_ in ("grad", "delta"):
-        other = _of_tokens(history, with_, like)
+        other = _of_tokens(scan, with_, like)
     elif with_ == "previous":
         other = _with_rows_before(_earlier, vectors, vectors.dtype)
     else:
-        other = _of_steps(history, with_, population).rechunk((vectors.chunks[0], -1))[:, None]
+        other = _of_steps(scan, with_, population).rechunk((vectors.chunks[0], -1))[:, None]
         # One vector for all tokens of a step: as many blocks along token as they have, by name.
         other = da.broadcast_to(other, vectors.shape, chunks=vectors.chunks)
     return over_hidden(_cosines, vectors, other, dtype=np.float64)
 
 
-def _of_steps(history: Scan, name: str, population: str | None) -> da.Array:
+def _of_steps(scan: Scan, name: str, population: str | None) -> da.Array:
     """One vector of each step, (step, hidden)."""
     if name == "centroid":
-        return build_centroid(history, population or "all")["centroid"].data
-    input_checks.variables(history.ds, name)
-    return history.ds[name].transpose("step", "hidden").chunk().data
+        return centroid(scan, population or "all")["centroid"].data
+    input_checks.variables(scan.ds, name)
+    return scan.ds[name].transpose("step", "hidden").chunk().data

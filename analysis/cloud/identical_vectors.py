@@ -15,14 +15,14 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan.block_tasks import in_halves, rows_before, shared
-from trajstore.analysis.scan.lattice_points import told_of_lattice
+from trajstore.analysis.scan.lattice_points import with_lattice_attributes
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import chosen_populations
 from trajstore.values.ulp_lattice import unsigned_view
 
-__all__ = ["EVENTS", "build_clusters", "clusters", "divide", "token_labels"]
+__all__ = ["EVENTS", "clusters", "divide", "token_labels"]
 
 Array = npt.NDArray[Any]
 Numbers = npt.NDArray[np.int64]
@@ -185,11 +185,9 @@ def token_labels(ds: xr.Dataset) -> Numbers:
     return np.arange(ds.sizes["token"])
 
 
+@quantity()
 def clusters(
-    ds: xr.Dataset,
-    population: str | None = None,
-    lattice: str = "native",
-    ranks: int = 10,
+    scan: Scan, population: str | None = None, lattice: str = "native", ranks: int = 10
 ) -> xr.Dataset:
     """Groups of tokens with bit-identical vectors: how many, how large, and what becomes of them.
 
@@ -235,19 +233,11 @@ def clusters(
     >>> found.group_sizes.isel(step=-1, rank=slice(2)).values, found.herfindahl[-1].values.item()
     (array([118,   0]), 1.0)
     """
-    return build_clusters(Scan(ds), population, lattice, ranks)
-
-
-@checks_types
-def build_clusters(
-    history: Scan, population: str | None = None, lattice: str = "native", ranks: int = 10
-) -> xr.Dataset:
-    """`clusters` of a prepared Dataset."""
     if ranks < 1:
         raise InvalidArgument(f"got ranks={ranks}, expected at least 1")
-    names, groups = chosen_populations(history.ds, population)
-    points = history.points(lattice)
-    labels = token_labels(history.ds)
+    names, groups = chosen_populations(scan.ds, population)
+    points = scan.points(lattice)
+    labels = token_labels(scan.ds)
     members = np.arange(labels.size) if population is None else np.nonzero(groups[0])[0]
     ids = da.blockwise(
         _membership,
@@ -262,9 +252,9 @@ def build_clusters(
         meta=np.empty((0, 0), np.int64),
     )
     boundaries = rows_before(ids)
-    later = da.from_array(np.arange(history.rows) > 0, chunks=(ids.chunks[0],))
+    later = da.from_array(np.arange(scan.rows) > 0, chunks=(ids.chunks[0],))
     result = {
-        "cluster": history.wrap(ids, points.variable).assign_attrs(
+        "cluster": scan.wrap(ids, points.variable).assign_attrs(
             long_name="group of bit-identical tokens, by its smallest token; -1 outside the "
             "population"
         )
@@ -284,12 +274,12 @@ def build_clusters(
             align_arrays=False,
             meta=np.empty((0, 0), np.int64),
         )
-        result[name] = history.wrap(moved, points.variable).assign_attrs(
+        result[name] = scan.wrap(moved, points.variable).assign_attrs(
             long_name=f"group that the token {name}, -1 if none"
         )
     result |= _of_populations(ids, boundaries, later, groups, ranks)
-    ds = xr.Dataset(result, coords={"step": history.ds["step"]})
-    ds = told_of_lattice(ds, lattice, units="1")
+    ds = xr.Dataset(result, coords={"step": scan.ds["step"]})
+    ds = with_lattice_attributes(ds, lattice, units="1")
     ds = ds.assign_coords(population=names, rank=np.arange(1, ranks + 1), event=list(EVENTS))
     return ds.sel(population=population) if population is not None else ds
 

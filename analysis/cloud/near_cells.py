@@ -17,14 +17,14 @@ import xarray as xr
 from trajstore.analysis.cloud.identical_vectors import divide, token_labels
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import shared, whole_rows
-from trajstore.analysis.scan.lattice_points import told_of_lattice
+from trajstore.analysis.scan.lattice_points import with_lattice_attributes
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument, MissingExtra
 from trajstore.populations.masks import chosen_populations
 from trajstore.values.ulp_lattice import ordinal
 
-__all__ = ["adjacency", "build_adjacency"]
+__all__ = ["adjacency"]
 
 _ALL_CELLS = 1 << 32
 """No two values of 32 bits are further from each other."""
@@ -204,8 +204,9 @@ def _adjacency_kernel(
     return result
 
 
+@quantity()
 def adjacency(
-    ds: xr.Dataset,
+    scan: Scan,
     k: int = 1,
     steps: Sequence[int] | int | None = None,
     population: str | None = None,
@@ -256,24 +257,12 @@ def adjacency(
     >>> found.vertices.sel(population="live").values, found.edges.sel(population="live").values
     (array([1, 2]), array([0, 1]))
     """
-    return build_adjacency(Scan(ds), k, steps, population, lattice)
-
-
-@checks_types
-def build_adjacency(
-    history: Scan,
-    k: int = 1,
-    steps: Sequence[int] | int | None = None,
-    population: str | None = None,
-    lattice: str = "native",
-) -> xr.Dataset:
-    """`adjacency` of a prepared Dataset."""
     if k < 1:
         raise InvalidArgument(f"got k={k}, expected at least 1 cell")
     k = min(k, _ALL_CELLS)
-    names, groups = chosen_populations(history.ds, population)
+    names, groups = chosen_populations(scan.ds, population)
     looked_at = groups if population is not None else _with_all_last(names, groups)
-    points, rows = history.points(lattice), input_checks.rows_of_steps(history.ds, steps)
+    points, rows = scan.points(lattice), input_checks.rows_of_steps(scan.ds, steps)
     if points.type == "float64":
         raise InvalidArgument(
             "adjacency counts cells in 64-bit integers, which do not hold those of float64; look "
@@ -293,14 +282,14 @@ def build_adjacency(
         _adjacency_kernel,
         native=points.type,
         groups=shared(looked_at),
-        names=shared(token_labels(history.ds)),
+        names=shared(token_labels(scan.ds)),
         k=k,
         record=record,
         drop_axis=[1, 2],
         dtype=record,
         meta=np.empty(0, record),
     )
-    at = history.ds["step"][rows]
+    at = scan.ds["step"][rows]
     result = {}
     for name, kind, long_name in _RECORD:
         data = _column(found, "facts", name, len(looked_at), kind)[:, : len(names)]
@@ -312,9 +301,9 @@ def build_adjacency(
         ("connected_component", "connected component, by its smallest token"),
     ):
         data = _column(found, name, None, tokens, "i8")
-        array = history.wrap(data, points.variable, rows=rows)
+        array = scan.wrap(data, points.variable, rows=rows)
         result[name] = array.assign_attrs(long_name=f"{long_name}; -1 outside the population")
-    ds = told_of_lattice(xr.Dataset(result), lattice, units="1")
+    ds = with_lattice_attributes(xr.Dataset(result), lattice, units="1")
     return ds.sel(population=population) if population is not None else ds
 
 

@@ -16,11 +16,11 @@ import xarray as xr
 from trajstore.analysis.cloud.identical_vectors import divide
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import shared, whole_rows
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
 from trajstore.populations.masks import one_population
 
-__all__ = ["build_nearest_distance", "nearest_distance"]
+__all__ = ["nearest_distance"]
 
 Array = npt.NDArray[Any]
 Numbers = npt.NDArray[np.int64]
@@ -98,8 +98,9 @@ def _nearest_kernel(block: Array, members: Numbers) -> Wide:
     return result
 
 
+@quantity()
 def nearest_distance(
-    ds: xr.Dataset, population: str = "all", steps: Sequence[int] | int | None = None
+    scan: Scan, population: str = "all", steps: Sequence[int] | int | None = None
 ) -> xr.Dataset:
     """Distance of each token to the nearest other vector of its population, and their entropy.
 
@@ -133,17 +134,9 @@ def nearest_distance(
     >>> nearest_distance(ds, steps=0).nearest_distance.sel(token=ord("e")).values.round(3)
     array([1.5])
     """
-    return build_nearest_distance(Scan(ds), population, steps)
-
-
-@checks_types
-def build_nearest_distance(
-    history: Scan, population: str = "all", steps: Sequence[int] | int | None = None
-) -> xr.Dataset:
-    """`nearest_distance` of a prepared Dataset."""
-    group = one_population(history.ds, population)
-    rows = input_checks.rows_of_steps(history.ds, steps)
-    blocks = whole_rows(history.blocks("W"), rows)
+    group = one_population(scan.ds, population)
+    rows = input_checks.rows_of_steps(scan.ds, steps)
+    blocks = whole_rows(scan.blocks("W"), rows)
     tokens = blocks.shape[1]
     found = blocks.map_blocks(
         _nearest_kernel,
@@ -153,11 +146,11 @@ def build_nearest_distance(
         dtype=np.float64,
         meta=np.empty((0, 0)),
     )
-    entropy = xr.DataArray(found[:, tokens], dims="step", coords={"step": history.ds["step"][rows]})
+    entropy = xr.DataArray(found[:, tokens], dims="step", coords={"step": scan.ds["step"][rows]})
     return xr.Dataset(
         {
-            "nearest_distance": history.wrap(found[:, :tokens], "W", rows=rows).assign_attrs(
-                long_name="distance to the nearest other vector", units=history.units
+            "nearest_distance": scan.wrap(found[:, :tokens], "W", rows=rows).assign_attrs(
+                long_name="distance to the nearest other vector", units=scan.units
             ),
             "nearest_entropy": entropy.assign_attrs(
                 long_name="differential entropy by nearest distances", units="nat"

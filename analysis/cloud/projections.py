@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.motion.collective import build_centroid
+from trajstore.analysis.motion.collective import centroid
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import hidden_sum, vector_norm
 
-__all__ = ["build_projection", "projection"]
+__all__ = ["projection"]
 
 Array = npt.NDArray[Any]
 Wide = npt.NDArray[np.float64]
@@ -55,7 +55,8 @@ def _project(W: Array, axes: Wide) -> Wide:
 Axes = str | npt.ArrayLike | xr.DataArray
 
 
-def projection(ds: xr.Dataset, axes: Axes = "centroid") -> xr.Dataset:
+@quantity()
+def projection(scan: Scan, axes: Axes = "centroid") -> xr.Dataset:
     """Each token along any vectors, and across them: in their orthogonal complement.
 
     Parameters
@@ -87,14 +88,8 @@ def projection(ds: xr.Dataset, axes: Axes = "centroid") -> xr.Dataset:
     >>> found.projection.sel(step=0, token=ord("e")).values
     array([1.5, 1.5])
     """
-    return build_projection(Scan(ds), axes)
-
-
-@checks_types
-def build_projection(history: Scan, axes: Axes = "centroid") -> xr.Dataset:
-    """`projection` of a prepared Dataset."""
-    blocks = history.blocks("W")
-    directions = _directions(history, axes)
+    blocks = scan.blocks("W")
+    directions = _directions(scan, axes)
     count = directions.sizes["axis"]
     lengths = blocks.chunks[0] if "step" in directions.dims else (1,)
     order = ("step", "axis", "hidden") if "step" in directions.dims else ("axis", "hidden")
@@ -115,14 +110,14 @@ def build_projection(history: Scan, axes: Axes = "centroid") -> xr.Dataset:
         align_arrays=False,
         meta=np.empty((0, 0, 0)),
     )
-    along = history.wrap(made[..., :count], "W", dims=("step", "token", "axis"))
+    along = scan.wrap(made[..., :count], "W", dims=("step", "token", "axis"))
     if "axis" in directions.coords:
         along = along.assign_coords(axis=directions["axis"])
-    unit = history.units
+    unit = scan.units
     return xr.Dataset(
         {
             "projection": along.assign_attrs(long_name="W along the axis", units=unit),
-            "across": history.wrap(made[..., count], "W").assign_attrs(
+            "across": scan.wrap(made[..., count], "W").assign_attrs(
                 long_name="length of W across all axes", units=unit
             ),
         }
@@ -133,11 +128,11 @@ def _project_only(blocks: list[Array], axes: list[list[Wide]]) -> Wide:
     return _project(blocks[0], axes[0][0])
 
 
-def _directions(history: Scan, axes: Axes) -> xr.DataArray:
+def _directions(scan: Scan, axes: Axes) -> xr.DataArray:
     """Vectors to project on, (axis, hidden), perhaps with step."""
-    hidden = history.variable("W").sizes["hidden"]
+    hidden = scan.variable("W").sizes["hidden"]
     if isinstance(axes, str):
-        return _named_direction(history, axes).expand_dims("axis").assign_coords(axis=[axes])
+        return _named_direction(scan, axes).expand_dims("axis").assign_coords(axis=[axes])
     if not isinstance(axes, xr.DataArray):
         try:
             vectors = np.atleast_2d(np.asarray(axes, np.float64))
@@ -152,17 +147,17 @@ def _directions(history: Scan, axes: Axes) -> xr.DataArray:
             )
         return xr.DataArray(vectors, dims=("axis", "hidden"))
     axes = axes if "axis" in axes.dims else axes.expand_dims("axis")
-    expected: dict[Hashable, int] = {"hidden": hidden, "step": history.rows}
+    expected: dict[Hashable, int] = {"hidden": hidden, "step": scan.rows}
     wrong = {dim: size for dim, size in axes.sizes.items() if expected.get(dim, size) != size}
     if wrong or not {"axis", "hidden"} <= set(axes.dims) <= {"step", "axis", "hidden"}:
         raise InvalidArgument(
             f"got axes with {dict(axes.sizes)}, expected hidden={hidden}, and perhaps axis and "
-            f"step={history.rows}"
+            f"step={scan.rows}"
         )
     return axes.astype(np.float64)
 
 
-def _named_direction(history: Scan, name: str) -> xr.DataArray:
+def _named_direction(scan: Scan, name: str) -> xr.DataArray:
     """One vector of each step by its name, float64 (step, hidden).
 
     Raises
@@ -173,10 +168,10 @@ def _named_direction(history: Scan, name: str) -> xr.DataArray:
         If it was not recorded.
     """
     if name == "centroid":
-        return build_centroid(history, "all")["centroid"].drop_vars("population")
+        return centroid(scan, "all")["centroid"].drop_vars("population")
     if name != "hidden_mean":
         raise InvalidArgument(
             f"got axes={name!r}, expected 'centroid', 'hidden_mean' or vectors of W"
         )
-    input_checks.variables(history.ds, name)
-    return history.ds[name].transpose("step", "hidden").astype(np.float64)
+    input_checks.variables(scan.ds, name)
+    return scan.ds[name].transpose("step", "hidden").astype(np.float64)

@@ -13,14 +13,14 @@ import xarray as xr
 from trajstore.analysis.motion.collective import per_population
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import read_again
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.running_state import fold_rows
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import one_population
 from trajstore.values.token_norms import hidden_sum, result_dtype
 
-__all__ = ["build_inertia", "build_pca", "build_scores", "inertia", "pca"]
+__all__ = ["inertia", "pca", "scores_along_axes"]
 
 Array = npt.NDArray[Any]
 Wide = npt.NDArray[np.float64]
@@ -129,8 +129,9 @@ def _scores(W: Array, axes: Wide, count: int, dtype: npt.DTypeLike) -> Array:
     return result
 
 
+@quantity()
 def pca(
-    ds: xr.Dataset,
+    scan: Scan,
     population: str = "all",
     components: int = 3,
     basis: str | int = "all",
@@ -182,25 +183,13 @@ def pca(
     >>> found.effective_rank.values.round(3).item()  # they move along one line
     1.0
     """
-    return build_pca(Scan(ds), population, components, basis, first)
-
-
-@checks_types
-def build_pca(
-    history: Scan,
-    population: str = "all",
-    components: int = 3,
-    basis: str | int = "all",
-    first: Literal["hidden_mean"] | None = None,
-) -> xr.Dataset:
-    """`pca` of a prepared Dataset."""
-    blocks = history.blocks("W")
+    blocks = scan.blocks("W")
     hidden = blocks.shape[2]
     if not 1 <= components <= hidden:
         raise InvalidArgument(f"got components={components}, expected 1 to {hidden}")
-    group = one_population(history.ds, population)
+    group = one_population(scan.ds, population)
     made = fold_rows(
-        blocks[_rows_of_basis(history, basis)],
+        blocks[_rows_of_basis(scan, basis)],
         _scatters,
         _gather,
         functools.partial(_axes_of, hidden=hidden),
@@ -210,7 +199,7 @@ def build_pca(
     )
     if first is not None:
         made = da.blockwise(
-            _with_first, "ah", made, "ah", _first_axis(history, first), "b",
+            _with_first, "ah", made, "ah", _first_axis(scan, first), "b",
             concatenate=True, dtype=np.float64, meta=np.empty((0, 0)),
         )  # fmt: skip
     dtype = result_dtype(blocks.dtype)
@@ -230,7 +219,7 @@ def build_pca(
         meta=np.empty((0, 0, 0), dtype),
     )
     ranks = made[1].map_blocks(_both_ranks, chunks=((2,),), dtype=np.float64, meta=np.empty(0))
-    unit = history.units
+    unit = scan.units
     square = "1" if unit == "1" else f"({unit})^2"
     result = {
         "spectrum": (("principal",), made[1], "variance along each principal axis", square),
@@ -243,18 +232,18 @@ def build_pca(
         name: xr.DataArray(data, dims=dims, attrs={"long_name": long_name, "units": units})
         for name, (dims, data, long_name, units) in result.items()
     }
-    arrays["scores"] = history.wrap(scores, "W", dims=("step", "token", "component")).assign_attrs(
+    arrays["scores"] = scan.wrap(scores, "W", dims=("step", "token", "component")).assign_attrs(
         long_name="coordinate along the principal axis", units=unit
     )
     return xr.Dataset(arrays).assign_attrs(population=population)
 
 
-def build_scores(history: Scan, found: xr.Dataset) -> xr.DataArray:
+def scores_along_axes(scan: Scan, found: xr.Dataset) -> xr.DataArray:
     """Coordinates of all tokens of a prepared Dataset along axes that are known.
 
     Parameters
     ----------
-    history : Scan
+    scan : Scan
         With ``W``; its rows and tokens need not be those that the axes were made of.
     found : Dataset
         ``basis`` and ``basis_mean`` as of `pca`, computed.
@@ -263,7 +252,7 @@ def build_scores(history: Scan, found: xr.Dataset) -> xr.DataArray:
     -------
     DataArray (step, token, component)
     """
-    blocks = history.blocks("W")
+    blocks = scan.blocks("W")
     count, hidden = found["basis"].shape
     axes = np.concatenate(
         [found["basis_mean"].values[None], np.zeros((1, hidden)), found["basis"].values]
@@ -278,26 +267,26 @@ def build_scores(history: Scan, found: xr.Dataset) -> xr.DataArray:
         dtype=dtype,
         meta=np.empty((0, 0, 0), dtype),
     )
-    return history.wrap(scores, "W", dims=("step", "token", "component"))
+    return scan.wrap(scores, "W", dims=("step", "token", "component"))
 
 
-def _rows_of_basis(history: Scan, basis: str | int) -> slice:
+def _rows_of_basis(scan: Scan, basis: str | int) -> slice:
     if basis == "all":
         return slice(None)
     if basis == "last":
-        row = max(history.rows - 1, 0)
+        row = max(scan.rows - 1, 0)
     elif isinstance(basis, str):
         raise InvalidArgument(f"got basis={basis!r}, expected 'all', 'last' or a step")
     else:
-        row = input_checks.row_of_step(history.ds, basis)
+        row = input_checks.row_of_step(scan.ds, basis)
     return slice(row, row + 1)
 
 
-def _first_axis(history: Scan, name: str) -> da.Array:
+def _first_axis(scan: Scan, name: str) -> da.Array:
     if name != "hidden_mean":
         raise InvalidArgument(f"got first={name!r}, expected 'hidden_mean' or none")
-    input_checks.variables(history.ds, name)
-    states = da.asarray(history.ds[name].transpose("step", "hidden").data).rechunk(-1)
+    input_checks.variables(scan.ds, name)
+    states = da.asarray(scan.ds[name].transpose("step", "hidden").data).rechunk(-1)
     mean = da.nanmean(states.astype(np.float64), axis=0)
     return (mean / da.linalg.norm(mean)).rechunk(-1)
 
@@ -318,7 +307,8 @@ def _inertia_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]
     return {"inertia": values, "inertia_rank": _ranks(values)[0]}
 
 
-def inertia(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
+@quantity()
+def inertia(scan: Scan, population: str | None = None) -> xr.Dataset:
     """How far each population is spread along its own principal axes, at each step.
 
     Parameters
@@ -347,14 +337,8 @@ def inertia(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
     >>> found.round(3)  # two points at first, on one line
     array([0.162, 0.   ])
     """
-    return build_inertia(Scan(ds), population)
-
-
-@checks_types
-def build_inertia(history: Scan, population: str | None = None) -> xr.Dataset:
-    """`inertia` of a prepared Dataset."""
-    unit = history.units
-    hidden = history.variable("W").sizes["hidden"]
+    unit = scan.units
+    hidden = scan.variable("W").sizes["hidden"]
     facts = {
         "inertia": (
             f"({hidden},)f8",
@@ -364,5 +348,5 @@ def build_inertia(history: Scan, population: str | None = None) -> xr.Dataset:
         "inertia_rank": ("f8", "effective rank of the cloud", "1"),
     }
     return per_population(
-        history, population, _inertia_kernel, facts, motion=False, vector="principal"
+        scan, population, _inertia_kernel, facts, motion=False, vector="principal"
     )

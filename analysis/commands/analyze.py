@@ -32,10 +32,10 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
     from trajstore import analysis
     from trajstore.analysis.registry import ACROSS_RUNS, ALONE
 
-    for name, quantity in (analysis.QUANTITIES | ALONE).items():
-        told = (getattr(analysis, name).__doc__ or "").strip().splitlines()[0]
+    for name, quantity in sorted((analysis.QUANTITIES | ALONE).items()):
+        summary = (quantity.function.__doc__ or "").strip().splitlines()[0]
         options = ", ".join(quantity.options)
-        out.print(f"{name}  {told}{f' Options: {options}.' if options else ''}")
+        out.print(f"{name}  {summary}{f' Options: {options}.' if options else ''}")
     for name, function in ACROSS_RUNS.items():
         out.print(f"{name}  {(function.__doc__ or '').splitlines()[0]} Of several runs.")
     ctx.exit()

@@ -11,7 +11,7 @@ from typing import Any
 import xarray as xr
 
 from trajstore.analysis.exploring.run_history import Report, RunHistory, grown, prepare
-from trajstore.analysis.exploring.token_list import TokenList
+from trajstore.analysis.exploring.tokens import TokenList
 from trajstore.errors import RunNotFound, TrajstoreError
 from trajstore.store.reading.open_group import runs_beside
 from trajstore.store.reading.open_run import open_run

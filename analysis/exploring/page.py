@@ -12,8 +12,7 @@ import numpy as np
 
 from trajstore.analysis.exploring import plots
 from trajstore.analysis.exploring.live_run import LiveRun
-from trajstore.analysis.exploring.token_history import cause_sentences, token_history
-from trajstore.analysis.exploring.token_list import nearest
+from trajstore.analysis.exploring.tokens import cause_sentences, nearest, token_history
 from trajstore.analysis.figures.figure import described
 from trajstore.analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, population_colour
 
@@ -113,8 +112,8 @@ class Page:
             return pn.FlexBox(*parts, gap="12px", sizing_mode="stretch_width")
 
         def titled(title: str, plot: Any, colours: Mapping[str, str] | None = None) -> Any:
-            told = f"<b>{html.escape(title)}</b>{_legend(colours or {})}"
-            heading = pn.pane.HTML(told, sizing_mode="stretch_width")
+            text = f"<b>{html.escape(title)}</b>{_legend(colours or {})}"
+            heading = pn.pane.HTML(text, sizing_mode="stretch_width")
             return wide(heading, pn.pane.HoloViews(plot, sizing_mode="stretch_width"))
 
         names = self._seen.history.populations
@@ -238,10 +237,10 @@ class Page:
         step, history = self._step_shown(), self._seen.history
         for span in self._steps:
             span.location = step
-        told = [f"step {step:,} of {int(history.steps[-1]):,}"]
+        texts = [f"step {step:,} of {int(history.steps[-1]):,}"]
         if "loss" in history.curves:
-            told.append(f"loss {float(history.curves['loss'].sel(step=step)):.4f}")
-        self._step.object = f"<b>{', '.join(told)}</b>"
+            texts.append(f"loss {float(history.curves['loss'].sel(step=step)):.4f}")
+        self._step.object = f"<b>{', '.join(texts)}</b>"
         self._moved.event(number=self._moved.number + 1)
 
     def _go_to(self, step: float) -> None:
@@ -285,10 +284,10 @@ class Page:
     def _show_token(self) -> None:
         for span in self._ranks:
             span.location = self._rank_shown()
-        self._token.object = self._told()
+        self._token.object = self._token_text()
         self._chosen.event(number=self._chosen.number + 1)
 
-    def _told(self) -> str:
+    def _token_text(self) -> str:
         tokens, history = self._seen.tokens, self._seen.history
         said = [f"<b>{html.escape(tokens.label(self._at))}</b> {tokens.kind(self._at)}".rstrip()]
         said += map(html.escape, cause_sentences(self._one))
@@ -320,13 +319,13 @@ class Page:
 
     def _show_status(self) -> None:
         seen = self._seen
-        told = [f"<b>{html.escape(described(seen.ds))}</b>", html.escape(seen.standing)]
-        told.append(f"{seen.history.rows:,} rows")
+        texts = [f"<b>{html.escape(described(seen.ds))}</b>", html.escape(seen.standing)]
+        texts.append(f"{seen.history.rows:,} rows")
         if seen.history.every > 1:
-            told.append(f"positions of every {seen.history.every}th row")
+            texts.append(f"positions of every {seen.history.every}th row")
         notes = [f"No {name}: {why}." for name, why in seen.history.unknown.items()]
         notes += [f"Nothing newer can be read: {seen.trouble}."] if seen.trouble else []
-        self._status.object = "<br>".join([", ".join(told), *map(html.escape, notes)])
+        self._status.object = "<br>".join([", ".join(texts), *map(html.escape, notes)])
 
 
 def _in_turn(change: Callable[[], None]) -> None:

@@ -48,21 +48,21 @@ def limits(history: RunHistory) -> tuple[Limits, Limits]:
 
 
 def plane_points(position: npt.NDArray[np.float32], of: Mapping[str, Any]) -> Any:
-    """Tokens in the plane at one step, with what is told of each of them."""
+    """Tokens in the plane at one step, with what is tooltips of each of them."""
     import holoviews as hv
 
     columns = {_AXES[0]: position[:, 0], _AXES[1]: position[:, 1], **of}
     points = hv.Points(columns, list(_AXES), list(of))
     if len(position) > MANY:
         return points
-    told = [("token", "@token"), ("kind", "@kind")]
+    tooltips = [("token", "@token"), ("kind", "@kind")]
     return points.opts(
         color=hv.dim("kind").categorize(_colours(of["kind"]), default="#888888"),
         size=6,
         alpha=0.7,
         line_color=None,
         tools=["hover"],
-        hover_tooltips=told,
+        hover_tooltips=tooltips,
     )
 
 

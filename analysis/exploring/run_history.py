@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.cloud.shape import build_pca, build_scores
-from trajstore.analysis.figures.figure import Options, together
-from trajstore.analysis.motion.freezing import build_freeze
-from trajstore.analysis.motion.norms import build_displacement, build_grad_norms
+from trajstore.analysis.cloud.shape import pca, scores_along_axes
+from trajstore.analysis.figures.figure import Options, compute_together
+from trajstore.analysis.motion.freezing import freeze
+from trajstore.analysis.motion.norms import displacement, grad_norms
 from trajstore.analysis.motion.rest_layers import pool_layers
-from trajstore.analysis.motion.ulp_motion import build_regimes
-from trajstore.analysis.optimizer.freeze_causes import build_freeze_cause
+from trajstore.analysis.motion.ulp_motion import regimes
+from trajstore.analysis.optimizer.freeze_causes import freeze_cause
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.population_statistics import by_population
 from trajstore.analysis.scan.scan import Scan
@@ -133,7 +133,9 @@ def prepare(ds: xr.Dataset, report: Report | None = None) -> RunHistory:
             "--steps or --tokens"
         )
     with progress_of_tasks(report):
-        (made,) = together([build_pca(Scan(ds), components=2)[["basis", "basis_mean", "spectrum"]]])
+        (made,) = compute_together(
+            [pca(Scan(ds), components=2)[["basis", "basis_mean", "spectrum"]]]
+        )
         plane = made.assign(share=made["spectrum"] / made["spectrum"].sum())
         found, unknown = _measure(ds, plane, 0)
     found["position"] = found["position"].isel(step=slice(None, None, _every(rows, tokens)))
@@ -233,22 +235,22 @@ def _measure(
     pairs = whole if first == 0 else since
     # The way from the first row needs that row, too.
     far = whole if first == 0 else Scan(ds.isel(step=np.r_[0, first : ds.sizes["step"]]))
-    rest = build_freeze(pairs)
+    rest = freeze(pairs)
     shown = Options().populations(whole)
     lazy: dict[str, xr.DataArray] = {
-        "regime": build_regimes(pairs)["regime"],
+        "regime": regimes(pairs)["regime"],
         "last_motion": rest["last_motion"],
         "moves": rest["moves"],
         "still": rest["still_fraction"].sel(population=shown),
     }
     unknown: dict[str, str] = {}
     questions: dict[str, Callable[[], xr.DataArray]] = {
-        "cause": lambda: build_freeze_cause(pairs),
-        "gradient": lambda: _band(build_grad_norms(whole), shown),
-        "displacement": lambda: _band(build_displacement(far, since=int(whole.steps[0])), shown),
+        "cause": lambda: freeze_cause(pairs),
+        "gradient": lambda: _band(grad_norms(whole), shown),
+        "displacement": lambda: _band(displacement(far, since=int(whole.steps[0])), shown),
         "loss": lambda: _scalar(ds, "loss"),
     }
-    position = build_scores(whole, plane).astype(np.float32)
+    position = scores_along_axes(whole, plane).astype(np.float32)
     for name, question in questions.items():
         try:
             lazy[name] = question()
@@ -264,7 +266,7 @@ def _measure(
     values: dict[str, xr.DataArray] = {}
     # Causes need four matrices at once: in a reading of their own, fewer blocks are held.
     for names in (lazy.keys() - {"cause"}, lazy.keys() & {"cause"}):
-        found = together([lazy[name].to_dataset(name=name) for name in sorted(names)])
+        found = compute_together([lazy[name].to_dataset(name=name) for name in sorted(names)])
         values |= {name: ds[name] for name, ds in zip(sorted(names), found, strict=True)}
     return values, unknown
 

@@ -103,7 +103,7 @@ def _until_signal(loop: Any) -> int:
         came.append(number)
         loop.stop()
 
-    loop.asyncio_loop.set_exception_handler(_told)
+    loop.asyncio_loop.set_exception_handler(_report_error)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.asyncio_loop.add_signal_handler(number, stop, number)
     try:
@@ -114,7 +114,7 @@ def _until_signal(loop: Any) -> int:
     return came[0]
 
 
-def _told(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def _report_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Say what went wrong, but not that a browser was closed while it was told something."""
     from tornado.websocket import WebSocketClosedError
 

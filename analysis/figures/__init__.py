@@ -5,11 +5,10 @@ draws is what the functions of `analysis` compute, and nothing else; ``figure`` 
 collects, lazily, apart from how that is drawn, ``across_runs`` has the mean and the spread of
 several runs. ``registry`` has all of them by name, ``sheet`` several in one pass, ``style`` the
 colours, which are the same everywhere, and ``axes_marks`` what is drawn in many places. The
-figures: ``step_curves`` (one number a step), ``token_bands`` (mean and spread over the tokens),
-``rest`` (freezing), ``stacks`` (regimes, causes), ``densities`` (hops, speeds), ``strata`` (tokens
-× steps), ``identical`` (vectors that are shared), ``bulk_motion``, ``memory_of_motion``,
-``spectra``, ``token_paths``, ``moment_map``, and ``parameters`` of the model. A new one is a module
-of its own, and a line in the registry.
+figures: ``training`` (loss, logits, moments, parameters), ``motion`` (gradients, displacement,
+speed, bulk-thermal, autocorrelation, seams), ``densities`` (hops, speed-density), ``rest`` (freeze,
+last-motion, lifecycle, stratigraphy), ``stacks`` (regimes, causes), and ``cloud`` (centroid,
+trajectory, spectrum, clusters). A new one goes into one of these, and into the registry.
 
 >>> from trajstore.analysis.figures import FIGURES
 >>> FIGURES["gradients"](ds).get_ylabel()

@@ -28,10 +28,10 @@ __all__ = [
     "Look",
     "Options",
     "check_matplotlib",
+    "compute_together",
     "prepared",
     "run_name",
     "run_system",
-    "together",
 ]
 
 MOST_GROUPS = 2
@@ -68,12 +68,12 @@ class Options:
                     f"got {name}={getattr(self, name)!r}, expected {' or '.join(known)}"
                 )
 
-    def populations(self, history: Scan, usual: Sequence[str] = ("dead", "live")) -> list[str]:
+    def populations(self, scan: Scan, usual: Sequence[str] = ("dead", "live")) -> list[str]:
         """Names of those to be shown: such as have tokens.
 
         Parameters
         ----------
-        history : Scan
+        scan : Scan
         usual : sequence of str
             Without a choice; ``all`` where the run says nothing of them.
 
@@ -82,7 +82,7 @@ class Options:
         InvalidArgument
             If the run does not know the chosen one, or no token belongs to it.
         """
-        names, groups = populations(history.ds)
+        names, groups = populations(scan.ds)
         there = [name for name, group in zip(names, groups, strict=True) if group.any()]
         if self.population is None:
             return [name for name in there if name in usual] or ["all"]
@@ -174,7 +174,7 @@ class Figure:
     of_populations: bool = True
     reading: str = "blocks"
 
-    def data(self, history: Scan, options: Options) -> xr.Dataset:
+    def data(self, scan: Scan, options: Options) -> xr.Dataset:
         """What is drawn, lazy.
 
         Raises
@@ -184,11 +184,11 @@ class Figure:
         VariableNotRecorded
             If the run does not hold what it is about.
         """
-        if history.rows < self.rows:
+        if scan.rows < self.rows:
             raise InvalidArgument(
-                f"{self.name} needs at least {self.rows} rows, and the run has {history.rows}"
+                f"{self.name} needs at least {self.rows} rows, and the run has {scan.rows}"
             )
-        return self.collect(history, options)
+        return self.collect(scan, options)
 
     def __call__(
         self,
@@ -242,7 +242,7 @@ class Figure:
         else:
             runs = [ds] if other is None else [ds, other]
             draw, about = partial(self.draw_all, runs=runs), " | ".join(map(described, runs))
-        found = together([self.data(prepared(run, [self], chosen), chosen) for run in runs])
+        found = compute_together([self.data(prepared(run, [self], chosen), chosen) for run in runs])
         with in_style(style):
             target = new_axes() if ax is None else ax
             draw(target, found, style=style, log=log)
@@ -349,9 +349,10 @@ def asked_for(options: Mapping[str, Any]) -> Options:
     known = tuple(Options.__dataclass_fields__)
     unknown = [name for name in options if name not in known]
     if unknown:
-        told = [f"{name!r}{did_you_mean(name, known)}" for name in unknown]
+        unknown_names = [f"{name!r}{did_you_mean(name, known)}" for name in unknown]
         raise InvalidArgument(
-            f"got {', '.join(told)}, expected some of other, style, log, {', '.join(known)}"
+            f"got {', '.join(unknown_names)}, "
+            f"expected some of other, style, log, {', '.join(known)}"
         )
     return Options(**options)
 
@@ -365,7 +366,7 @@ def prepared(ds: xr.Dataset, figures: Sequence[Figure], options: Options) -> Sca
     return Scan(ds, measures)
 
 
-def together(lazy: Sequence[xr.Dataset], report: Report | None = None) -> list[xr.Dataset]:
+def compute_together(lazy: Sequence[xr.Dataset], report: Report | None = None) -> list[xr.Dataset]:
     """Compute several Datasets in one pass, and report tasks done and in all."""
     # As arrays: of several Datasets, dask 2026.8 loses tasks when it joins their graphs.
     arrays = [

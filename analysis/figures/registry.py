@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trajstore.analysis.figures.bulk_motion import bulk_thermal
+from trajstore.analysis.figures.cloud import centroid, clusters, spectrum, trajectory
 from trajstore.analysis.figures.densities import hops, speed_density
 from trajstore.analysis.figures.figure import Figure
-from trajstore.analysis.figures.identical import clusters
-from trajstore.analysis.figures.memory_of_motion import autocorrelation
-from trajstore.analysis.figures.moment_map import moments
-from trajstore.analysis.figures.parameters import parameters
-from trajstore.analysis.figures.rest import freeze, last_motion, lifecycle
-from trajstore.analysis.figures.spectra import spectrum
+from trajstore.analysis.figures.motion import (
+    autocorrelation,
+    bulk_thermal,
+    displacement,
+    gradients,
+    seams,
+    speed,
+)
+from trajstore.analysis.figures.rest import freeze, last_motion, lifecycle, stratigraphy
 from trajstore.analysis.figures.stacks import causes, regimes
-from trajstore.analysis.figures.step_curves import centroid, logits, loss, seams
-from trajstore.analysis.figures.strata import stratigraphy
-from trajstore.analysis.figures.token_bands import displacement, gradients, speed
-from trajstore.analysis.figures.token_paths import trajectory
+from trajstore.analysis.figures.training import logits, loss, moments, parameters
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 
@@ -62,10 +62,10 @@ def figures_named(names: Sequence[str]) -> list[Figure]:
         If one is unknown, or there is none.
     """
     unknown = [name for name in names if name not in FIGURES and name != "all"]
-    told = [f"{name!r}{did_you_mean(name, ['all', *FIGURES])}" for name in unknown]
+    unknown_names = [f"{name!r}{did_you_mean(name, ['all', *FIGURES])}" for name in unknown]
     if unknown or not names:
         raise InvalidArgument(
-            f"got {', '.join(told) or 'no kind of figure'}, "
+            f"got {', '.join(unknown_names) or 'no kind of figure'}, "
             f"expected some of all, {', '.join(FIGURES)}"
         )
     wanted = FIGURES if "all" in names else dict.fromkeys(names)

@@ -1,10 +1,11 @@
-"""How the tokens come to rest: shares over the steps, and when each of them moved last."""
+"""How tokens come to rest, and in which order."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.figures.axes_marks import (
@@ -16,16 +17,17 @@ from trajstore.analysis.figures.axes_marks import (
     with_legend,
 )
 from trajstore.analysis.figures.figure import Figure, Look, Options
-from trajstore.analysis.figures.style import population_colour
-from trajstore.analysis.motion.freezing import build_freeze
-from trajstore.analysis.motion.ulp_motion import build_lifecycle
+from trajstore.analysis.figures.style import REGIME_COLOURS, REGIME_MEANINGS, population_colour
+from trajstore.analysis.motion import freezing, rest_layers, ulp_motion
+from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import chosen_populations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
 
-__all__ = ["freeze", "last_motion", "lifecycle"]
+__all__ = ["freeze", "last_motion", "lifecycle", "stratigraphy"]
 
 _BINS = 60
 _LINES = {"last_jump": ":", "last_local": "--", "last_hop": "-"}
@@ -36,27 +38,27 @@ _BEHIND = {
 }
 
 
-def _of_tokens(facts: xr.Dataset, history: Scan, options: Options) -> xr.Dataset:
+def _of_tokens(facts: xr.Dataset, scan: Scan, options: Options) -> xr.Dataset:
     """Facts per token, who belongs to the populations to be shown, and the last step."""
-    shown = options.populations(history)
-    _, members = chosen_populations(history.ds, shown)
+    shown = options.populations(scan)
+    _, members = chosen_populations(scan.ds, shown)
     return facts.assign(member=(("population", "token"), members)).assign_coords(
-        population=shown, first_step=int(history.steps[0]), last_step=int(history.steps[-1])
+        population=shown, first_step=int(scan.steps[0]), last_step=int(scan.steps[-1])
     )
 
 
-def _freeze(history: Scan, options: Options) -> xr.Dataset:
-    shown = options.populations(history)
-    facts = build_freeze(history, lattice=options.lattice)
+def _freeze(scan: Scan, options: Options) -> xr.Dataset:
+    shown = options.populations(scan)
+    facts = freezing.freeze(scan, lattice=options.lattice)
     return facts[["still_fraction", "frozen_fraction"]].sel(population=shown)
 
 
 def _draw_freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
-    told = {
+    labels = {
         "frozen_fraction": "will not move again",
         "still_fraction": "did not move at this step",
     }
-    population_curves(ax, data, look, told)
+    population_curves(ax, data, look, labels)
     along_steps(ax, "share of the tokens")
     ax.set_ylim(-0.02, 1.02)
     lines = "whole: share of the tokens whose last motion is past; dotted: that stood still then"
@@ -64,9 +66,9 @@ def _draw_freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
     with_legend(ax)
 
 
-def _last_motion(history: Scan, options: Options) -> xr.Dataset:
-    facts = build_freeze(history, lattice=options.lattice)
-    return _of_tokens(facts[["last_motion"]], history, options)
+def _last_motion(scan: Scan, options: Options) -> xr.Dataset:
+    facts = freezing.freeze(scan, lattice=options.lattice)
+    return _of_tokens(facts[["last_motion"]], scan, options)
 
 
 def _draw_last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
@@ -94,8 +96,8 @@ def _draw_last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
     with_legend(ax)
 
 
-def _lifecycle(history: Scan, options: Options) -> xr.Dataset:
-    return _of_tokens(build_lifecycle(history, options.lattice), history, options)
+def _lifecycle(scan: Scan, options: Options) -> xr.Dataset:
+    return _of_tokens(ulp_motion.lifecycle(scan, options.lattice), scan, options)
 
 
 def _draw_lifecycle(ax: Axes, data: xr.Dataset, look: Look) -> None:
@@ -115,6 +117,70 @@ def _draw_lifecycle(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.set_ylim(-0.02, 1.02)
     note(ax, "small: single or neighbour; a token without such a motion is past it from the start")
     with_legend(ax)
+
+
+def _stratigraphy(scan: Scan, options: Options) -> xr.Dataset:
+    of = "hop" if options.colour == "hop" else "regime"
+    return rest_layers.stratigraphy(scan, of, options.lattice)  # type: ignore[arg-type]
+
+
+def _draw_stratigraphy(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm
+    from matplotlib.patches import Patch
+
+    stratum = data["stratum"].transpose("layer", "step")
+    steps = stratum["step"].values.astype(np.float64)
+    sizes = data["tokens"].values
+    spacing = steps[-1] - steps[-2] if steps.size > 1 else 1.0
+    edges = np.append(steps, steps[-1] + spacing)
+    depths = np.append(0, sizes.cumsum())
+    if stratum.dtype == np.int8:
+        colours = ListedColormap(list(REGIME_COLOURS.values()))
+        norm = BoundaryNorm(np.arange(len(REGIMES) + 1) - 0.5, len(REGIMES))
+        ax.pcolormesh(edges, depths, stratum.values, cmap=colours, norm=norm, rasterized=True)
+        patches = [
+            Patch(color=REGIME_COLOURS[name], label=f"{name}: {REGIME_MEANINGS[name]}")
+            for name in REGIMES
+        ]
+        pooled = "the most common regime"
+    else:
+        values = np.ma.masked_where(~(stratum.values > 0), stratum.values)
+        if values.count():
+            scale = LogNorm(values.min(), max(values.max(), values.min() * 2))
+            mesh = ax.pcolormesh(
+                edges, depths, values, norm=scale, cmap=look.style.density, rasterized=True
+            )
+            ax.figure.colorbar(mesh, ax=ax).set_label(
+                f"mean hop (L1) / {data['stratum'].attrs['units']}"
+            )
+        patches = []
+        pooled = "blank: did not move; the mean hop"
+    ax.set_xlabel("optimizer step")
+    ax.set_ylabel("tokens, sorted by their last motion")
+    tokens, rows = int(sizes.max()), int(data["steps"].max())
+    cell = f"{pooled} of {_up_to(tokens, 'token')} × {_up_to(rows, 'step')} to a cell"
+    mixed = tokens > 1 and "dead_share" in data
+    note(ax, cell + ("; strip: mixed colours where both kinds are pooled" if mixed else ""))
+    if "dead_share" in data:
+        patches += _draw_populations(ax, data["dead_share"].values, depths)
+    with_legend(ax, handles=patches)
+
+
+def _up_to(number: int, noun: str) -> str:
+    return f"up to {number:,} {noun}s" if number > 1 else f"1 {noun}"
+
+
+def _draw_populations(ax: Axes, dead: npt.NDArray[Any], depths: npt.NDArray[Any]) -> list[Patch]:
+    """Strip beside the layers that says which tokens are dead: of many, what share."""
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.patches import Patch
+
+    colours = {name: population_colour(name) for name in ("live", "dead")}
+    strip = ax.inset_axes((1.005, 0, 0.02, 1), sharey=ax)
+    strip.set_axis_off()
+    shares = LinearSegmentedColormap.from_list("shares", list(colours.values()))
+    strip.pcolormesh([0, 1], depths, dead[:, None], cmap=shares, vmin=0, vmax=1, rasterized=True)
+    return [Patch(color=colour, label=f"strip: {named(name)}") for name, colour in colours.items()]
 
 
 freeze = Figure(
@@ -145,4 +211,15 @@ lifecycle = Figure(
     draw=_draw_lifecycle,
     measures=("regime",),
     on_lattice=True,
+)
+
+stratigraphy = Figure(
+    name="stratigraphy",
+    title="Tokens in the order in which they came to rest",
+    collect=_stratigraphy,
+    draw=_draw_stratigraphy,
+    measures=("regime", "moved"),
+    on_lattice=True,
+    scales=False,
+    of_populations=False,
 )

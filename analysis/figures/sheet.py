@@ -17,12 +17,12 @@ from trajstore.analysis.figures.figure import (
     Figure,
     Options,
     check_matplotlib,
+    compute_together,
     described,
     described_runs,
     in_style,
     prepared,
     run_name,
-    together,
 )
 from trajstore.analysis.scan.task_progress import return_memory
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
@@ -116,7 +116,7 @@ def collect(
     data: dict[str, tuple[xr.Dataset, ...]] = {}
     for reading in dict.fromkeys(figure.reading for figure in there):
         names = [figure.name for figure in there if figure.reading == reading]
-        computed = iter(together([each for name in names for each in lazy[name]], report))
+        computed = iter(compute_together([each for name in names for each in lazy[name]], report))
         data |= {name: tuple(next(computed) for _ in runs) for name in names}
         return_memory()
     return Collected(

@@ -10,8 +10,8 @@ import xarray as xr
 from trajstore.analysis.figures.axes_marks import along_steps, named, with_legend
 from trajstore.analysis.figures.figure import Figure, Look, Options
 from trajstore.analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, REGIME_MEANINGS
-from trajstore.analysis.motion.ulp_motion import build_regimes
-from trajstore.analysis.optimizer.freeze_causes import CAUSES, build_freeze_cause
+from trajstore.analysis.motion import ulp_motion
+from trajstore.analysis.optimizer import freeze_causes
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.scan import Scan
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["causes", "regimes"]
 
 
-def _census(counts: xr.DataArray, history: Scan, options: Options) -> xr.Dataset:
+def _census(counts: xr.DataArray, scan: Scan, options: Options) -> xr.Dataset:
     """Of a single population: the stacks of two would lie on each other."""
-    (population,) = options.populations(history, ("all",))
+    (population,) = options.populations(scan, ("all",))
     return counts.sel(population=population).to_dataset(name="census")
 
 
@@ -39,7 +39,7 @@ def _draw(
         census["step"].values,
         counts[shown],
         colors=[colours[kinds[at]] for at in shown],
-        labels=[_told(kinds[at], meanings) for at in shown],
+        labels=[_label(kinds[at], meanings) for at in shown],
         lw=0,
         step="pre",
         rasterized=True,
@@ -51,12 +51,12 @@ def _draw(
     ax.grid(False)
 
 
-def _told(kind: str, meanings: Mapping[str, str]) -> str:
+def _label(kind: str, meanings: Mapping[str, str]) -> str:
     return ": ".join(filter(None, [kind.replace("_", " "), meanings.get(kind, "")]))
 
 
-def _regimes(history: Scan, options: Options) -> xr.Dataset:
-    return _census(build_regimes(history, options.lattice)["census"], history, options)
+def _regimes(scan: Scan, options: Options) -> xr.Dataset:
+    return _census(ulp_motion.regimes(scan, options.lattice)["census"], scan, options)
 
 
 def _draw_regimes(ax: Axes, data: xr.Dataset, look: Look) -> None:
@@ -64,11 +64,11 @@ def _draw_regimes(ax: Axes, data: xr.Dataset, look: Look) -> None:
     with_legend(ax)
 
 
-def _causes(history: Scan, options: Options) -> xr.Dataset:
-    found = build_freeze_cause(history, lattice=options.lattice)
-    counts = count_by_population(found, len(CAUSES), "cause")
-    census = _census(counts.assign_coords(cause=list(CAUSES)), history, options)
-    return census.assign(lr=history.ds["lr"].isel(step=slice(1, None)))
+def _causes(scan: Scan, options: Options) -> xr.Dataset:
+    found = freeze_causes.freeze_cause(scan, lattice=options.lattice)
+    counts = count_by_population(found, len(freeze_causes.CAUSES), "cause")
+    census = _census(counts.assign_coords(cause=list(freeze_causes.CAUSES)), scan, options)
+    return census.assign(lr=scan.ds["lr"].isel(step=slice(1, None)))
 
 
 def _draw_causes(ax: Axes, data: xr.Dataset, look: Look) -> None:

@@ -16,12 +16,12 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
 from trajstore.values.rounding import round_to
 
-__all__ = ["build_explain_gradient", "explain_gradient"]
+__all__ = ["explain_gradient"]
 
 Wide = npt.NDArray[np.float64]
 Targets = Literal["shifted", "all"]
@@ -35,9 +35,9 @@ _PER_GRADIENT = {
 }
 
 
-@checks_types
+@quantity(alone=True)
 def explain_gradient(
-    ds: xr.Dataset,
+    scan: Scan,
     step: int | Sequence[int],
     token: int | Sequence[int],
     *,
@@ -101,6 +101,7 @@ def explain_gradient(
     >>> explain_gradient(made, 1, 0).relative_error.values.round(9)
     array([[0.]])
     """
+    ds = scan.ds
     _check(ds, targets, denominator, precision)
     steps, tokens = _whole("step", step), _whole("token", token)
     places = _places_of_dead(ds, tokens)
@@ -132,28 +133,6 @@ def explain_gradient(
         batch = ds["batch"].isel(step=rows).transpose("step", "example")
         coordinates["batch"] = (("step", "example"), batch.data)
     return _named(made.drop_vars(made.coords)).assign_coords(coordinates)
-
-
-def build_explain_gradient(
-    history: Scan,
-    step: int | Sequence[int] | None = None,
-    token: int | Sequence[int] | None = None,
-    targets: Targets = "shifted",
-    denominator: float | None = None,
-    precision: str = "float64",
-) -> xr.Dataset:
-    """`explain_gradient` of a prepared Dataset, whose steps and tokens have to be said."""
-    for name, value in (("step", step), ("token", token)):
-        if value is None:
-            raise InvalidArgument(f"explain_gradient: say which {name} (--set {name}=…)")
-    return explain_gradient(
-        history.ds,
-        step,  # type: ignore[arg-type]
-        token,  # type: ignore[arg-type]
-        targets=targets,
-        denominator=denominator,
-        precision=precision,
-    )
 
 
 def _named(made: xr.DataArray) -> xr.Dataset:

@@ -9,11 +9,11 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 
-__all__ = ["build_logit_stats", "logit_stats"]
+__all__ = ["logit_stats"]
 
 _FACTS = {
     "logit_min": ("smallest logit", "nat"),
@@ -45,7 +45,8 @@ def _statistics(
         return np.stack([low, high, high - low, wide.std(-1), entropy, mass], -1)
 
 
-def logit_stats(ds: xr.Dataset) -> xr.Dataset:
+@quantity()
+def logit_stats(scan: Scan) -> xr.Dataset:
     """Spread and sharpness of the prediction at each step.
 
     Parameters
@@ -72,13 +73,7 @@ def logit_stats(ds: xr.Dataset) -> xr.Dataset:
     >>> logit_stats(ds).dead_mass.isel(step=[1, -1]).values.round(3)
     array([0.822, 0.747])
     """
-    return build_logit_stats(Scan(ds))
-
-
-@checks_types
-def build_logit_stats(history: Scan) -> xr.Dataset:
-    """`logit_stats` of a prepared Dataset."""
-    ds = history.ds
+    ds = scan.ds
     input_checks.variables(ds, "logits")
     logits = ds["logits"]
     if set(logits.dims) != {"step", "token"}:

@@ -12,14 +12,14 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan.block_tasks import shared
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.running_state import fold_tokens
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import populations
 from trajstore.values.token_norms import hidden_sum
 
-__all__ = ["autocorrelation", "build_autocorrelation"]
+__all__ = ["autocorrelation"]
 
 Array = npt.NDArray[Any]
 Wide = npt.NDArray[np.float64]
@@ -113,8 +113,9 @@ class _End:
         return result
 
 
+@quantity()
 def autocorrelation(
-    ds: xr.Dataset,
+    scan: Scan,
     lags: Sequence[int] | int = LAGS,
     of: Literal["velocity", "position"] = "velocity",
 ) -> xr.Dataset:
@@ -153,27 +154,17 @@ def autocorrelation(
     >>> found.autocorrelation.sel(population="dead").values.round(2)
     array([0.92, 0.83])
     """
-    return build_autocorrelation(Scan(ds), lags, of)
-
-
-@checks_types
-def build_autocorrelation(
-    history: Scan,
-    lags: Sequence[int] | int = LAGS,
-    of: Literal["velocity", "position"] = "velocity",
-) -> xr.Dataset:
-    """`autocorrelation` of a prepared Dataset."""
     if of not in ("velocity", "position"):
         raise InvalidArgument(f"got of={of!r}, expected 'velocity' or 'position'")
     chosen = tuple(np.atleast_1d(lags).tolist())
     if not chosen or not all(isinstance(lag, int) and lag > 0 for lag in chosen):
         raise InvalidArgument(f"got lags={lags!r}, expected numbers of rows, at least 1")
-    history.require_rows(1, "autocorrelation")
+    scan.require_rows(1, "autocorrelation")
     if chosen != LAGS:  # the usual ones are asked of short runs, too, among other questions
-        _check_lags(chosen, history.rows, of)
-    spacing = _even_spacing(history)
+        _check_lags(chosen, scan.rows, of)
+    spacing = _even_spacing(scan)
     every = (0, *chosen)
-    blocks = _in_pieces(history.blocks("W"))
+    blocks = _in_pieces(scan.blocks("W"))
     means = fold_tokens(
         [blocks],
         _follow,
@@ -183,7 +174,7 @@ def build_autocorrelation(
         of=of,
     )
     token = _ratio(means[1:], means[:1])
-    names, groups = populations(history.ds)
+    names, groups = populations(scan.ds)
     together = da.map_blocks(
         _over_populations,
         means.rechunk({1: -1}),
@@ -193,7 +184,7 @@ def build_autocorrelation(
         meta=np.empty((0, 0)),
     )
     coords = {"lag": list(chosen), "lag_steps": ("lag", np.array(chosen) * spacing)}
-    own = history.wrap(token, "W", dims=("lag", "token")).assign_coords(coords)
+    own = scan.wrap(token, "W", dims=("lag", "token")).assign_coords(coords)
     own.attrs |= {"long_name": f"autocorrelation of the {of} of a token", "units": "1"}
     return xr.Dataset(
         {
@@ -218,9 +209,9 @@ def _check_lags(lags: Sequence[int], rows: int, of: str) -> None:
         )
 
 
-def _even_spacing(history: Scan) -> int:
+def _even_spacing(scan: Scan) -> int:
     """Optimizer steps between any two rows."""
-    spacings = np.unique(np.diff(history.steps))
+    spacings = np.unique(np.diff(scan.steps))
     if spacings.size > 1:
         raise InvalidArgument(
             f"autocorrelation needs rows that are evenly spaced, and these are "

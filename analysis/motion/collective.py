@@ -16,18 +16,14 @@ import xarray as xr
 
 from trajstore.analysis.scan.block_tasks import in_turn, rows_before, shared
 from trajstore.analysis.scan.consecutive_rows import tiles
-from trajstore.analysis.scan.lattice_points import Points, told_of_lattice
+from trajstore.analysis.scan.lattice_points import Points, with_lattice_attributes
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
 from trajstore.populations.masks import chosen_populations
 from trajstore.values.token_norms import vector_norm
 from trajstore.values.ulp_lattice import unsigned_view
 
 __all__ = [
-    "build_bulk_thermal",
-    "build_centroid",
-    "build_coherence",
-    "build_distinct",
     "bulk_thermal",
     "centroid",
     "coherence",
@@ -82,7 +78,7 @@ def _nothing(dtype: np.dtype[Any]) -> Any:
 
 
 def per_population(
-    history: Scan,
+    scan: Scan,
     population: str | Sequence[str] | None,
     kernel: Kernel,
     facts: dict[str, tuple[str, str, str]],
@@ -95,7 +91,7 @@ def per_population(
 
     Parameters
     ----------
-    history : Scan
+    scan : Scan
     population : str or sequence of str, optional
         Only this one, or these.
     kernel : callable
@@ -108,11 +104,11 @@ def per_population(
     vector : str
         Name of that dimension.
     """
-    names, groups = chosen_populations(history.ds, population)
-    points = points or history.recorded()
+    names, groups = chosen_populations(scan.ds, population)
+    points = points or scan.recorded()
     blocks = points.blocks
     dtype = np.dtype([(name, kind) for name, (kind, _, _) in facts.items()])
-    spacing = np.diff(history.steps, prepend=history.steps[:1] - 1).astype(np.float64)
+    spacing = np.diff(scan.steps, prepend=scan.steps[:1] - 1).astype(np.float64)
     by_row = da.from_array(spacing, chunks=(blocks.chunks[0],))
 
     members = shared(groups)
@@ -156,7 +152,7 @@ def per_population(
         array = xr.DataArray(
             data,
             dims=("step", "population", vector)[: data.ndim],
-            coords={"step": history.ds["step"][rows]},
+            coords={"step": scan.ds["step"][rows]},
             attrs={"long_name": long_name, "units": units},
         )
         result[name] = array.isel(population=0) if isinstance(population, str) else array
@@ -191,7 +187,8 @@ def _centroid_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any
     }
 
 
-def centroid(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
+@quantity()
+def centroid(scan: Scan, population: str | Sequence[str] | None = None) -> xr.Dataset:
     """Centre of each population, how it drifts, and how far the tokens are spread about it.
 
     Parameters
@@ -219,25 +216,19 @@ def centroid(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
     >>> centroid(ds, "dead").centroid_norm.isel(step=[0, -1]).values.round(3)
     array([1.5  , 1.409])
     """
-    return build_centroid(Scan(ds), population)
-
-
-@checks_types
-def build_centroid(history: Scan, population: str | Sequence[str] | None = None) -> xr.Dataset:
-    """`centroid` of a prepared Dataset."""
-    unit = history.units
-    hidden = history.variable("W").sizes["hidden"]
+    unit = scan.units
+    hidden = scan.variable("W").sizes["hidden"]
     facts = {
         "centroid": (f"({hidden},)f8", "mean of W", unit),
         "centroid_norm": ("f8", "norm of the centroid", unit),
         "mean_radius": ("f8", "mean distance from the centroid", unit),
         "max_radius": ("f8", "largest distance from the centroid", unit),
     }
-    result = per_population(history, population, _centroid_kernel, facts, motion=False)
-    return result.assign(drift=_drift(result["centroid"], history))
+    result = per_population(scan, population, _centroid_kernel, facts, motion=False)
+    return result.assign(drift=_drift(result["centroid"], scan))
 
 
-def _drift(centroid: xr.DataArray, history: Scan) -> xr.DataArray:
+def _drift(centroid: xr.DataArray, scan: Scan) -> xr.DataArray:
     later, earlier = centroid.data[1:], centroid.data[:-1]
     lengths = da.map_blocks(
         _way,
@@ -247,12 +238,12 @@ def _drift(centroid: xr.DataArray, history: Scan) -> xr.DataArray:
         dtype=np.float64,
         meta=np.empty((0,) * (later.ndim - 1)),
     )
-    spacing = history.spacing().values.reshape(-1, *(1,) * (lengths.ndim - 1))
+    spacing = scan.spacing().values.reshape(-1, *(1,) * (lengths.ndim - 1))
     none = da.full((1, *lengths.shape[1:]), np.nan)
     data = da.concatenate([none, lengths / spacing]).rechunk(centroid.data.chunks[:-1])
     drift = centroid.isel(hidden=0).copy(data=data)
     return drift.assign_attrs(
-        long_name="change of the centroid per step", units=f"{history.units} per step"
+        long_name="change of the centroid per step", units=f"{scan.units} per step"
     )
 
 
@@ -278,7 +269,8 @@ def _bulk_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
     }
 
 
-def bulk_thermal(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
+@quantity()
+def bulk_thermal(scan: Scan, population: str | Sequence[str] | None = None) -> xr.Dataset:
     """Motion of a population as a body, and of its tokens about it.
 
     The squares add up: bulk² + thermal² is the mean square of the tokens' speeds.
@@ -307,21 +299,15 @@ def bulk_thermal(ds: xr.Dataset, population: str | None = None) -> xr.Dataset:
     >>> bulk_thermal(ds).bulk_thermal_ratio.sel(step=1).values.round(2)  # the dead move alike
     array([ inf,  inf, 1.94])
     """
-    return build_bulk_thermal(Scan(ds), population)
-
-
-@checks_types
-def build_bulk_thermal(history: Scan, population: str | Sequence[str] | None = None) -> xr.Dataset:
-    """`bulk_thermal` of a prepared Dataset."""
-    unit = f"{history.units} per step"
-    hidden = history.recorded().blocks.shape[2]
+    unit = f"{scan.units} per step"
+    hidden = scan.recorded().blocks.shape[2]
     facts = {
         "bulk_velocity": (f"({hidden},)f8", "mean velocity", unit),
         "bulk_speed": ("f8", "length of the mean velocity", unit),
         "thermal_speed": ("f8", "rms velocity about the mean", unit),
         "bulk_thermal_ratio": ("f8", "bulk over thermal speed", "1"),
     }
-    return per_population(history, population, _bulk_kernel, facts, motion=True)
+    return per_population(scan, population, _bulk_kernel, facts, motion=True)
 
 
 def _coherence_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
@@ -334,7 +320,8 @@ def _coherence_kernel(now: Array, before: Array, spacing: Array) -> dict[str, An
     return {"coherence": cosines.mean() if cosines.size and length != 0 else np.nan}
 
 
-def coherence(ds: xr.Dataset, population: str | None = None) -> xr.DataArray:
+@quantity()
+def coherence(scan: Scan, population: str | None = None) -> xr.DataArray:
     """Whether a population moves as one: mean cosine between each token's ΔW and their mean.
 
     Tokens that do not move have no direction and are left out of the mean.
@@ -361,14 +348,8 @@ def coherence(ds: xr.Dataset, population: str | None = None) -> xr.DataArray:
     >>> coherence(ds).sel(step=1).to_series().round(3).to_dict()
     {'dead': 1.0, 'live': 1.0, 'all': 0.844}
     """
-    return build_coherence(Scan(ds), population)
-
-
-@checks_types
-def build_coherence(history: Scan, population: str | None = None) -> xr.DataArray:
-    """`coherence` of a prepared Dataset."""
     facts = {"coherence": ("f8", "mean cosine between ΔW and its mean", "1")}
-    result = per_population(history, population, _coherence_kernel, facts, motion=True)
+    result = per_population(scan, population, _coherence_kernel, facts, motion=True)
     return result["coherence"]
 
 
@@ -379,7 +360,8 @@ def _distinct_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any
     return {"distinct": np.int64(counts.size), "most_common": np.int64(counts.max())}
 
 
-def distinct(ds: xr.Dataset, population: str | None = None, lattice: str = "native") -> xr.Dataset:
+@quantity()
+def distinct(scan: Scan, population: str | None = None, lattice: str = "native") -> xr.Dataset:
     """How many different vectors the tokens of a population have, bit for bit.
 
     Parameters
@@ -407,20 +389,10 @@ def distinct(ds: xr.Dataset, population: str | None = None, lattice: str = "nati
     >>> distinct(ds).distinct.isel(step=-1).to_series().to_dict()
     {'dead': 1, 'live': 2, 'all': 3}
     """
-    return build_distinct(Scan(ds), population, lattice)
-
-
-@checks_types
-def build_distinct(
-    history: Scan, population: str | None = None, lattice: str = "native"
-) -> xr.Dataset:
-    """`distinct` of a prepared Dataset."""
     facts = {
         "distinct": ("i8", "distinct vectors", "1"),
         "most_common": ("i8", "tokens that share the most common vector", "1"),
     }
-    points = history.points(lattice)
-    result = per_population(
-        history, population, _distinct_kernel, facts, motion=False, points=points
-    )
-    return told_of_lattice(result, lattice)
+    points = scan.points(lattice)
+    result = per_population(scan, population, _distinct_kernel, facts, motion=False, points=points)
+    return with_lattice_attributes(result, lattice)

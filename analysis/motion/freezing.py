@@ -10,12 +10,12 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan.lattice_points import lattice_attributes
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import populations
 
-__all__ = ["build_freeze", "freeze"]
+__all__ = ["freeze"]
 
 # What one stretch of rows tells about a token. Rows are numbers within the run; −1 is none.
 _FIRST, _LAST, _MOVES, _THAWS = range(4)
@@ -78,7 +78,8 @@ def _frozen_fraction(
         return np.asarray(np.stack(counts, -1) / groups.sum(-1))
 
 
-def freeze(ds: xr.Dataset, min_still: int = 1, lattice: str = "native") -> xr.Dataset:
+@quantity(measures=("moved",))
+def freeze(scan: Scan, min_still: int = 1, lattice: str = "native") -> xr.Dataset:
     """When each token moved last, and how many have stopped for good.
 
     A token moves at a step when any bit of its row of W changed since the recorded row before;
@@ -119,17 +120,11 @@ def freeze(ds: xr.Dataset, min_still: int = 1, lattice: str = "native") -> xr.Da
     >>> rest.frozen_fraction.sel(step=15).to_series().round(3).to_dict()
     {'dead': 0.0, 'live': 1.0, 'all': 0.078}
     """
-    return build_freeze(Scan(ds), min_still, lattice)
-
-
-@checks_types
-def build_freeze(history: Scan, min_still: int = 1, lattice: str = "native") -> xr.Dataset:
-    """`freeze` of a prepared Dataset."""
     if min_still < 1:
         raise InvalidArgument(f"got min_still={min_still}, expected at least 1 step")
-    history.require_rows(1, "freeze")
-    motion, steps = history.moved(lattice), history.steps
-    summary = history.combine_rows(
+    scan.require_rows(1, "freeze")
+    motion, steps = scan.moved(lattice), scan.steps
+    summary = scan.combine_rows(
         motion,
         functools.partial(_stretch, min_still=min_still),
         functools.partial(_join, min_still=min_still),
@@ -153,7 +148,7 @@ def build_freeze(history: Scan, min_still: int = 1, lattice: str = "native") -> 
         return result
 
     since = per_token(frozen_since)
-    names, groups = populations(history.ds)
+    names, groups = populations(scan.ds)
     lazy = motion.chunks is not None
     still_fraction = xr.apply_ufunc(
         lambda flags, groups: _fraction(~flags, groups),

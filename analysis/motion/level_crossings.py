@@ -11,10 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.quantity import QUANTITIES, quantity
 from trajstore.analysis.scan.running_state import fold_tokens
+from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
+from trajstore.schema import RECORDED
 
-__all__ = ["LEVELS", "level_crossings"]
+__all__ = ["crossings"]
 
 Array = npt.NDArray[Any]
 Wide = npt.NDArray[np.float64]
@@ -50,30 +54,80 @@ def _share_of_way(curves: Array, ends: Array) -> Wide:
         return np.asarray((curves - start) / (ends[2] - start))
 
 
-def level_crossings(
-    curve: xr.DataArray, levels: Sequence[float] | float = LEVELS, of: str = "way"
+@quantity()
+def crossings(
+    scan: Scan,
+    quantity: str | xr.DataArray = "displacement",
+    levels: Sequence[float] | float = LEVELS,
+    of: str = "way",
 ) -> xr.Dataset:
-    """Steps at which curves pass levels: on their way from below, as values from either side.
+    """First and last step at which a curve passes 50, 90 and 99 % of its way, or other levels.
 
     Parameters
     ----------
-    curve : DataArray, (step, …)
-        With at least one row, and numbers.
+    ds : Dataset
+        A run.
+    quantity : str or DataArray
+        The curve: a quantity with its default options (``displacement``), one of several variables
+        of it (``freeze.frozen_fraction``), a recorded variable (``loss``), or any array along step.
     levels : float or sequence of float
     of : {'way', 'value'}
-        What levels are: shares of the way from the curve's first value to its last, or values of
-        the curve.
+        What levels are: shares of the way from the curve's first value (where that is NaN, from the
+        second) to its last, or values of the curve.
 
     Returns
     -------
     Dataset, int64 (level, …)
-        ``first_crossing`` and ``last_crossing``; −1 where it never passes.
+        ``first_crossing``, the first step at which the curve is at the level or beyond, after one
+        at which it was not; ``last_crossing``, the last such one, after which it stays if it ends
+        there. On its way it comes from below; values are passed from either side. −1 where it never
+        does. With the other dimensions of the curve.
 
     Raises
     ------
     InvalidArgument
-        If the curve has no steps or no numbers, or levels are not finite.
+        For a quantity that is unknown, has several variables, or is no curve.
+    VariableNotRecorded
+        For a variable that was not recorded.
+
+    Examples
+    --------
+    >>> crossings(ds).first_crossing.sel(token=ord("e")).values
+    array([ 7, 12, 13])
     """
+    curve = _curve(scan, quantity) if isinstance(quantity, str) else quantity
+    return _of_curve(curve, levels, of)
+
+
+def _curve(scan: Scan, quantity: str) -> xr.DataArray:
+    name, _, variable = quantity.partition(".")
+    if name not in QUANTITIES and not variable and name in scan.ds.data_vars:
+        return scan.ds[name]
+    if name in RECORDED and not variable and name not in QUANTITIES:
+        input_checks.variables(scan.ds, name)  # which says how it is recorded
+    if name not in QUANTITIES or name == "crossings":
+        raise InvalidArgument(
+            f"got quantity={quantity!r}, expected a recorded variable or one of "
+            f"{', '.join(known for known in QUANTITIES if known != 'crossings')}"
+        )
+    found = QUANTITIES[name].function(scan)
+    if isinstance(found, xr.DataArray) and not variable:
+        return found
+    curves = (
+        [str(key) for key, array in found.data_vars.items() if "step" in array.dims]
+        if isinstance(found, xr.Dataset)
+        else []
+    )
+    if variable not in curves:
+        raise InvalidArgument(
+            f"got quantity={quantity!r}, expected "
+            + (" or ".join(f"{name}.{curve}" for curve in curves) or name)
+        )
+    curve: xr.DataArray = found[variable]
+    return curve
+
+
+def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> xr.Dataset:
     if of not in ("way", "value"):
         raise InvalidArgument(f"got of={of!r}, expected 'way' or 'value'")
     wanted = np.atleast_1d(np.asarray(levels, np.float64))

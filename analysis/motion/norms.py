@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import dask.array as da
 import numpy as np
@@ -12,24 +12,21 @@ import xarray as xr
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import over_hidden
 from trajstore.analysis.scan.consecutive_rows import measure_rows
-from trajstore.analysis.scan.recorded_changes import cumulated, hold_only_changes
+from trajstore.analysis.scan.input_checks import hold_only_changes
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
-from trajstore.codec.selected_parts import hull_of, within_hull
 from trajstore.errors import InvalidArgument
 from trajstore.values.token_norms import result_dtype
 
-if TYPE_CHECKING:
-    from trajstore.store.reading.array_reader import StoredArray
-
 __all__ = [
-    "build_displacement",
-    "build_grad_norms",
     "check_order",
     "displacement",
     "grad_norms",
     "order_label",
 ]
+
+
+Array = npt.NDArray[Any]
 
 
 def check_order(order: float) -> float:
@@ -55,47 +52,17 @@ def order_label(order: float) -> str:
 
 
 def _measured(
-    history: Scan, name: str, reference: da.Array | None = None, order: float = 2
+    scan: Scan, name: str, reference: da.Array | None = None, order: float = 2
 ) -> xr.DataArray:
-    blocks = history.blocks(name)
+    blocks = scan.blocks(name)
     dtype = result_dtype(blocks.dtype)
-    stored = history.stored(name) if reference is None else None
-    if stored is not None:
-        data = da.from_array(
-            _StoredNorms(stored, order),
-            blocks.chunks[:2],
-            name=f"{order_label(order)}-{blocks.name}",
-            meta=np.empty((0, 0), dtype),
-        )
-    else:
-        arrays = [blocks] if reference is None else [blocks, reference]
-        data = over_hidden(measure_rows, *arrays, order=order, dtype=dtype)
-    return history.wrap(data, name)
+    arrays = [blocks] if reference is None else [blocks, reference]
+    data = over_hidden(measure_rows, *arrays, order=order, dtype=dtype)
+    return scan.wrap(data, name)
 
 
-class _StoredNorms:
-    """Norms of the vectors of a stored array, (step, token), for dask to ask for.
-
-    It asks for blocks, or for what is taken of them, where that is all that is wanted.
-    """
-
-    ndim = 2
-
-    def __init__(self, stored: StoredArray, order: float) -> None:
-        self.shape = stored.shape[:2]
-        self.dtype = result_dtype(stored.dtype)
-        self._stored = stored
-        self._order = order
-
-    def __getitem__(self, key: tuple[Any, Any]) -> npt.NDArray[Any]:
-        rows, tokens = (hull_of(*pair) for pair in zip(key, self.shape, strict=True))
-        norms = self._stored.norms(
-            slice(rows.start, rows.stop), slice(tokens.start, tokens.stop), self._order
-        )
-        return np.asarray(norms[within_hull(key[0], rows)][..., within_hull(key[1], tokens)])
-
-
-def grad_norms(ds: xr.Dataset, ord: float = 2) -> xr.DataArray:
+@quantity()
+def grad_norms(scan: Scan, ord: float = 2) -> xr.DataArray:
     """Norm of each token's gradient, ‖grad_t,i‖.
 
     Parameters
@@ -123,17 +90,11 @@ def grad_norms(ds: xr.Dataset, ord: float = 2) -> xr.DataArray:
     >>> norms.sel(step=1, token=[ord("e"), ord("z")]).values.round(4)
     array([0.0916, 0.0087], dtype=float32)
     """
-    return build_grad_norms(Scan(ds, alone=True), ord)
-
-
-@checks_types
-def build_grad_norms(history: Scan, ord: float = 2) -> xr.DataArray:
-    """`grad_norms` of a prepared Dataset."""
     order = check_order(ord)
-    ds = history.ds
+    ds = scan.ds
     source = "grad_token_norm" if order == 2 and "grad_token_norm" in ds else "grad"
     if source == "grad":
-        norms = _measured(history, source, order=order)
+        norms = _measured(scan, source, order=order)
     else:
         norms = ds[source].transpose("step", "token").drop_attrs()
     return norms.rename("grad_norms").assign_attrs(
@@ -142,7 +103,24 @@ def build_grad_norms(history: Scan, ord: float = 2) -> xr.DataArray:
     )
 
 
-def displacement(ds: xr.Dataset, since: int | Literal["previous"] = 0) -> xr.DataArray:
+def _cumulated(blocks: da.Array) -> da.Array:
+    """Sum of the changes after the first row, in float64: where W is, seen from there."""
+    steps, tokens, hidden = blocks.chunks
+    # What led to the first row is no part of the way from it.
+    begin = blocks.map_blocks(_without_first, dtype=np.float64, meta=np.empty((0, 0, 0)))
+    assert begin.chunks == (steps, tokens, hidden)
+    return da.cumsum(begin, axis=0, method="sequential")
+
+
+def _without_first(block: Array, block_info: Any = None) -> Array:
+    wide = block.astype(np.float64)
+    if block_info and block_info[0]["chunk-location"][0] == 0:
+        wide[:1] = 0
+    return wide
+
+
+@quantity()
+def displacement(scan: Scan, since: int | Literal["previous"] = 0) -> xr.DataArray:
     """Distance of each token from where it was, ‖W_t − W_since‖₂.
 
     Parameters
@@ -172,33 +150,27 @@ def displacement(ds: xr.Dataset, since: int | Literal["previous"] = 0) -> xr.Dat
     >>> displacement(ds).sel(step=[0, 1, 20], token=ord("e")).values.round(4)
     array([0.    , 0.0156, 0.2031], dtype=float32)
     """
-    return build_displacement(Scan(ds), since)
-
-
-@checks_types
-def build_displacement(history: Scan, since: int | Literal["previous"] = 0) -> xr.DataArray:
-    """`displacement` of a prepared Dataset."""
     if isinstance(since, bool) or not (since == "previous" or isinstance(since, int | np.integer)):
         raise InvalidArgument(f"got since={since!r}, expected a step number or 'previous'")
     if since == "previous":
-        distance = history.step_norm()
+        distance = scan.step_norm()
         origin = "the previous row"
     else:
-        row = input_checks.row_of_step(history.ds, int(since))
+        row = input_checks.row_of_step(scan.ds, int(since))
         distance = (
-            _by_changes(history, row)
-            if hold_only_changes(history.ds)
-            else _measured(history, "W", history.blocks("W")[row])
+            _by_changes(scan, row)
+            if hold_only_changes(scan.ds)
+            else _measured(scan, "W", scan.blocks("W")[row])
         )
         origin = f"step {since}"
     return distance.rename("displacement").assign_attrs(
-        long_name=f"distance from {origin}", units=history.units
+        long_name=f"distance from {origin}", units=scan.units
     )
 
 
-def _by_changes(history: Scan, row: int) -> xr.DataArray:
+def _by_changes(scan: Scan, row: int) -> xr.DataArray:
     """Distance from a row, where only changes are known."""
-    changes = history.recorded()
-    places = cumulated(changes.blocks)
+    changes = scan.recorded()
+    places = _cumulated(changes.blocks)
     data = over_hidden(measure_rows, places, places[row], order=2, dtype=np.float64)
-    return history.wrap(data.astype(result_dtype(changes.blocks.dtype)), changes.variable)
+    return scan.wrap(data.astype(result_dtype(changes.blocks.dtype)), changes.variable)

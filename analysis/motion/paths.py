@@ -10,18 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.motion.collective import build_centroid
+from trajstore.analysis.motion.collective import centroid
 from trajstore.analysis.scan.block_tasks import rows_before
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.running_state import fold_tokens
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import chosen_populations
 from trajstore.values.token_norms import hidden_sum, result_dtype, vector_norm
 
 __all__ = [
-    "build_path_efficiency",
-    "build_radial_tangential",
     "path_efficiency",
     "radial_tangential",
 ]
@@ -77,7 +75,8 @@ def _walked(state: tuple[Array, list[Wide]]) -> Wide:
     return np.stack(done, 1) if done else np.empty((2, 0, len(start)))
 
 
-def path_efficiency(ds: xr.Dataset, window: int | None = None) -> xr.Dataset:
+@quantity()
+def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
     """How straight each token goes: displacement over length of the path, window by window.
 
     Parameters
@@ -105,31 +104,25 @@ def path_efficiency(ds: xr.Dataset, window: int | None = None) -> xr.Dataset:
     >>> path_efficiency(ds, window=10).path_efficiency.sel(token=ord("e")).values.round(3)
     array([1., 1.])
     """
-    return build_path_efficiency(Scan(ds), window)
-
-
-@checks_types
-def build_path_efficiency(history: Scan, window: int | None = None) -> xr.Dataset:
-    """`path_efficiency` of a prepared Dataset."""
-    history.require_rows(1, "path_efficiency")
-    steps, ways = history.steps, max(history.rows - 1, 1)
+    scan.require_rows(1, "path_efficiency")
+    steps, ways = scan.steps, max(scan.rows - 1, 1)
     if window is not None and not 1 <= window <= ways:
         raise InvalidArgument(
             f"got window={window}, expected 1 to {ways}, as many ways as there are between the "
             "rows; leave it out for one window of all"
         )
     length = window or ways
-    starts = np.arange(0, history.rows - 1, length)
+    starts = np.arange(0, scan.rows - 1, length)
     both = fold_tokens(
-        [history.blocks("W"), history.boundaries("W")],
+        [scan.blocks("W"), scan.boundaries("W")],
         _walk,
         _walked,
         (2, len(starts)),
         _measure_ways,
         window=length,
-        last=history.rows - 1,
+        last=scan.rows - 1,
     )
-    ends = np.minimum(starts + length, history.rows - 1)
+    ends = np.minimum(starts + length, scan.rows - 1)
     coords = {"window": steps[ends], "window_start": ("window", steps[starts])}
 
     def straight(come: Wide, path: Wide) -> Wide:
@@ -140,11 +133,11 @@ def build_path_efficiency(history: Scan, window: int | None = None) -> xr.Datase
     efficiency = da.map_blocks(straight, both[0], both[1], dtype=np.float64, meta=np.empty((0, 0)))
     result = {
         "path_efficiency": (efficiency, "displacement over length of the path", "1"),
-        "path_length": (both[1], "length of the path", history.units),
+        "path_length": (both[1], "length of the path", scan.units),
     }
     return xr.Dataset(
         {
-            name: history.wrap(data, "W", dims=("window", "token"))
+            name: scan.wrap(data, "W", dims=("window", "token"))
             .assign_coords(coords)
             .assign_attrs(long_name=long_name, units=units)
             for name, (data, long_name, units) in result.items()
@@ -179,7 +172,8 @@ def _split_motion(
     return result
 
 
-def radial_tangential(ds: xr.Dataset, about: str = "origin", population: str = "all") -> xr.Dataset:
+@quantity()
+def radial_tangential(scan: Scan, about: str = "origin", population: str = "all") -> xr.Dataset:
     """Motion along and across the direction from a centre to the token.
 
     Parameters
@@ -209,24 +203,16 @@ def radial_tangential(ds: xr.Dataset, about: str = "origin", population: str = "
     >>> print(found.radial_speed.sel(step=1, token=ord("e")).values.round(4))
     0.0078
     """
-    return build_radial_tangential(Scan(ds), about, population)
-
-
-@checks_types
-def build_radial_tangential(
-    history: Scan, about: str = "origin", population: str = "all"
-) -> xr.Dataset:
-    """`radial_tangential` of a prepared Dataset."""
     if about not in ("origin", "centroid"):
         raise InvalidArgument(f"got about={about!r}, expected 'origin' or 'centroid'")
-    chosen_populations(history.ds, population)
-    history.require_rows(1, "radial_tangential")
-    blocks, dtype = history.blocks("W"), result_dtype(history.blocks("W").dtype)
+    chosen_populations(scan.ds, population)
+    scan.require_rows(1, "radial_tangential")
+    blocks, dtype = scan.blocks("W"), result_dtype(scan.blocks("W").dtype)
     by_row = (blocks.chunks[0],)
-    spacing = np.diff(history.steps, prepend=history.steps[:1] - 1).astype(np.float64)
+    spacing = np.diff(scan.steps, prepend=scan.steps[:1] - 1).astype(np.float64)
     centres: list[Any] = [None, None, None, None]
     if about == "centroid":
-        centre = build_centroid(history, population)["centroid"].data.rechunk((*by_row, -1))
+        centre = centroid(scan, population)["centroid"].data.rechunk((*by_row, -1))
         centres = [centre, "sh", rows_before(centre), "sh"]
 
     def part(across: bool) -> da.Array:
@@ -235,7 +221,7 @@ def build_radial_tangential(
             "st",
             blocks,
             "sth",
-            history.boundaries("W"),
+            scan.boundaries("W"),
             "sth",
             da.from_array(spacing, chunks=by_row),
             "s",
@@ -253,8 +239,8 @@ def build_radial_tangential(
     }
     return xr.Dataset(
         {
-            name: history.wrap(part(across), "W", rows=slice(1, None)).assign_attrs(
-                long_name=long_name, units=f"{history.units} per step"
+            name: scan.wrap(part(across), "W", rows=slice(1, None)).assign_attrs(
+                long_name=long_name, units=f"{scan.units} per step"
             )
             for name, (across, long_name) in told.items()
         }

@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.motion.freezing import build_freeze
-from trajstore.analysis.motion.ulp_motion import build_lattice_displacement, build_regimes
+from trajstore.analysis.motion.freezing import freeze
+from trajstore.analysis.motion.ulp_motion import lattice_displacement, regimes
 from trajstore.analysis.scan.consecutive_rows import REGIMES
+from trajstore.analysis.scan.quantity import takes_scan
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 
-__all__ = ["build_stratigraphy", "pool_layers", "stratigraphy"]
+__all__ = ["pool_layers", "stratigraphy"]
 
 Array = npt.NDArray[Any]
 
@@ -58,9 +58,9 @@ def _shares(last: Array, members: Array, columns: Array) -> Array:
     return _mean(members[None, np.argsort(last[0], kind="stable")], np.zeros(1, np.intp), columns)
 
 
-@checks_types
+@takes_scan
 def stratigraphy(
-    ds: xr.Dataset,
+    scan: Scan,
     of: Literal["regime", "hop"] = "regime",
     lattice: str = "native",
     most_steps: int = 1000,
@@ -103,18 +103,6 @@ def stratigraphy(
     >>> layers.settled.values, layers.tokens.values
     (array([16, 16, 16, 16]), array([32, 32, 32, 32]))
     """
-    return build_stratigraphy(Scan(ds), of, lattice, most_steps, most_layers)
-
-
-@checks_types
-def build_stratigraphy(
-    history: Scan,
-    of: Literal["regime", "hop"] = "regime",
-    lattice: str = "native",
-    most_steps: int = 1000,
-    most_layers: int = 600,
-) -> xr.Dataset:
-    """`stratigraphy` of a prepared Dataset."""
     if of not in ("regime", "hop"):
         raise InvalidArgument(f"got of={of!r}, expected 'regime' or 'hop'")
     if most_steps < 1 or most_layers < 1:
@@ -122,12 +110,12 @@ def build_stratigraphy(
             f"got at most {most_steps} groups of steps and {most_layers} of tokens, expected 1 "
             "or more of each"
         )
-    history.require_rows(2, "stratigraphy")
+    scan.require_rows(2, "stratigraphy")
     if of == "regime":
-        values = build_regimes(history, lattice)["regime"]
+        values = regimes(scan, lattice)["regime"]
     else:
-        values = build_lattice_displacement(history, ord=1, lattice=lattice)
-    last = build_freeze(history, lattice=lattice)["last_motion"]
+        values = lattice_displacement(scan, ord=1, lattice=lattice)
+    last = freeze(scan, lattice=lattice)["last_motion"]
     return pool_layers(values, last, most_steps, most_layers)
 
 

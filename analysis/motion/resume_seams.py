@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.motion.velocity import build_speed
+from trajstore.analysis.motion.velocity import speed
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 
-__all__ = ["build_seams", "seams"]
+__all__ = ["seams"]
 
 # Changes of the mean motion within 5 % a row are never remarkable, however calm the neighbours;
 # nor is motion below 1 % of the run's fastest: when nearly all tokens rest, a single one that
@@ -48,7 +48,8 @@ def _scores(motion: npt.NDArray[Any], window: int) -> npt.NDArray[np.float64]:
     return scores
 
 
-def seams(ds: xr.Dataset, window: int = 10, threshold: float = 8.0) -> xr.Dataset:
+@quantity(measures=("step_norm",))
+def seams(scan: Scan, window: int = 10, threshold: float = 8.0) -> xr.Dataset:
     """Steps whose mean displacement stands out from its neighbourhood.
 
     A run that was stitched together from a bad checkpoint moves as its neighbours do on either
@@ -83,17 +84,11 @@ def seams(ds: xr.Dataset, window: int = 10, threshold: float = 8.0) -> xr.Datase
     >>> found.step[found.seam].values  # the dead tokens, all in the same place, stop at once
     array([10, 17])
     """
-    return build_seams(Scan(ds), window, threshold)
-
-
-@checks_types
-def build_seams(history: Scan, window: int = 10, threshold: float = 8.0) -> xr.Dataset:
-    """`seams` of a prepared Dataset."""
     if window < 2:
         raise InvalidArgument(f"got window={window}, expected at least 2 rows on either side")
     if not threshold > 0:
         raise InvalidArgument(f"got threshold={threshold}, expected a positive score")
-    pace = build_speed(history)
+    pace = speed(scan)
     mean = xr.apply_ufunc(
         lambda rows: rows.astype(np.float64).mean(-1),
         pace.chunk({"token": -1}),
@@ -117,7 +112,7 @@ def build_seams(history: Scan, window: int = 10, threshold: float = 8.0) -> xr.D
     return xr.Dataset(
         {
             "mean_speed": mean.assign_attrs(
-                long_name="mean speed of all tokens", units=f"{history.units} per step"
+                long_name="mean speed of all tokens", units=f"{scan.units} per step"
             ),
             "seam_score": score.assign_attrs(
                 long_name="robust z-score of the change of log mean speed", units="1"

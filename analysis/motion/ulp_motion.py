@@ -13,6 +13,7 @@ from trajstore.analysis.motion.norms import check_order, order_label
 from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.analysis.scan.lattice_points import chosen_type, lattice_attributes, on_lattice
 from trajstore.analysis.scan.population_statistics import count_by_population
+from trajstore.analysis.scan.quantity import quantity, registered
 from trajstore.analysis.scan.scan import Scan, native_dtype
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
@@ -21,10 +22,6 @@ from trajstore.values.token_norms import ulp_hops
 from trajstore.values.ulp_lattice import ordinal, ordinal_dtype, spacing
 
 __all__ = [
-    "build_lattice_displacement",
-    "build_lifecycle",
-    "build_regimes",
-    "build_ulp",
     "lattice_displacement",
     "lifecycle",
     "regimes",
@@ -38,8 +35,9 @@ _PHASES = {
 }
 
 
+@registered()
 @checks_types
-def ulp(W: xr.DataArray | xr.Dataset, lattice: str = "native") -> xr.DataArray:
+def ulp(W: xr.DataArray | xr.Dataset | Scan, lattice: str = "native") -> xr.DataArray:
     """Spacing of the native type, or of a lattice of choice, at each magnitude.
 
     For bfloat16 that is 2^(max(E, 1) − 134) with E the biased exponent, so 2^−133 for subnormals
@@ -71,7 +69,10 @@ def ulp(W: xr.DataArray | xr.Dataset, lattice: str = "native") -> xr.DataArray:
     array([0.0078125 , 0.00390625], dtype=float32)
     """
     if isinstance(W, xr.Dataset):
-        return build_ulp(Scan(W), lattice)
+        W = Scan(W)
+    if isinstance(W, Scan):
+        cells = W.lattice_type(lattice) and "W" not in W.ds
+        W = W.variable("cells" if cells else "W")
     native = native_dtype(W)
     chosen = chosen_type(lattice, native)
     name = str(W.name or "W")  # in a task W itself would go along
@@ -94,13 +95,6 @@ def _spacing_on_lattice(
     return spacing(on_lattice(whole, name, native, chosen), chosen)
 
 
-@checks_types
-def build_ulp(history: Scan, lattice: str = "native") -> xr.DataArray:
-    """`ulp` of a prepared Dataset."""
-    cells = history.lattice_type(lattice) and "W" not in history.ds
-    return ulp(history.variable("cells" if cells else "W"), lattice)
-
-
 def _ordinal_hops(
     later: npt.NDArray[Any], earlier: npt.NDArray[Any], native: str
 ) -> npt.NDArray[np.int64]:
@@ -115,8 +109,9 @@ def _ulp_hops(
     return ulp_hops(earlier, later, native)
 
 
+@quantity()
 def lattice_displacement(
-    ds: xr.Dataset,
+    scan: Scan,
     metric: Literal["ulp", "ordinal"] = "ulp",
     ord: float | None = None,
     lattice: str = "native",
@@ -158,22 +153,11 @@ def lattice_displacement(
     >>> float(lattice_displacement(ds, ord=1).sel(step=1, token=ord("e")))
     4.0
     """
-    return build_lattice_displacement(Scan(ds), metric, ord, lattice)
-
-
-@checks_types
-def build_lattice_displacement(
-    history: Scan,
-    metric: Literal["ulp", "ordinal"] = "ulp",
-    ord: float | None = None,
-    lattice: str = "native",
-) -> xr.DataArray:
-    """`lattice_displacement` of a prepared Dataset."""
     if metric not in ("ulp", "ordinal"):
         raise InvalidArgument(f"got metric={metric!r}, expected 'ulp' or 'ordinal'")
     may_be_stored = metric == "ulp" and ord is not None and lattice == "native"
-    without_W = may_be_stored and "W" not in history.ds
-    chosen = "" if without_W else history.lattice_type(lattice)
+    without_W = may_be_stored and "W" not in scan.ds
+    chosen = "" if without_W else scan.lattice_type(lattice)
     if metric == "ordinal" and chosen:
         ordinal_dtype(chosen)
     unit = f"{chosen or lattice} {'spacings' if metric == 'ulp' else 'values'}"
@@ -183,23 +167,23 @@ def build_lattice_displacement(
             if metric == "ulp"
             else (_ordinal_hops, np.dtype("int64"))
         )
-        hops = history.between_rows(
-            history.points(lattice), functools.partial(kernel, native=chosen), dtype
+        hops = scan.between_rows(
+            scan.points(lattice), functools.partial(kernel, native=chosen), dtype
         )
         label = "hop"
     else:
         order = check_order(ord)
         name = f"{metric}_{'inf' if np.isinf(order) else int(order)}"
-        hops = history.ulp_l1(lattice) if name == "ulp_1" else history.pair(name, lattice)
+        hops = scan.ulp_l1(lattice) if name == "ulp_1" else scan.pair(name, lattice)
         label = f"{order_label(order)} norm of the hops"
     return hops.rename("lattice_displacement").assign_attrs(
         long_name=f"{label} on the lattice", units=unit, **lattice_attributes(lattice)
     )
 
 
-def _regime(history: Scan, lattice: str) -> xr.DataArray:
+def _regime(scan: Scan, lattice: str) -> xr.DataArray:
     return (
-        history.pair("regime", lattice)
+        scan.pair("regime", lattice)
         .rename("regime")
         .assign_attrs(
             long_name="regime of the motion from the row before",
@@ -210,7 +194,8 @@ def _regime(history: Scan, lattice: str) -> xr.DataArray:
     )
 
 
-def regimes(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
+@quantity(measures=("regime",))
+def regimes(scan: Scan, lattice: str = "native") -> xr.Dataset:
     """Each token at each step in one of five regimes, by its hops ΔW/ulp(W_{t−1}) over hidden.
 
     =========  =========================================================
@@ -248,13 +233,7 @@ def regimes(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     >>> census.sel(step=18, regime_name=["frozen", "neighbour", "jump"]).values
     array([118,   0,   0])
     """
-    return build_regimes(Scan(ds), lattice)
-
-
-@checks_types
-def build_regimes(history: Scan, lattice: str = "native") -> xr.Dataset:
-    """`regimes` of a prepared Dataset."""
-    regime = _regime(history, lattice)
+    regime = _regime(scan, lattice)
     census = count_by_population(regime, len(REGIMES), "regime_name").assign_coords(
         regime_name=list(REGIMES)
     )
@@ -266,7 +245,19 @@ def build_regimes(history: Scan, lattice: str = "native") -> xr.Dataset:
     )
 
 
-def lifecycle(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
+def _last_rows(
+    regime: npt.NDArray[np.int8], numbers: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Last row of each phase in one stretch of rows, (1, phase, token); −1 is none."""
+    last = np.empty((1, len(_PHASES), regime.shape[1]), np.int64)
+    for number, phase in enumerate(_PHASES.values()):
+        inside = np.isin(np.arange(len(REGIMES)), [REGIMES.index(name) for name in phase])
+        last[0, number] = np.where(inside[regime], numbers, -1).max(0, initial=-1)
+    return last
+
+
+@quantity(measures=("regime",))
+def lifecycle(scan: Scan, lattice: str = "native") -> xr.Dataset:
     """Last step of each token in each regime of motion, on its way into rest.
 
     A token chatters before it settles: what counts is when it left a regime for the last time.
@@ -289,26 +280,9 @@ def lifecycle(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     >>> lifecycle(ds).last_hop.groupby("is_dead").max().values  # of live and dead tokens
     array([13, 16])
     """
-    return build_lifecycle(Scan(ds), lattice)
-
-
-def _last_rows(
-    regime: npt.NDArray[np.int8], numbers: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """Last row of each phase in one stretch of rows, (1, phase, token); −1 is none."""
-    last = np.empty((1, len(_PHASES), regime.shape[1]), np.int64)
-    for number, phase in enumerate(_PHASES.values()):
-        inside = np.isin(np.arange(len(REGIMES)), [REGIMES.index(name) for name in phase])
-        last[0, number] = np.where(inside[regime], numbers, -1).max(0, initial=-1)
-    return last
-
-
-@checks_types
-def build_lifecycle(history: Scan, lattice: str = "native") -> xr.Dataset:
-    """`lifecycle` of a prepared Dataset."""
-    regime = _regime(history, lattice)
-    last = history.combine_rows(regime, _last_rows, _latest, len(_PHASES))
-    steps = history.steps
+    regime = _regime(scan, lattice)
+    last = scan.combine_rows(regime, _last_rows, _latest, len(_PHASES))
+    steps = scan.steps
 
     def step_of(row: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         return np.where(row < 0, -1, steps[row])

@@ -8,15 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
 from trajstore.values.token_norms import result_dtype
 
 __all__ = [
     "acceleration",
-    "build_acceleration",
-    "build_speed",
-    "build_velocity",
     "speed",
     "velocity",
 ]
@@ -27,22 +24,23 @@ def _difference(later: npt.NDArray[Any], earlier: npt.NDArray[Any]) -> npt.NDArr
         return np.asarray(np.subtract(later, earlier, dtype=np.float64))
 
 
-def _velocity(history: Scan) -> xr.DataArray:
+def _velocity(scan: Scan) -> xr.DataArray:
     """In float64, (step, token, hidden)."""
-    spacing = history.spacing()
-    return history.between_rows(history.recorded(), _difference, np.float64) / spacing
+    spacing = scan.spacing()
+    return scan.between_rows(scan.recorded(), _difference, np.float64) / spacing
 
 
-def _result(da: xr.DataArray, history: Scan, name: str, long_name: str) -> xr.DataArray:
-    dtype = result_dtype(history.recorded().blocks.dtype)
+def _result(da: xr.DataArray, scan: Scan, name: str, long_name: str) -> xr.DataArray:
+    dtype = result_dtype(scan.recorded().blocks.dtype)
     return (
         da.astype(dtype)
         .rename(name)
-        .assign_attrs(long_name=long_name, units=f"{history.units} per step")
+        .assign_attrs(long_name=long_name, units=f"{scan.units} per step")
     )
 
 
-def velocity(ds: xr.Dataset) -> xr.DataArray:
+@quantity()
+def velocity(scan: Scan) -> xr.DataArray:
     """Change of W per optimizer step, ΔW_t/(s_t − s_{t−1}).
 
     Parameters
@@ -60,16 +58,11 @@ def velocity(ds: xr.Dataset) -> xr.DataArray:
     >>> velocity(ds).sel(step=1, token=ord("e")).values
     array([ 0.0078125,  0.0078125, -0.0078125,  0.0078125], dtype=float32)
     """
-    return build_velocity(Scan(ds))
+    return _result(_velocity(scan), scan, "velocity", "change of W per step")
 
 
-@checks_types
-def build_velocity(history: Scan) -> xr.DataArray:
-    """`velocity` of a prepared Dataset."""
-    return _result(_velocity(history), history, "velocity", "change of W per step")
-
-
-def speed(ds: xr.Dataset) -> xr.DataArray:
+@quantity(measures=("step_norm",))
+def speed(scan: Scan) -> xr.DataArray:
     """Length of the velocity, ‖ΔW_t‖₂/(s_t − s_{t−1}).
 
     Parameters
@@ -87,22 +80,17 @@ def speed(ds: xr.Dataset) -> xr.DataArray:
     >>> speed(ds).sel(step=[1, 14], token=ord("e")).values  # it rests at last
     array([0.015625, 0.      ], dtype=float32)
     """
-    return build_speed(Scan(ds))
-
-
-@checks_types
-def build_speed(history: Scan) -> xr.DataArray:
-    """`speed` of a prepared Dataset."""
-    norm = history.step_norm()
+    norm = scan.step_norm()
     return (
-        (norm / history.spacing())
+        (norm / scan.spacing())
         .astype(norm.dtype)
         .rename("speed")
-        .assign_attrs(long_name="length of the velocity", units=f"{history.units} per step")
+        .assign_attrs(long_name="length of the velocity", units=f"{scan.units} per step")
     )
 
 
-def acceleration(ds: xr.Dataset) -> xr.DataArray:
+@quantity()
+def acceleration(scan: Scan) -> xr.DataArray:
     """Change of the velocity from one recorded row to the next.
 
     Parameters
@@ -121,14 +109,8 @@ def acceleration(ds: xr.Dataset) -> xr.DataArray:
     >>> acceleration(ds).sel(step=14, token=ord("e")).values  # the step at which it stops
     array([-0.0078125, -0.0078125,  0.0078125, -0.0078125], dtype=float32)
     """
-    return build_acceleration(Scan(ds))
-
-
-@checks_types
-def build_acceleration(history: Scan) -> xr.DataArray:
-    """`acceleration` of a prepared Dataset."""
-    velocities = _velocity(history)
+    velocities = _velocity(scan)
     change = velocities.isel(step=slice(1, None)) - velocities.isel(step=slice(None, -1)).drop_vars(
         "step"
     )
-    return _result(change, history, "acceleration", "change of the velocity between rows")
+    return _result(change, scan, "acceleration", "change of the velocity between rows")

@@ -6,20 +6,14 @@
     What the optimizer intended, and why a token nevertheless did not move.
 ``freeze_counterfactuals``
     Whether a token that froze would have moved, had one thing been otherwise.
-``log_histograms``
-    How values are spread over orders of magnitude, per population: counts that add up.
 ``lost_updates``
     What the optimizer meant to change, and rounding left as it was.
-``moment_loop``
-    The loop of `trajstore.analysis.optimizer.moment_rule.MomentRule.follow`, as numba compiles it.
 ``moment_ratios``
     How far the recorded moments of Adam are from what they would be without rounding.
 ``moment_rule``
     Adam's moments without the rounding of their state: the recurrence itself, in float64.
 ``moments``
     Adam's moments without rounding, recomputed from the recorded gradients.
-``ratio_histogram``
-    Quantiles of ratios near 1 from counts that add up: any part of the elements, in any order.
 ``underflow_line``
     The plane of √v and |m|, and the line in it below which an update is rounded away.
 """

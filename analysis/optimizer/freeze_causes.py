@@ -15,8 +15,8 @@ from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import in_turn, over_hidden
 from trajstore.analysis.scan.consecutive_rows import changed_vectors, moved_vectors, tiles
 from trajstore.analysis.scan.lattice_points import lattice_attributes
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan, native_dtype
-from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.values.rounding import cast
 from trajstore.values.token_norms import result_dtype
@@ -25,8 +25,6 @@ from trajstore.values.ulp_lattice import spacing, unsigned_view
 __all__ = [
     "CAUSES",
     "adam_update",
-    "build_adam_update",
-    "build_freeze_cause",
     "freeze_cause",
 ]
 
@@ -52,15 +50,15 @@ _LOOKED_AT = 1 << 14
 """Elements that are looked at together for one that suffices."""
 
 
-def _second_moment(history: Scan, rule: AdamRule) -> da.Array:
+def _second_moment(scan: Scan, rule: AdamRule) -> da.Array:
     """What the rule divides by, before the root."""
-    moment = history.aligned("W", "exp_avg_sq")
+    moment = scan.aligned("W", "exp_avg_sq")
     if not rule.amsgrad:
         return moment
-    if history.steps[0] != 0 or (np.diff(history.steps) != 1).any():
+    if scan.steps[0] != 0 or (np.diff(scan.steps) != 1).any():
         raise InvalidArgument(
             "amsgrad divides by the largest second moment of all steps so far, and these rows are "
-            f"steps {history.steps[0]} to {history.steps[-1]} with gaps or without the beginning; "
+            f"steps {scan.steps[0]} to {scan.steps[-1]} with gaps or without the beginning; "
             "ask about the whole run, recorded with every=1"
         )
     return da.reductions.cumreduction(
@@ -68,20 +66,20 @@ def _second_moment(history: Scan, rule: AdamRule) -> da.Array:
     )
 
 
-def _per_row(history: Scan, values: Array) -> da.Array:
+def _per_row(scan: Scan, values: Array) -> da.Array:
     """Numbers per row as a dask array that broadcasts against the blocks of W."""
-    chunks = (history.blocks("W").chunks[0], (1,), (1,))
+    chunks = (scan.blocks("W").chunks[0], (1,), (1,))
     return da.from_array(np.asarray(values)[:, None, None], chunks=chunks)
 
 
-def _learning_rates(history: Scan) -> npt.NDArray[np.float64]:
-    input_checks.variables(history.ds, "lr")
-    return np.asarray(history.ds["lr"].values, np.float64)
+def _learning_rates(scan: Scan) -> npt.NDArray[np.float64]:
+    input_checks.variables(scan.ds, "lr")
+    return np.asarray(scan.ds["lr"].values, np.float64)
 
 
-def _follows(history: Scan) -> npt.NDArray[np.bool_]:
+def _follows(scan: Scan) -> npt.NDArray[np.bool_]:
     """Whether each row is one optimizer step after the row before."""
-    return np.asarray(np.diff(history.steps, prepend=history.steps[:1] - 1) == 1)
+    return np.asarray(np.diff(scan.steps, prepend=scan.steps[:1] - 1) == 1)
 
 
 def _earlier(block: Array, boundary: Array, part: slice) -> Array:
@@ -116,7 +114,8 @@ def _update_kernel(
     return result
 
 
-def adam_update(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
+@quantity()
+def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
     """Update that Adam or AdamW intended at each step, before it was rounded into W.
 
     With ε, bias correction and decoupled weight decay in the order of that optimizer, and its
@@ -153,41 +152,35 @@ def adam_update(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> x
     >>> wanted.sel(step=[16, 18]).values.round(2)  # below one half it does not move
     array([0.63, 0.37], dtype=float32)
     """
-    return build_adam_update(Scan(ds), optimizer)
-
-
-@checks_types
-def build_adam_update(history: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
-    """`adam_update` of a prepared Dataset."""
-    input_checks.variables(history.ds, "W", "exp_avg", "exp_avg_sq", "lr")
-    history.require_rows(1, "adam_update")
-    rule = AdamRule.of(input_checks.optimizer_of(history.ds, optimizer))
-    native = native_dtype(history.ds["W"])
-    blocks = history.blocks("W")
+    input_checks.variables(scan.ds, "W", "exp_avg", "exp_avg_sq", "lr")
+    scan.require_rows(1, "adam_update")
+    rule = AdamRule.of(input_checks.optimizer_of(scan.ds, optimizer))
+    native = native_dtype(scan.ds["W"])
+    blocks = scan.blocks("W")
     dtype = result_dtype(blocks.dtype)
 
     def update(in_ulp: bool) -> xr.DataArray:
         data = da.map_blocks(
             _update_kernel,
             blocks,
-            history.boundaries("W"),
-            history.aligned("W", "exp_avg"),
-            _second_moment(history, rule),
-            _per_row(history, _learning_rates(history)),
-            _per_row(history, history.steps),
-            _per_row(history, _follows(history)),
+            scan.boundaries("W"),
+            scan.aligned("W", "exp_avg"),
+            _second_moment(scan, rule),
+            _per_row(scan, _learning_rates(scan)),
+            _per_row(scan, scan.steps),
+            _per_row(scan, _follows(scan)),
             rule=rule,
             native=native,
             in_ulp=in_ulp,
             dtype=dtype,
             meta=np.empty((0, 0, 0), dtype),
         )
-        return history.wrap(data[1:], "W", rows=slice(1, None), dims=("step", "token", "hidden"))
+        return scan.wrap(data[1:], "W", rows=slice(1, None), dims=("step", "token", "hidden"))
 
     return xr.Dataset(
         {
             "adam_update": update(False).assign_attrs(
-                long_name="update before rounding", units=history.units
+                long_name="update before rounding", units=scan.units
             ),
             "adam_update_ulp": update(True).assign_attrs(
                 long_name="update before rounding, in spacings of W", units=f"{native} spacings"
@@ -296,8 +289,9 @@ def _decide(
     return cause.astype(np.int8)
 
 
+@quantity()
 def freeze_cause(
-    ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None, lattice: str = "native"
+    scan: Scan, optimizer: Mapping[str, Any] | None = None, lattice: str = "native"
 ) -> xr.DataArray:
     """Why each token did not move at each step.
 
@@ -341,29 +335,21 @@ def freeze_cause(
     >>> underflow.sum("token").sel(step=[12, 15, 18]).values
     array([  0,  10, 128])
     """
-    return build_freeze_cause(Scan(ds), optimizer, lattice)
-
-
-@checks_types
-def build_freeze_cause(
-    history: Scan, optimizer: Mapping[str, Any] | None = None, lattice: str = "native"
-) -> xr.DataArray:
-    """`freeze_cause` of a prepared Dataset."""
-    input_checks.variables(history.ds, "W", "grad", "exp_avg", "exp_avg_sq", "lr")
-    history.require_rows(1, "freeze_cause")
-    rule = AdamRule.of(input_checks.optimizer_of(history.ds, optimizer))
-    lr, follows = _learning_rates(history), _follows(history)
-    W = history.points()
+    input_checks.variables(scan.ds, "W", "grad", "exp_avg", "exp_avg_sq", "lr")
+    scan.require_rows(1, "freeze_cause")
+    rule = AdamRule.of(input_checks.optimizer_of(scan.ds, optimizer))
+    lr, follows = _learning_rates(scan), _follows(scan)
+    W = scan.points()
     arrays = (
         W.blocks,
-        history.aligned("W", "grad"),
-        history.aligned("W", "exp_avg"),
-        history.boundaries("exp_avg", like="W"),
-        history.aligned("W", "exp_avg_sq"),
-        history.boundaries("exp_avg_sq", like="W"),
-        _second_moment(history, rule),
-        _per_row(history, lr),
-        _per_row(history, history.steps),
+        scan.aligned("W", "grad"),
+        scan.aligned("W", "exp_avg"),
+        scan.boundaries("exp_avg", like="W"),
+        scan.aligned("W", "exp_avg_sq"),
+        scan.boundaries("exp_avg_sq", like="W"),
+        _second_moment(scan, rule),
+        _per_row(scan, lr),
+        _per_row(scan, scan.steps),
     )
 
     def measured(number: int, boundary: da.Array) -> da.Array:
@@ -375,7 +361,7 @@ def build_freeze_cause(
             *others,
             rule=rule,
             native=W.type,
-            chosen=history.lattice_type(lattice),
+            chosen=scan.lattice_type(lattice),
             dtype=_EVIDENCE,
         )
 
@@ -404,7 +390,7 @@ def build_freeze_cause(
         meta=np.empty((0, 0), np.int8),
     )
     return (
-        history.wrap(cause[1:], "W", rows=slice(1, None))
+        scan.wrap(cause[1:], "W", rows=slice(1, None))
         .rename("freeze_cause")
         .assign_attrs(
             long_name="why the token did not move",

@@ -18,14 +18,14 @@ from trajstore.analysis.scan.block_tasks import last_rows, over_hidden, per_row,
 from trajstore.analysis.scan.consecutive_rows import tiles
 from trajstore.analysis.scan.lattice_points import chosen_type
 from trajstore.analysis.scan.population_statistics import count_by_population
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan, native_dtype
-from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import POPULATIONS, members
 from trajstore.values.token_norms import result_dtype, token_norm
 from trajstore.values.ulp_lattice import spacing, unsigned_view
 
-__all__ = ["COUNTERFACTUALS", "OUTCOMES", "build_freeze_blame", "freeze_blame"]
+__all__ = ["COUNTERFACTUALS", "OUTCOMES", "freeze_blame"]
 
 Array = npt.NDArray[Any]
 
@@ -46,8 +46,9 @@ _JUDGED_TOGETHER = 1 << 17
 _NOTHING = np.r_[np.zeros(2 + _KINDS), np.full(_KINDS, np.nan)]
 
 
+@quantity(only_native=True)
 def freeze_blame(
-    ds: xr.Dataset,
+    scan: Scan,
     optimizer: Mapping[str, Any] | None = None,
     window: int = 100,
     lattice: str = "native",
@@ -108,23 +109,12 @@ def freeze_blame(
     >>> census.sel(population="dead").to_series()[["recorded", "exact_moments"]].to_dict()
     {'recorded': 0, 'exact_moments': 118}
     """
-    return build_freeze_blame(Scan(ds), optimizer, window, lattice)
-
-
-@checks_types
-def build_freeze_blame(
-    history: Scan,
-    optimizer: Mapping[str, Any] | None = None,
-    window: int = 100,
-    lattice: str = "native",
-) -> xr.Dataset:
-    """`freeze_blame` of a prepared Dataset."""
-    _check_lattice(history, lattice)
+    _check_lattice(scan, lattice)
     if window < 1:
         raise InvalidArgument(f"got window={window}, expected at least 1 step")
-    input_checks.variables(history.ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
-    recurrence = Recurrence.of(history, optimizer, "freeze_blame")
-    rule = AdamRule.of(input_checks.optimizer_of(history.ds, optimizer))
+    input_checks.variables(scan.ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
+    recurrence = Recurrence.of(scan, optimizer, "freeze_blame")
+    rule = AdamRule.of(input_checks.optimizer_of(scan.ds, optimizer))
     facts = _facts(recurrence, rule, window)[0]
     blame = facts.map_blocks(
         _outcome_kernel,
@@ -134,10 +124,10 @@ def build_freeze_blame(
     )
 
     def per_token(data: da.Array, *dims: str) -> xr.DataArray:
-        return history.wrap(data, "W", dims=(*dims, "token"))
+        return scan.wrap(data, "W", dims=(*dims, "token"))
 
     flags = per_token(blame.T, "counterfactual")
-    native = native_dtype(history.ds["W"])
+    native = native_dtype(scan.ds["W"])
     result = xr.Dataset(
         {
             "blame": flags.assign_attrs(
@@ -160,9 +150,9 @@ def build_freeze_blame(
     return result.assign_coords(counterfactual=list(COUNTERFACTUALS), outcome_name=list(OUTCOMES))
 
 
-def _check_lattice(history: Scan, lattice: str) -> None:
+def _check_lattice(scan: Scan, lattice: str) -> None:
     """Refuse any lattice but that of the type in which W was trained."""
-    native = native_dtype(history.variable("W"))
+    native = native_dtype(scan.variable("W"))
     if chosen_type(lattice, native) != native:
         raise InvalidArgument(
             f"freeze_blame asks what keeps W where it is as it was trained, in {native}, and got "
@@ -176,7 +166,7 @@ def _facts(recurrence: Recurrence, rule: AdamRule, window: int) -> da.Array:
 
     A block of rows hands on to the next what it knows, so nothing is kept of what was before.
     """
-    ds, gradient = recurrence.history.ds, recurrence.gradient
+    ds, gradient = recurrence.scan.ds, recurrence.gradient
     lr = np.asarray(ds["lr"].values, np.float64)
     peak = np.max(lr[recurrence.taken & ~np.isnan(lr)], initial=-np.inf)
     by_row = (
@@ -326,7 +316,7 @@ def _outcome_kernel(facts: Array) -> npt.NDArray[np.int8]:
 
 def _live_moments(recurrence: Recurrence, recorded: Mapping[str, da.Array]) -> dict[str, da.Array]:
     """Moments of the typical live token at each step: (step, 1, hidden), NaN if there is none."""
-    ds, (by_step, by_token, by_hidden) = recurrence.history.ds, recurrence.gradient.chunks
+    ds, (by_step, by_token, by_hidden) = recurrence.scan.ds, recurrence.gradient.chunks
     live = np.zeros(ds.sizes["token"], bool)
     if "is_dead" in ds.coords:
         live = members(ds)[POPULATIONS.index("live")]

@@ -14,11 +14,11 @@ from trajstore.analysis.optimizer.moments import Recurrence
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import over_hidden, per_row, shared
 from trajstore.analysis.scan.consecutive_rows import tiles
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
 from trajstore.populations.masks import populations
 
-__all__ = ["build_moment_stuck", "moment_stuck"]
+__all__ = ["moment_stuck"]
 
 Array = npt.NDArray[Any]
 
@@ -83,7 +83,7 @@ def _count_kernel(
 def _share_kernel(
     counts: npt.NDArray[np.void], groups: npt.NDArray[np.bool_], hidden: int
 ) -> npt.NDArray[np.float64]:
-    """Of whole rows: (row, population, fact), the facts being what `build_moment_stuck` names."""
+    """Of whole rows: (row, population, fact), the facts being what `moment_stuck` names."""
     kinds = len(_VARIABLES)
     result = np.empty((len(counts), len(groups), 2 * kinds + 1))
     for number, group in enumerate(groups):
@@ -98,7 +98,8 @@ def _share_kernel(
     return result
 
 
-def moment_stuck(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
+@quantity()
+def moment_stuck(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
     """Share of what the optimizer meant to change and rounding left as it was.
 
     Of each step the state before it is the recorded one. What the optimizer meant is the exact
@@ -139,15 +140,9 @@ def moment_stuck(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> 
     >>> stuck.dims
     ('step', 'population')
     """
-    return build_moment_stuck(Scan(ds), optimizer)
-
-
-@checks_types
-def build_moment_stuck(history: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
-    """`moment_stuck` of a prepared Dataset."""
-    ds = history.ds
+    ds = scan.ds
     input_checks.variables(ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
-    recurrence = Recurrence.of(history, optimizer, "moment_stuck")
+    recurrence = Recurrence.of(scan, optimizer, "moment_stuck")
     blocks = recurrence.gradient
     counts = over_hidden(
         _count_kernel,

@@ -1,4 +1,9 @@
-"""How far the recorded moments of Adam are from what they would be without rounding."""
+"""How far the recorded moments of Adam are from what they would be without rounding.
+
+Exact quantiles of their ratios would need all elements of a row at once. Counted is how far each
+ratio is from 1, in 16 classes to each factor of two: fine where a type rounds finely, coarse where
+it is far off. Counts add up, over any part of the elements, in any order.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +17,90 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.moment_rule import MOMENTS
 from trajstore.analysis.optimizer.moments import Recurrence
-from trajstore.analysis.optimizer.ratio_histogram import CLASSES, classes
-from trajstore.analysis.optimizer.ratio_histogram import quantiles as quantiles_of_counts
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import last_rows, over_hidden, shared, waiting
 from trajstore.analysis.scan.consecutive_rows import tiles
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import populations
+from trajstore.values.ulp_lattice import unsigned_view
 
-__all__ = ["build_moment_error", "moment_error"]
+__all__ = ["CLASSES", "moment_error", "quantiles_of_counts", "ratio_classes"]
 
 Array = npt.NDArray[Any]
 
 _SQUARES = np.dtype([("recorded", np.float64), ("exact", np.float64)])
+
+# Of a float32, what is left of 19 bits of mantissa are its exponent and four bits more.
+_SHIFT = 19
+_BIAS = 127
+_LEAST = (_BIAS - 24) << 4
+_MOST = (_BIAS + 24) << 4
+_SIDE = _MOST - _LEAST
+_NAN = 2 * _SIDE + 3
+
+CLASSES = _NAN + 1
+"""Number of classes: ratios below 1 from −∞ on, 1 itself, those above up to ∞, and NaN last."""
+
+
+def ratio_classes(ratios: Array) -> npt.NDArray[np.intp]:
+    """Class of each ratio, in their order.
+
+    Parameters
+    ----------
+    ratios : ndarray of float64
+
+    Returns
+    -------
+    ndarray of int, same shape
+        Distances from 1 of less than 2⁻²⁴ count as 0, those from 2²⁴ on as infinite.
+    """
+    distance = (ratios - 1).astype(np.float32)
+    bits = unsigned_view(distance)
+    place = ((bits & np.uint32(0x7FFFFFFF)) >> np.uint32(_SHIFT)).astype(np.intp)
+    np.clip(place, _LEAST - 1, _MOST, out=place)
+    place -= _LEAST - 1
+    np.negative(place, out=place, where=(bits >> np.uint32(31)) != 0)
+    place += _SIDE + 1
+    place[np.isnan(distance)] = _NAN
+    return place
+
+
+def _middles() -> npt.NDArray[np.float64]:
+    """Ratio that stands for each class but NaN."""
+    edges = (np.arange(_LEAST, _MOST + 1, dtype=np.uint32) << np.uint32(_SHIFT)).view(np.float32)
+    wide = edges.astype(np.float64)
+    above = np.concatenate([(wide[:-1] + wide[1:]) / 2, [np.inf]])
+    return 1 + np.concatenate([-above[::-1], [0], above])
+
+
+_MIDDLES = _middles()
+
+
+def quantiles_of_counts(counts: Array, levels: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Ratios below which these shares of the counted ones lie.
+
+    Parameters
+    ----------
+    counts : ndarray of int, (…, class)
+    levels : ndarray of float64, (quantile,)
+        Between 0 and 1.
+
+    Returns
+    -------
+    ndarray of float64, (…, quantile)
+        The ratio of rank ⌊level · (n − 1)⌋ of n, to 1/32 of its distance from 1. NaN where a NaN
+        was counted, or nothing.
+    """
+    below = counts[..., :_NAN].cumsum(-1)
+    total = below[..., -1]
+    result = np.full((*total.shape, levels.size), np.nan)
+    for at in np.ndindex(total.shape):
+        if total[at] and not counts[at][_NAN]:
+            ranks = np.floor(levels * (total[at] - 1))
+            result[at] = _MIDDLES[np.searchsorted(below[at], ranks, side="right")]
+    return result
 
 
 @np.errstate(all="ignore")  # NaN and infinity are answers, not mishaps
@@ -42,7 +116,7 @@ def _count_kernel(
             numerator, denominator = recorded[row, part].astype(np.float64), exact[row, part]
             ratio = numerator / denominator
             ratio[(numerator == 0) & (denominator == 0)] = 1
-            found = (classes(ratio) + first).ravel()
+            found = (ratio_classes(ratio) + first).ravel()
             result[row, 0] += np.bincount(found, minlength=groups * CLASSES)
     return result
 
@@ -83,8 +157,9 @@ def _error_kernel(
     return result
 
 
+@quantity()
 def moment_error(
-    ds: xr.Dataset,
+    scan: Scan,
     optimizer: Mapping[str, Any] | None = None,
     quantiles: Sequence[float] | float = (0.05, 0.25, 0.5, 0.75, 0.95),
 ) -> xr.Dataset:
@@ -120,25 +195,15 @@ def moment_error(
     >>> error.dims
     ('step',)
     """
-    return build_moment_error(Scan(ds), optimizer, quantiles)
-
-
-@checks_types
-def build_moment_error(
-    history: Scan,
-    optimizer: Mapping[str, Any] | None = None,
-    quantiles: Sequence[float] | float = (0.05, 0.25, 0.5, 0.75, 0.95),
-) -> xr.Dataset:
-    """`moment_error` of a prepared Dataset."""
     levels = np.atleast_1d(np.asarray(quantiles, np.float64))
     if not ((levels >= 0) & (levels <= 1)).all():
         raise InvalidArgument(f"got quantiles {quantiles}, expected values from 0 to 1")
-    input_checks.variables(history.ds, "grad", "clip_coef", *MOMENTS)
-    recurrence = Recurrence.of(history, optimizer, "moment_error")
-    names, groups = populations(history.ds)
+    input_checks.variables(scan.ds, "grad", "clip_coef", *MOMENTS)
+    recurrence = Recurrence.of(scan, optimizer, "moment_error")
+    names, groups = populations(scan.ds)
     errors = da.stack(_errors(recurrence, groups, levels), axis=2)
     coords = {
-        "step": history.ds["step"],
+        "step": scan.ds["step"],
         "population": names,
         "moment": list(MOMENTS),
         "quantile": levels,

@@ -19,14 +19,13 @@ from trajstore.analysis.optimizer.moment_rule import MOMENTS, MomentRule
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import last_row, per_row
 from trajstore.analysis.scan.consecutive_rows import tiles
+from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan, native_dtype
-from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.schema import variable
 
 __all__ = [
     "Recurrence",
-    "build_exact_moments",
     "exact_moments",
 ]
 
@@ -51,7 +50,7 @@ class Recurrence:
 
     Attributes
     ----------
-    history : Scan
+    scan : Scan
     rule : MomentRule
     gradient : dask Array, (step, token, hidden)
         What the moments take in; in smaller chunks than `grad` where those are large.
@@ -62,14 +61,14 @@ class Recurrence:
         Rows that are an optimizer step after the row before; not the first, nor skipped ones.
     """
 
-    history: Scan
+    scan: Scan
     rule: MomentRule
     gradient: da.Array
     read: da.Array
     taken: npt.NDArray[np.bool_]
 
     @classmethod
-    def of(cls, history: Scan, optimizer: Mapping[str, Any] | None, question: str) -> Recurrence:
+    def of(cls, scan: Scan, optimizer: Mapping[str, Any] | None, question: str) -> Recurrence:
         """Recurrence of a prepared Dataset.
 
         Raises
@@ -77,25 +76,25 @@ class Recurrence:
         VariableNotRecorded, InvalidArgument
             As `exact_moments`.
         """
-        ds = history.ds
-        history.require_rows(1, question)
+        ds = scan.ds
+        scan.require_rows(1, question)
         rule = MomentRule.of(input_checks.optimizer_of(ds, optimizer))
         input_checks.variables(ds, "grad", "clip_coef", *(["W"] if rule.coupled_decay else []))
-        _require_every_step(history.steps, question)
-        taken = np.ones(history.rows, bool)
+        _require_every_step(scan.steps, question)
+        taken = np.ones(scan.rows, bool)
         if "skipped" in ds:
             taken = ds["skipped"].values != 1
         taken[0] = False
         clip = np.asarray(ds["clip_coef"].values)
-        _require_known_factors(clip, taken, history.steps, question)
-        read = history.blocks("grad")
+        _require_known_factors(clip, taken, scan.steps, question)
+        read = scan.blocks("grad")
         by_step, by_token, by_hidden = read.chunks
         chunks = (by_step, _split(by_token, max(by_step) * sum(by_hidden)), by_hidden)
         gradient = read.rechunk(chunks)
         if rule.coupled_decay or rule.maximize or (clip[taken] != 1).any():
             before: tuple[da.Array, ...] = ()
             if rule.coupled_decay:
-                before = _with_rows_before(history, "W", chunks)
+                before = _with_rows_before(scan, "W", chunks)
             dtype = np.dtype(np.float64) if rule.coupled_decay else gradient.dtype
             gradient = read = da.map_blocks(
                 _gradient_kernel,
@@ -107,7 +106,7 @@ class Recurrence:
                 dtype=dtype,
                 meta=np.empty((0, 0, 0), dtype),
             )
-        return cls(history=history, rule=rule, gradient=gradient, read=read, taken=taken)
+        return cls(scan=scan, rule=rule, gradient=gradient, read=read, taken=taken)
 
     def steps_taken(self, question: str) -> npt.NDArray[np.int64]:
         """Optimizer steps taken until each row, as they count in the bias correction.
@@ -117,8 +116,8 @@ class Recurrence:
         InvalidArgument
             If steps before the first row may have been skipped.
         """
-        first = self.history.steps[0]
-        if "skipped" in self.history.ds and first != 0:
+        first = self.scan.steps[0]
+        if "skipped" in self.scan.ds and first != 0:
             raise InvalidArgument(
                 f"{question} needs the number of steps that the optimizer has taken, and these "
                 f"rows do not say how many were skipped before step {first}; ask from step 0 on"
@@ -127,11 +126,11 @@ class Recurrence:
 
     def recorded(self, name: str) -> da.Array:
         """Blocks of a matrix, chunked as the gradient."""
-        return self.history.blocks(name).rechunk(self.gradient.chunks)
+        return self.scan.blocks(name).rechunk(self.gradient.chunks)
 
     def with_rows_before(self, name: str) -> tuple[da.Array, da.Array]:
         """Blocks of a matrix, and the row before each; chunked as the gradient."""
-        return _with_rows_before(self.history, name, self.gradient.chunks)
+        return _with_rows_before(self.scan, name, self.gradient.chunks)
 
     def exact(self) -> dict[str, da.Array]:
         """Moments after each step without any rounding of them, float64 (step, token, hidden).
@@ -189,12 +188,12 @@ class Recurrence:
     def first(self, moment: str) -> da.Array:
         """Moment of the first row, (1, token, hidden)."""
         _, by_token, by_hidden = self.gradient.chunks
-        if self.history.steps[0] == 0:
+        if self.scan.steps[0] == 0:
             shape = (1, *self.gradient.shape[1:])
             return da.zeros(shape, chunks=((1,), by_token, by_hidden))
-        if moment not in self.history.ds:
+        if moment not in self.scan.ds:
             raise VariableNotRecorded(
-                f"these rows begin at step {self.history.steps[0]}, and the run holds no {moment} "
+                f"these rows begin at step {self.scan.steps[0]}, and the run holds no {moment} "
                 "to begin with; ask about rows from step 0 on, or record it with --record all"
             )
         return self.recorded(moment)[:1]
@@ -218,9 +217,9 @@ def _pieces(by_token: tuple[int, ...], elements: int) -> Iterator[tuple[int, sli
         yield from ((block, slice(*ends)) for ends in itertools.pairwise((0, *stops)))
 
 
-def _with_rows_before(history: Scan, name: str, chunks: Any) -> tuple[da.Array, da.Array]:
-    before = history.boundaries(name, like="grad")
-    return history.blocks(name).rechunk(chunks), before.rechunk({1: chunks[1]})
+def _with_rows_before(scan: Scan, name: str, chunks: Any) -> tuple[da.Array, da.Array]:
+    before = scan.boundaries(name, like="grad")
+    return scan.blocks(name).rechunk(chunks), before.rechunk({1: chunks[1]})
 
 
 def _require_every_step(steps: npt.NDArray[np.int64], question: str) -> None:
@@ -291,7 +290,8 @@ def _follow(
     return _exact_kernel(gradient[:, part], before, taken, rule, moment)
 
 
-def exact_moments(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
+@quantity()
+def exact_moments(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
     """Both moments of Adam or AdamW as they would be if their state were never rounded.
 
     Recomputed in float64 from the recorded gradients: m ← β₁·m + (1 − β₁)·g and
@@ -327,16 +327,10 @@ def exact_moments(ds: xr.Dataset, optimizer: Mapping[str, Any] | None = None) ->
     >>> exact.dtype, exact.dims
     (dtype('float64'), ('step', 'token', 'hidden'))
     """
-    return build_exact_moments(Scan(ds), optimizer)
-
-
-@checks_types
-def build_exact_moments(history: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Dataset:
-    """`exact_moments` of a prepared Dataset."""
-    recurrence = Recurrence.of(history, optimizer, "exact_moments")
+    recurrence = Recurrence.of(scan, optimizer, "exact_moments")
     return xr.Dataset(
         {
-            f"exact_{moment}": history.wrap(blocks, "grad", dims=_DIMS).assign_attrs(
+            f"exact_{moment}": scan.wrap(blocks, "grad", dims=_DIMS).assign_attrs(
                 long_name=f"{variable(moment).long_name}, without rounding",
                 units=variable(moment).units,
             )

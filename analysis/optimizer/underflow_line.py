@@ -11,20 +11,19 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.optimizer.adam_rule import AdamRule
-from trajstore.analysis.optimizer.log_histograms import log_edges
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import shared
+from trajstore.analysis.scan.quantity import takes_scan
 from trajstore.analysis.scan.scan import Scan, native_dtype
-from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import populations
 from trajstore.values.ulp_lattice import spacing
 
-__all__ = ["build_moment_plane", "moment_plane"]
+__all__ = ["moment_plane"]
 
 Array = npt.NDArray[Any]
 
-_EDGES = log_edges(-16, 4, 12)
+_EDGES = np.logspace(-16, 4, 20 * 12 + 1)  # 12 classes to a factor of ten
 _LEVELS = (0.05, 0.5, 0.95)
 
 
@@ -49,9 +48,9 @@ def _thresholds(W: Array, native: str, per_spacing: Array) -> npt.NDArray[np.flo
     return np.asarray(0.5 * spacings[:, None] * per_spacing)
 
 
-@checks_types
+@takes_scan
 def moment_plane(
-    ds: xr.Dataset, step: int | None = None, optimizer: Mapping[str, Any] | None = None
+    scan: Scan, step: int | None = None, optimizer: Mapping[str, Any] | None = None
 ) -> xr.Dataset:
     """How the elements of Adam's moments lie at one step, and which updates are rounded away.
 
@@ -92,24 +91,16 @@ def moment_plane(
     >>> found["count"].sel(population="dead").sum().item()
     472
     """
-    return build_moment_plane(Scan(ds), step, optimizer)
-
-
-@checks_types
-def build_moment_plane(
-    history: Scan, step: int | None = None, optimizer: Mapping[str, Any] | None = None
-) -> xr.Dataset:
-    """`moment_plane` of a prepared Dataset."""
-    ds = history.ds
+    ds = scan.ds
     input_checks.variables(ds, "W", "exp_avg", "exp_avg_sq", "lr")
-    history.require_rows(1, "moment_plane")
+    scan.require_rows(1, "moment_plane")
     rule = AdamRule.of(input_checks.optimizer_of(ds, optimizer))
     if rule.amsgrad:
         raise InvalidArgument("amsgrad divides by the largest second moment so far, not by v")
-    row = history.rows - 1 if step is None else input_checks.row_of_step(ds, int(step))
+    row = scan.rows - 1 if step is None else input_checks.row_of_step(ds, int(step))
     names, groups = populations(ds)
     first, second, W = (
-        history.blocks(name)[row].rechunk(-1) for name in ("exp_avg", "exp_avg_sq", "W")
+        scan.blocks(name)[row].rechunk(-1) for name in ("exp_avg", "exp_avg_sq", "W")
     )
     classes = _EDGES.size - 1
     counts = da.blockwise(
@@ -125,7 +116,7 @@ def build_moment_plane(
         dtype=np.int64,
         meta=np.empty((0, 0, 0, 0), np.int64),
     )[0]
-    at = int(history.steps[row])
+    at = int(scan.steps[row])
     middle = np.sqrt(_EDGES[:-1] * _EDGES[1:])
     with np.errstate(divide="ignore", invalid="ignore"):
         scale = np.float64(1 - rule.beta1**at) / np.float64(ds["lr"].values[row])

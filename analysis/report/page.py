@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import xarray as xr
 
 from trajstore.analysis.figures import FIGURES, Options, collect, draw_sheet
-from trajstore.analysis.figures.figure import described, prepared, run_system, together
+from trajstore.analysis.figures.figure import compute_together, described, prepared, run_system
 from trajstore.analysis.figures.sheet import Collected
 from trajstore.analysis.report.verdicts import evidence, latest, seam_verdict, verdicts
 from trajstore.analysis.results.summary_tables import summary
@@ -119,10 +119,10 @@ def _facts(run: Location, check: bool, report: Callable[[int, int], None] | None
     drawn, left_out = _drawn(ds, report)
     scan = prepared(ds, [FIGURES["freeze"]], Options())
     lazy, unknown = evidence(scan)
-    found = dict(zip(lazy, together(list(lazy.values())), strict=True))
+    found = dict(zip(lazy, compute_together(list(lazy.values())), strict=True))
     names, groups = populations(scan.ds)
     sizes = {name: int(group.sum()) for name, group in zip(names, groups, strict=True)}
-    told = [
+    verdict_parts = [
         {"title": f"{number:,} {name.replace('_', ' ')} tokens", "sentences": sentences}
         for name, number in sizes.items()
         if number and (name != "all" or len(sizes) == 1)
@@ -138,7 +138,9 @@ def _facts(run: Location, check: bool, report: Callable[[int, int], None] | None
         "span": span + (f", steps {steps['first']:,} to {steps['last']:,}" if steps else ""),
         "status": info["status"],
         "caveats": _caveats(info),
-        "told": [*told, {"title": "The run", "sentences": general}] if general else told,
+        "told": [*verdict_parts, {"title": "The run", "sentences": general}]
+        if general
+        else verdict_parts,
         "advice": [f"{advice['sentence']}." for advice in info["advice"]],
         "tables": [*_summary_tables(ds), *_token_tables(found, ds), _array_table(info)],
         "figures": drawn,
@@ -185,11 +187,11 @@ def _loss(ds: xr.Dataset) -> str:
 
 
 def _caveats(info: Mapping[str, Any]) -> list[str]:
-    told = (info.get("provenance") or {}).get("what_if") or {}
-    if not told:
+    what_if = (info.get("provenance") or {}).get("what_if") or {}
+    if not what_if:
         return []
-    settings = ", ".join(map(str, told.get("settings") or [])) or "nothing changed"
-    return [f"This is a what-if run ({settings}): {told.get('caveat', '')}"]
+    settings = ", ".join(map(str, what_if.get("settings") or [])) or "nothing changed"
+    return [f"This is a what-if run ({settings}): {what_if.get('caveat', '')}"]
 
 
 def _summary_tables(ds: xr.Dataset) -> Iterator[dict[str, Any]]:
@@ -254,16 +256,16 @@ def _table(title: str, columns: list[str], rows: list[list[Any]]) -> dict[str, A
 
 def _verified(run: Location, check: bool) -> dict[str, Any]:
     if not check:
-        told = "Nothing was verified for this page; trajstore report --verify does it."
-        return {"verified": told, "problems": []}
+        verified = "Nothing was verified for this page; trajstore report --verify does it."
+        return {"verified": verified, "problems": []}
     found = verify(run)
     verdict = "and is sound" if found.clean else f"with {len(found.problems):,} problems"
-    told = (
+    verified = (
         f"Every stored byte was held against its checksum, {verdict}: {found.rows:,} rows, "
         f"{found.shards:,} shards, {found.chunks:,} chunks, {format_bytes(found.bytes)}. The steps "
         "were not replayed; trajstore verify --replay does that."
     )
-    return {"verified": told, "problems": [problem.message for problem in found.problems]}
+    return {"verified": verified, "problems": [problem.message for problem in found.problems]}
 
 
 def _reproduction(run: Location, info: Mapping[str, Any]) -> dict[str, str]:
@@ -273,16 +275,16 @@ def _reproduction(run: Location, info: Mapping[str, Any]) -> dict[str, str]:
         return {"commands": "", "settings": "", "made_of": ""}
     origin = next((key for key in ("what_if", "fork") if provenance.get(key)), None)
     if origin:
-        told = (
+        made_of = (
             "The run was made of another one, so its settings alone do not make it again; which "
             f"run, and what was set, stands below as {origin}."
         )
-        return {"commands": "", "settings": "", "made_of": told}
+        return {"commands": "", "settings": "", "made_of": made_of}
     text = provenance.get("corpus")
-    option, told = "", ""
+    option, made_of = "", ""
     if _is_text_file(text):
         option = f" --corpus {shlex.quote(str(text['name']))}"
-        told = f"The text had {text['bytes']:,} bytes, SHA-256 {text['sha256']}."
+        made_of = f"The text had {text['bytes']:,} bytes, SHA-256 {text['sha256']}."
     commands = (
         f"trajstore record --config run.toml{option} -o again.zarr\n"
         f"trajstore compare {shlex.quote(run.name)} again.zarr"
@@ -295,7 +297,7 @@ def _reproduction(run: Location, info: Mapping[str, Any]) -> dict[str, str]:
             *(f"{key} = {json.dumps(each)}" for key, each in known.items()),
             "",
         ]
-    return {"commands": commands, "settings": "\n".join(lines), "made_of": told}
+    return {"commands": commands, "settings": "\n".join(lines), "made_of": made_of}
 
 
 def _is_text_file(text: Any) -> TypeGuard[Mapping[str, Any]]:

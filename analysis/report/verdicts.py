@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from trajstore.analysis.motion.freezing import build_freeze
-from trajstore.analysis.motion.norms import build_grad_norms
-from trajstore.analysis.motion.resume_seams import build_seams
-from trajstore.analysis.optimizer.freeze_causes import CAUSES, build_freeze_cause
+from trajstore.analysis.motion.freezing import freeze
+from trajstore.analysis.motion.norms import grad_norms
+from trajstore.analysis.motion.resume_seams import seams
+from trajstore.analysis.optimizer.freeze_causes import CAUSES, freeze_cause
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument, VariableNotRecorded
@@ -19,8 +19,8 @@ from trajstore.populations.masks import populations
 __all__ = ["evidence", "verdicts"]
 
 
-def evidence(history: Scan) -> tuple[dict[str, xr.Dataset], dict[str, str]]:
-    """What the sentences need, lazy, and by name what cannot be told, and why."""
+def evidence(scan: Scan) -> tuple[dict[str, xr.Dataset], dict[str, str]]:
+    """What the sentences need, lazy, and by name what cannot be sentences, and why."""
     questions = {
         "gradients": _gradients,
         "rest": _rest,
@@ -31,31 +31,31 @@ def evidence(history: Scan) -> tuple[dict[str, xr.Dataset], dict[str, str]]:
     unknown: dict[str, str] = {}
     for name, question in questions.items():
         try:
-            history.require_rows(2, name)
-            found[name] = question(history)
+            scan.require_rows(2, name)
+            found[name] = question(scan)
         except (VariableNotRecorded, InvalidArgument) as error:
             unknown[name] = str(error)
     return found, unknown
 
 
-def _gradients(history: Scan) -> xr.Dataset:
-    norms = build_grad_norms(history).isel(step=slice(1, None))
+def _gradients(scan: Scan) -> xr.Dataset:
+    norms = grad_norms(scan).isel(step=slice(1, None))
     counts = count_by_population((norms == 0).astype(np.int8), 2, "zero")
     return xr.Dataset({"counts": counts.sum("step")})
 
 
-def _rest(history: Scan) -> xr.Dataset:
-    names, groups = populations(history.ds)
-    facts = build_freeze(history)[["last_motion", "frozen_since", "moves"]]
+def _rest(scan: Scan) -> xr.Dataset:
+    names, groups = populations(scan.ds)
+    facts = freeze(scan)[["last_motion", "frozen_since", "moves"]]
     return facts.assign(member=(("population", "token"), groups)).assign_coords(population=names)
 
 
-def _seams(history: Scan) -> xr.Dataset:
-    return build_seams(history)[["seam"]]
+def _seams(scan: Scan) -> xr.Dataset:
+    return seams(scan)[["seam"]]
 
 
-def _causes(history: Scan) -> xr.Dataset:
-    counts = count_by_population(build_freeze_cause(history), len(CAUSES), "cause")
+def _causes(scan: Scan) -> xr.Dataset:
+    counts = count_by_population(freeze_cause(scan), len(CAUSES), "cause")
     return xr.Dataset({"counts": counts.sum("step").assign_coords(cause=list(CAUSES))})
 
 
@@ -69,14 +69,14 @@ def verdicts(found: dict[str, xr.Dataset], population: str) -> list[str]:
     population : str
         That has tokens.
     """
-    told: list[str] = []
+    sentences: list[str] = []
     if "gradients" in found:
-        told.append(_of_gradients(found["gradients"]["counts"].sel(population=population)))
+        sentences.append(_of_gradients(found["gradients"]["counts"].sel(population=population)))
     if "rest" in found:
-        told.append(_of_rest(found["rest"], population))
+        sentences.append(_of_rest(found["rest"], population))
     if "causes" in found:
-        told.append(_of_causes(found["causes"]["counts"].sel(population=population)))
-    return [sentence for sentence in told if sentence]
+        sentences.append(_of_causes(found["causes"]["counts"].sel(population=population)))
+    return [sentence for sentence in sentences if sentence]
 
 
 def _of_gradients(counts: xr.DataArray) -> str:

@@ -10,8 +10,8 @@ import xarray as xr
 
 from trajstore.analysis.motion.norms import displacement, grad_norms
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.input_checks import hold_only_changes
 from trajstore.analysis.scan.population_statistics import statistics, with_mostly_dead
-from trajstore.analysis.scan.recorded_changes import hold_only_changes
 from trajstore.analysis.scan.scan import Scan
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
@@ -93,10 +93,10 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
     {'dead': 0.008, 'live': 0.093, 'all': 0.015}
     """
     if lattice != "native" or ("W" not in ds and "cells" in ds):
-        history = Scan(ds)
-        points = history.points(lattice)
+        scan = Scan(ds)
+        points = scan.points(lattice)
         ds = ds.assign(
-            W=history.wrap(points.blocks, points.variable, dims=("step", "token", "hidden"))
+            W=scan.wrap(points.blocks, points.variable, dims=("step", "token", "hidden"))
         )
     if not hold_only_changes(ds):
         input_checks.variables(ds, "W")

@@ -71,7 +71,7 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
     }
     values = dict(zip(lazy, compute_all([*lazy.values()], report), strict=True))
 
-    def told(name: Any, population: str | None) -> dict[str, Any]:
+    def facts_of(name: Any, population: str | None) -> dict[str, Any]:
         return {
             fact: values[name, population, fact].item()
             if (name, population, fact) in lazy
@@ -84,8 +84,8 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
             "sizes": {str(dim): size for dim, size in array.sizes.items()},
             "units": str(array.attrs.get("units", "")),
             "long_name": str(array.attrs.get("long_name", name)),
-            **told(name, None),
-            "populations": {one: told(name, one) for one in _populations(array)},
+            **facts_of(name, None),
+            "populations": {one: facts_of(name, one) for one in _populations(array)},
             **_census(values.get((name, None, "values"))),
         }
         for name, array in result.data_vars.items()

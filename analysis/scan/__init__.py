@@ -5,15 +5,13 @@
 ``consecutive_rows``
     One pass over a block of rows for everything that is asked about the way between rows.
 ``input_checks``
-    What every question checks first.
+    What every question checks first: one run, what it holds, its steps and its optimizer.
 ``lattice_points``
     W on a lattice of choice: its values checked against their type, and rounded to another.
 ``population_statistics``
     Dead, live and all tokens, populations of the user, and the statistics of anything over them.
-``recorded_changes``
-    Questions of motion to a run that holds the changes of W and no W: what differences answer.
-``run_attributes``
-    Attributes of one run, and of one among several.
+``quantity``
+    The decorator of a quantity, and the table of all of them.
 ``running_state``
     A state that is carried from each block of rows to the next: sums over any number of rows.
 ``scan``

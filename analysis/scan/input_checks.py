@@ -9,12 +9,78 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan.recorded_changes import hold_only_changes
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
-from trajstore.schema import RECORDED, TIERS
+from trajstore.schema import OF_RUN, RECORDED, TIERS
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
 
-__all__ = ["optimizer_of", "row_of_step", "rows_of_steps", "variables"]
+__all__ = [
+    "RUN",
+    "check_every_step",
+    "check_single_run",
+    "hold_only_changes",
+    "optimizer_of",
+    "row_of_step",
+    "rows_of_steps",
+    "variables",
+    "with_own_attributes",
+]
+
+RUN = "run"
+"""Dimension of several runs."""
+
+
+def check_single_run(ds: xr.Dataset) -> None:
+    """Refuse several runs, where a question is about one.
+
+    Raises
+    ------
+    InvalidArgument
+        If there is a dimension run.
+    """
+    if RUN in ds.dims:
+        raise InvalidArgument(
+            "this is a question about one run, and there are several here; ask each of them with "
+            "ds.traj, or analysis.over_runs(ds, function), or choose one: ds.isel(run=0)"
+        )
+
+
+def with_own_attributes(ds: xr.Dataset) -> xr.Dataset:
+    """A single run of several, with the attributes that it alone has; others as they are."""
+    if RUN in ds.dims or RUN not in ds.coords or OF_RUN not in ds.attrs:
+        return ds
+    own = ds.attrs[OF_RUN].get(str(ds[RUN].values))
+    if own is None:
+        return ds
+    shared = {name: value for name, value in ds.attrs.items() if name != OF_RUN}
+    single = ds.assign_attrs({})
+    single.attrs = {**shared, **own["attributes"]}
+    for name, attributes in own["variables"].items():
+        if name in single.variables:
+            single[name].attrs = dict(attributes)
+    single.encoding["source"] = own["source"]
+    return single
+
+
+def hold_only_changes(ds: xr.Dataset) -> bool:
+    """Whether a Dataset holds ``delta`` and no W."""
+    return "delta" in ds and "W" not in ds
+
+
+def check_every_step(steps: npt.NDArray[np.int64]) -> None:
+    """Check that the change of each row is the way from the row before.
+
+    Raises
+    ------
+    InvalidArgument
+        If a step has no row.
+    """
+    gaps = np.flatnonzero(np.diff(steps) != 1)
+    if gaps.size:
+        at = int(gaps[0])
+        raise InvalidArgument(
+            f"delta is the change of each step, and after step {steps[at]} comes step "
+            f"{steps[at + 1]}; ask about rows of consecutive steps"
+        )
 
 
 def variables(ds: xr.Dataset, *names: str) -> None:

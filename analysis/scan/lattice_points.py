@@ -27,7 +27,7 @@ __all__ = [
     "lattice_attributes",
     "on_lattice",
     "place_on_lattice",
-    "told_of_lattice",
+    "with_lattice_attributes",
 ]
 
 Array = npt.NDArray[Any]
@@ -125,7 +125,7 @@ def place_on_lattice(blocks: da.Array, variable: str, native: str, chosen: str) 
     )
 
 
-def told_of_lattice(result: xr.Dataset, lattice: str, **others: str) -> xr.Dataset:
+def with_lattice_attributes(result: xr.Dataset, lattice: str, **others: str) -> xr.Dataset:
     """Result all of whose variables say their lattice, and other attributes.
 
     Not by `Dataset.map`, which may give the variables the attributes back that they had before.

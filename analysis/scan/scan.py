@@ -7,7 +7,7 @@ dask nodes is made once, so each chunk is read once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import dask.array as da
 import numpy as np
@@ -17,20 +17,17 @@ import xarray as xr
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import over_hidden, rows_before, shared
 from trajstore.analysis.scan.consecutive_rows import measure_pairs, measure_rows, pair_dtype
+from trajstore.analysis.scan.input_checks import (
+    check_every_step,
+    check_single_run,
+    hold_only_changes,
+    with_own_attributes,
+)
 from trajstore.analysis.scan.lattice_points import Points, chosen_type, place_on_lattice
 from trajstore.analysis.scan.population_statistics import with_mostly_dead
-from trajstore.analysis.scan.recorded_changes import (
-    check_every_step,
-    hold_only_changes,
-    moved_kernel,
-)
-from trajstore.analysis.scan.run_attributes import check_single_run, with_own_attributes
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.populations.masks import check_dataset
 from trajstore.values.token_norms import result_dtype
-
-if TYPE_CHECKING:
-    from trajstore.store.reading.array_reader import StoredArray
 
 __all__ = ["Scan", "native_dtype"]
 
@@ -58,6 +55,11 @@ def _apply_to_changes(block: Array, kernel: Callable[[Array, Array], Array]) -> 
     return kernel(block, np.zeros_like(block))
 
 
+def _has_moved(block: Array) -> npt.NDArray[np.bool_]:
+    """Whether each vector of changes is other than zero; a NaN is."""
+    return np.asarray((block != 0).any(-1))
+
+
 def _field(measured: npt.NDArray[np.void], name: str) -> Array:
     return np.ascontiguousarray(measured[name])
 
@@ -79,8 +81,6 @@ class Scan:
     measures : mapping of str to sequence of str
         By lattice, of `MEASURES`: what is measured together, in one
         pass. A measure that is not among them has a pass of its own.
-    alone : bool
-        Whether only one quantity is asked for, so that nobody shares the blocks that it reads.
 
     Raises
     ------
@@ -92,8 +92,6 @@ class Scan:
         self,
         ds: xr.Dataset,
         measures: Mapping[str, Sequence[str]] | None = None,
-        *,
-        alone: bool = False,
     ) -> None:
         check_dataset(ds)
         check_single_run(ds)
@@ -109,11 +107,12 @@ class Scan:
             raise InvalidArgument(
                 "the steps of this Dataset do not increase; sort it by step, and keep each once"
             )
-        self._together: dict[str, tuple[str, ...]] = {}
+        self._measured_together: dict[str, tuple[str, ...]] = {}
         for lattice, asked in (measures or {}).items():
-            known = self._together.get(self._own_name(lattice), ())
-            self._together[self._own_name(lattice)] = tuple(dict.fromkeys((*known, *asked)))
-        self._alone = alone
+            known = self._measured_together.get(self._own_name(lattice), ())
+            self._measured_together[self._own_name(lattice)] = tuple(
+                dict.fromkeys((*known, *asked))
+            )
         self._blocks: dict[str, da.Array] = {}
         self._boundaries: dict[tuple[str, str], da.Array] = {}
         self._points: dict[str, Points] = {}
@@ -166,18 +165,6 @@ class Scan:
             data = array.data.rechunk({2: -1})
             self._blocks[name] = data
         return self._blocks[name]
-
-    def stored(self, name: str) -> StoredArray | None:
-        """Where the blocks of a matrix are read from, if nobody else is to share them.
-
-        None also where they are no blocks of a run on this machine, or something is done to them.
-        """
-        if not self._alone:
-            return None
-        # It knows zarr, which who has no run need not load.
-        from trajstore.store.reading.lazy_source import stored_source
-
-        return stored_source(self.blocks(name))
 
     def aligned(self, like: str, name: str) -> da.Array:
         """Blocks of a matrix, chunked as another."""
@@ -289,20 +276,20 @@ class Scan:
         """
         self.require_rows(1, "a question about motion")
         lattice = self._own_name(lattice)
-        together = self._together.get(lattice, ())
-        together = together if measure in together else (measure,)
-        if (lattice, together) not in self._measured:
-            points = self.recorded() if together == ("step_norm",) else self.points(lattice)
+        measures = self._measured_together.get(lattice, ())
+        measures = measures if measure in measures else (measure,)
+        if (lattice, measures) not in self._measured:
+            points = self.recorded() if measures == ("step_norm",) else self.points(lattice)
             measured = over_hidden(
                 measure_pairs,
                 points.blocks,
                 points.boundaries,
-                measures=together,
+                measures=measures,
                 native=points.type,
-                dtype=pair_dtype(together, points.blocks.dtype),
+                dtype=pair_dtype(measures, points.blocks.dtype),
             )
-            self._measured[lattice, together] = points.variable, measured[1:]
-        variable, measured = self._measured[lattice, together]
+            self._measured[lattice, measures] = points.variable, measured[1:]
+        variable, measured = self._measured[lattice, measures]
         dtype = measured.dtype[measure]
         data = measured.map_blocks(
             _field, measure, dtype=dtype, meta=np.empty((0, 0), dtype), token=f"pair-{measure}"
@@ -369,7 +356,7 @@ class Scan:
         """Whether any bit of a token changed between rows, bool (step, token)."""
         stored = self._stored_hops(lattice)
         if stored is None and lattice == "native" and hold_only_changes(self.ds):
-            return self._of_changes(moved_kernel, np.bool_)
+            return self._of_changes(_has_moved, np.bool_)
         # A changed NaN has hops of NaN, which are not 0 either.
         return self.pair("moved", lattice) if stored is None else stored != 0
 

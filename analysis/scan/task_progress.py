@@ -25,11 +25,11 @@ def progress_of_tasks(report: Report | None) -> Iterator[None]:
         yield
         return
 
-    def tell(key: Any, result: Any, graph: Any, state: Any, worker: Any) -> None:
+    def forward(key: Any, result: Any, graph: Any, state: Any, worker: Any) -> None:
         done = len(state["finished"])
         report(done, done + len(state["ready"]) + len(state["waiting"]) + len(state["running"]))
 
-    with Callback(posttask=tell):
+    with Callback(posttask=forward):
         yield
 
 
@@ -49,11 +49,11 @@ def compute_all(lazy: Sequence[Any], report: Report | None = None) -> tuple[Any,
             return tuple(dask.compute(*lazy))
     from distributed.diagnostics.progressbar import ProgressBar
 
-    tell: Report = report
+    forward: Report = report
 
     class Bar(ProgressBar):  # type: ignore[misc]
         def _draw_bar(self, remaining: int, all: int, **_: Any) -> None:
-            tell(all - remaining, all)
+            forward(all - remaining, all)
 
     futures = client.compute(list(lazy))
     pending = [one for one in futures if hasattr(one, "key")]

@@ -72,14 +72,14 @@ def divergence(ds: xr.Dataset) -> xr.Dataset:
     )
     along = {name: c for name, c in ds.coords.items() if c.dims == ("run",)}
     attrs = {"units": scans[0].units}
-    told = {
+    long_names = {
         "distance": "L2 distance of W from that of the first run",
         "mean_distance": "mean distance of the tokens from those of the first run",
     }
     return xr.Dataset(
         {
             name: table.isel(measure=at).assign_attrs(long_name=text, **attrs)
-            for at, (name, text) in enumerate(told.items())
+            for at, (name, text) in enumerate(long_names.items())
         }
     ).assign_coords(along)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import xarray as xr
 
-from trajstore.analysis.scan.run_attributes import RUN, with_own_attributes
+from trajstore.analysis.scan.input_checks import RUN, with_own_attributes
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 

@@ -52,6 +52,7 @@ def test_every_example(folder: Path) -> None:
             result.compute()
 
 
+@pytest.mark.nightly
 def test_every_command(folder: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
     for line in examples("sh")[0].splitlines():
         words = line.partition("#")[0].split()

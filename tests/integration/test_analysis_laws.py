@@ -15,7 +15,7 @@ from trajstore import analysis
 from trajstore.values.rounding import round_to
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.nightly]
 
 STEPS = 80
 

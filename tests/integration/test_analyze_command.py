@@ -16,8 +16,9 @@ import xarray as xr
 
 import trajstore
 from trajstore import analysis
+from trajstore.analysis.commands.analyze import print_description
 from trajstore.analysis.results.write_results import describe
-from trajstore.cli.tables import out, print_description
+from trajstore.cli.tables import out
 
 ROWS, TOKENS, HIDDEN = 21, 12, 8
 

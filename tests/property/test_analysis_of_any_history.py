@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import numpy as np
 import xarray as xr
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from trajstore import analysis
+
+several = settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "12")), deadline=None)
 
 # Bits near each other make motion and rest; the others make trouble.
 BITS = st.one_of(
@@ -43,7 +46,7 @@ def motion(bits: np.ndarray) -> np.ndarray:
     return (point[1:] != point[:-1]).any(-1)
 
 
-@settings(max_examples=60, deadline=None)
+@several
 @given(histories(), st.integers(1, 5))
 def test_freeze(history: tuple[np.ndarray, xr.Dataset], min_still: int) -> None:
     bits, ds = history
@@ -60,7 +63,7 @@ def test_freeze(history: tuple[np.ndarray, xr.Dataset], min_still: int) -> None:
         assert got.frozen_since[token] == following
 
 
-@settings(max_examples=60, deadline=None)
+@several
 @given(histories())
 def test_regimes_are_a_partition_that_agrees_with_motion(
     history: tuple[np.ndarray, xr.Dataset],
@@ -77,7 +80,7 @@ def test_regimes_are_a_partition_that_agrees_with_motion(
     np.testing.assert_array_equal(latest, analysis.freeze(ds).last_motion)
 
 
-@settings(max_examples=60, deadline=None)
+@several
 @given(histories())
 def test_ordinal_hops_lead_from_each_row_to_the_next(
     history: tuple[np.ndarray, xr.Dataset],
@@ -89,7 +92,7 @@ def test_ordinal_hops_lead_from_each_row_to_the_next(
     np.testing.assert_array_equal(place[:-1] + hops, place[1:])
 
 
-@settings(max_examples=40, deadline=None)
+@several
 @given(histories(), histories())
 def test_comparing_finds_the_first_difference(
     history: tuple[np.ndarray, xr.Dataset], other: tuple[np.ndarray, xr.Dataset]

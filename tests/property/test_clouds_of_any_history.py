@@ -21,7 +21,7 @@ from trajstore.errors import InvalidArgument
 # Ties, both zeros, neighbours on the lattice, both signs; NaN only now and then.
 VALUES = st.sampled_from([0, 0x8000, 0x3F80, 0x3F80, 0x3F81, 0xBFC0, 0x3E00])
 several = settings(
-    max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "6")),
+    max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "4")),
     deadline=None,
     # The fixture is the same for all histories.
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],

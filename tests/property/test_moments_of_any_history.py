@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import xarray as xr
 from adam_runs import blamed_by_hand
@@ -16,6 +18,9 @@ BITS = st.one_of(
     st.sampled_from([0, 0x8000, 1, 0x3F80, 0xBF80, 0x3F81, 0x3A80, 0x7F80, 0x7FC0, 0xFF81]),
     st.integers(0, 0xFFFF),
 )
+
+
+several = settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "5")), deadline=None)
 
 
 @st.composite
@@ -71,7 +76,7 @@ def skips(ds: xr.Dataset, row: int) -> bool:
     return "skipped" in ds and ds.skipped.values[row] == 1
 
 
-@settings(max_examples=25, deadline=None)
+@several
 @given(histories())
 def test_exact_moments(history: tuple[xr.Dataset, xr.Dataset]) -> None:
     ds, lazy = history
@@ -91,7 +96,7 @@ def test_exact_moments(history: tuple[xr.Dataset, xr.Dataset]) -> None:
                 np.testing.assert_array_equal(got, np.stack(expected))
 
 
-@settings(max_examples=25, deadline=None)
+@several
 @given(histories())
 def test_moment_stuck(history: tuple[xr.Dataset, xr.Dataset]) -> None:
     ds, lazy = history
@@ -114,7 +119,7 @@ def test_moment_stuck(history: tuple[xr.Dataset, xr.Dataset]) -> None:
     assert not ((got.update_lost < 0) | (got.update_lost > 1)).any()
 
 
-@settings(max_examples=20, deadline=None)
+@several
 @given(histories())
 def test_moment_error_does_not_depend_on_chunks(history: tuple[xr.Dataset, xr.Dataset]) -> None:
     ds, lazy = history
@@ -133,7 +138,7 @@ def test_moment_error_does_not_depend_on_chunks(history: tuple[xr.Dataset, xr.Da
     assert (right.ratio_quantiles.values[finite.T] == 1).all()
 
 
-@settings(max_examples=25, deadline=None)
+@several
 @given(histories(), st.integers(1, 4))
 def test_freeze_blame(history: tuple[xr.Dataset, xr.Dataset], window: int) -> None:
     ds, lazy = history

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.codec.block_label import ANYWHERE, LABEL, BlockLabel, LabelError
-from trajstore.codec.chunk_decoder import Decode, Decoder
+from trajstore.codec.chunk_decoder import Decoder
 from trajstore.codec.codec_chain import Chain
 from trajstore.codec.crc32c_check import CHECKSUM, checksum, is_intact
 from trajstore.codec.selected_parts import Pick, positions
@@ -201,7 +201,6 @@ class BlockForm:
         fetch: Fetch,
         out: Array,
         *,
-        decode: Decode | None = None,
         padding: bool = False,
         helpers: ThreadPoolExecutor | None = None,
     ) -> None:
@@ -216,9 +215,6 @@ class BlockForm:
         fetch : callable
         out : ndarray of ``native.stored`` or ``native.bits``
             Receives the values, or their native bits.
-        decode : callable, optional
-            Instead of `Decoder.decode`: receives of each chunk the bytes, what is wanted of it and
-            its place in `out`, which need be no array of values then.
         padding : bool
             Whether rows that are not valid may be selected too.
         helpers : ThreadPoolExecutor, optional
@@ -232,10 +228,7 @@ class BlockForm:
         if not padding:
             self.check_rows(tail, axes)
         left = deque(self.wanted(tail, axes))
-        decode = decode or self.decoder.decode
-        each = partial(
-            _decode_all, left, partial(self._decode, fetch=fetch, decode=decode, out=out)
-        )
+        each = partial(_decode_all, left, partial(self._decode, fetch=fetch, out=out))
         if helpers is None:
             each()
             return
@@ -259,14 +252,13 @@ class BlockForm:
         length: int,
         *,
         fetch: Fetch,
-        decode: Decode,
         out: Array,
     ) -> None:
         try:
             data = fetch(offset, length)
             if len(data) != length:
                 raise ValueError("the object ends before it")
-            _decode_picks(data, picks, decode, out)
+            _decode_picks(data, picks, self.decoder, out)
         except (ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(
                 f"bytes {offset} to {offset + length}: a broken chunk ({error})"
@@ -307,13 +299,13 @@ def _decode_all(left: deque[Part], decode: Callable[[list[Pick], int, int], None
         left.clear()  # after an error nobody need go on
 
 
-def _decode_picks(data: bytes, picks: Sequence[Pick], decode: Decode, out: Array) -> None:
+def _decode_picks(data: bytes, picks: Sequence[Pick], decoder: Decoder, out: Array) -> None:
     window = tuple(pick.window for pick in picks)
     if all(pick.taken is None for pick in picks):
-        decode(data, window, out[tuple(pick.place for pick in picks)])
+        decoder.decode(data, window, out[tuple(pick.place for pick in picks)])
         return
     values = np.empty([item.stop - item.start for item in window], out.dtype)
-    decode(data, window, values)
+    decoder.decode(data, window, values)
     for axis, pick in enumerate(picks):
         if pick.taken is not None:
             values = values.take(pick.taken, axis)

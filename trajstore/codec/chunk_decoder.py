@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +20,8 @@ from trajstore.codec.codec_chain import Chain
 from trajstore.codec.crc32c_check import CHECKSUM, is_intact
 from trajstore.codec.delta import unfold
 from trajstore.codec.scratch_memory import scratch
-from trajstore.values.native_types import NativeType
 
-__all__ = ["Decode", "Decoder", "cut_frame"]
+__all__ = ["Decoder", "cut_frame"]
 
 Array = npt.NDArray[np.generic]
 
@@ -32,9 +30,6 @@ _FIELDS = struct.Struct("<3sBIII")  # versions and flags, typesize, bytes, of a 
 _FLAGS = 2
 _COPIED = 0x02  # the flag of a frame that holds its bytes as they are
 _OFFSET = 4
-
-Decode = Callable[[bytes, tuple[slice, ...], Array], None]
-"""From the bytes of a chunk, and what is wanted of it, to where that goes."""
 
 
 class Decoder:
@@ -54,7 +49,8 @@ class Decoder:
         self._natural = tuple(order.index(axis) for axis in range(len(shape)))
         self._lead = order[0]  # the axis that comes first in the bytes
         # A row is the sum of all before it, a token stands for itself.
-        self._from_start = chain.kind == "delta" and self._lead == 0
+        self._takes_differences = chain.kind == "delta"
+        self._from_start = self._takes_differences and self._lead == 0
         self._length = shape[self._lead]
         self._rest = tuple(shape[axis] for axis in order[1:])
         self._row = math.prod(self._rest) * chain.itemsize
@@ -78,24 +74,10 @@ class Decoder:
         ValueError
             If the checksum does not fit, or what is inside is not a chunk of that shape.
         """
-        self.complete(self.unpack_window(data, window), window, out)
-
-    @property
-    def native(self) -> NativeType:
-        """Type whose values the chunks hold."""
-        return self._chain.native
-
-    @property
-    def takes_differences(self) -> bool:
-        """Whether what `unpack` gives are differences."""
-        return self._chain.kind == "delta"
-
-    def complete(
-        self, values: Array, window: tuple[slice, ...], out: npt.NDArray[np.generic]
-    ) -> None:
-        """Do what is left to `decode` of what `unpack_window` gave, which may be overwritten."""
-        if self.takes_differences:
-            unfold(values, self.native, out.view(f"u{out.itemsize}"), window[0].start)
+        values = self._unpack_window(data, window)
+        if self._takes_differences:
+            native = self._chain.native
+            unfold(values, native, out.view(f"u{out.itemsize}"), window[0].start)
         else:
             out[...] = values.view(out.dtype)
 
@@ -122,7 +104,7 @@ class Decoder:
         """
         return self._unpack(data, 0, self._length)
 
-    def unpack_window(self, data: bytes, window: tuple[slice, ...]) -> Array:
+    def _unpack_window(self, data: bytes, window: tuple[slice, ...]) -> Array:
         """As `unpack`, but only what part of a chunk is made of.
 
         Of differences that are all along the steps, up to the last one that is wanted.
@@ -131,7 +113,7 @@ class Decoder:
         values = self._unpack(data, 0 if self._from_start else lead.start, lead.stop)
         key = list(window)
         key[self._lead] = slice(None)
-        if self.takes_differences:
+        if self._takes_differences:
             key[0] = slice(window[0].stop)
         return values[tuple(key)]
 

@@ -23,7 +23,6 @@ from trajstore.values.ulp_lattice import binade, lattice_type, unsigned_view
 __all__ = [
     "hidden_sum",
     "result_dtype",
-    "rounding_slack",
     "step_norm",
     "token_norm",
     "ulp_hops",
@@ -121,7 +120,7 @@ def _rounded(values: npt.NDArray[np.float64], dtype: npt.DTypeLike) -> Array:
         return values.astype(result_dtype(dtype))
 
 
-def rounding_slack(hidden: int) -> float:
+def _rounding_slack(hidden: int) -> float:
     """By how much the length of a vector depends on the order of adding up, relative to it.
 
     Of n squares and their n - 1 sums each is off by half an epsilon at most, relative to a total in
@@ -136,7 +135,7 @@ def _rounded_lengths(wide: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
     A scalar product adds in an order of its own. Each order comes so close to the sum of the
     squares that nearly always all of them round alike; where they might not, `hidden_sum` decides.
     """
-    slack = rounding_slack(wide.shape[-1])
+    slack = _rounding_slack(wide.shape[-1])
     with np.errstate(invalid="ignore", over="ignore"):
         lengths = np.sqrt(np.vecdot(wide, wide))
         rounded = np.asarray(lengths * (1 - slack), np.float32)

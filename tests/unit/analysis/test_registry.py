@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 
 import dask
@@ -13,6 +14,7 @@ import xarray as xr
 from trajstore import analysis
 from trajstore.analysis.registry import QUANTITIES
 from trajstore.analysis.results.write_results import describe
+from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 ADAM = {
@@ -46,30 +48,32 @@ def function_result(name: str, ds: xr.Dataset) -> dict[str, xr.DataArray]:
     return {name: result} if isinstance(result, xr.DataArray) else dict(result.data_vars)
 
 
+def in_blocks(ds: xr.Dataset, step: int, token: int, hidden: int) -> xr.Dataset:
+    return ds.chunk(step=step, token=token, hidden=hidden)
+
+
+def in_blocks_of_their_own(ds: xr.Dataset) -> xr.Dataset:
+    return ds.assign(
+        W=ds.W.chunk(step=4, token=5),
+        grad=ds.grad.chunk(step=7),
+        exp_avg=ds.exp_avg.chunk(token=2),
+        exp_avg_sq=ds.exp_avg_sq.chunk(step=3, hidden=2),
+    )
+
+
 @pytest.mark.parametrize("name", QUANTITIES)
 def test_neither_chunks_nor_the_scheduler_change_a_bit(name, run):
     expected = {key: array.compute() for key, array in function_result(name, run).items()}
-    for chunks in ((23, 11, 6), (12, 6, 6), (6, 3, 3), (5, 4, 1), (1, 11, 6)):
-        chunked = run.chunk(step=chunks[0], token=chunks[1], hidden=chunks[2])
-        for scheduler in ("threads", "sync"):
-            with dask.config.set(scheduler=scheduler):
-                results = function_result(name, chunked)
-                assert all(array.chunks is not None for array in results.values()), "lazy"
-                for key, array in dask.compute(results)[0].items():
-                    xr.testing.assert_identical(array, expected[key])
-
-
-@pytest.mark.parametrize("name", QUANTITIES)
-def test_variables_of_different_chunks(name, run):
-    expected = {key: array.compute() for key, array in function_result(name, run).items()}
-    chunked = run.assign(
-        W=run.W.chunk(step=4, token=5),
-        grad=run.grad.chunk(step=7),
-        exp_avg=run.exp_avg.chunk(token=2),
-        exp_avg_sq=run.exp_avg_sq.chunk(step=3, hidden=2),
-    )
-    for key, array in dask.compute(function_result(name, chunked))[0].items():
-        xr.testing.assert_identical(array, expected[key])
+    for chunked, scheduler in (
+        (in_blocks(run, 6, 3, 3), "threads"),
+        (in_blocks(run, 1, 11, 6), "sync"),
+        (in_blocks_of_their_own(run), "sync"),
+    ):
+        with dask.config.set(scheduler=scheduler):
+            results = function_result(name, chunked)
+            assert all(array.chunks is not None for array in results.values()), "lazy"
+            for key, array in dask.compute(results)[0].items():
+                xr.testing.assert_identical(array, expected[key])
 
 
 def test_together_they_are_what_they_are_alone(run):
@@ -175,6 +179,7 @@ def test_a_subset_reads_only_itself(run):
     assert {block for _, block in reads} == {(0, 0, 0), (4, 0, 0)}
 
 
+@pytest.mark.nightly
 def test_on_a_cluster(run):
     distributed = pytest.importorskip("distributed")
     names = [name for name in QUANTITIES if name != "acceleration"]
@@ -199,17 +204,21 @@ def test_names_are_checked(run):
 
 
 def test_every_quantity_is_a_function_and_a_method(run):
-    for name in QUANTITIES:
+    for name, quantity in QUANTITIES.items():
         assert name in analysis.__all__
-        method = getattr(run.traj, name)()
-        assert method.identical(getattr(analysis, name)(run))
+        assert getattr(analysis, name) is quantity.function
+        assert getattr(run.traj, name).__wrapped__ is quantity.function
+
+
+def test_a_quantity_takes_a_dataset_or_a_scan(run):
+    parameters = inspect.signature(analysis.freeze).parameters
+    assert list(parameters) == ["ds", "min_still", "lattice"]
+    assert analysis.freeze(Scan(run), 2).identical(analysis.freeze(ds=run, min_still=2))
 
 
 @pytest.mark.parametrize("name", QUANTITIES)
-@pytest.mark.parametrize("lazy", [False, True])
-def test_a_single_row_has_no_motion_and_is_no_accident(name, lazy, run):
-    one = run.isel(step=[0])
-    one = one.chunk() if lazy else one
+def test_a_single_row_has_no_motion_and_is_no_accident(name, run):
+    one = run.isel(step=[0]).chunk()
     result = analysis.compute(one, [name]).compute()
     for array in result.data_vars.values():
         if "step" in array.dims:

@@ -182,26 +182,6 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(
     assert doubled(loop)
 
 
-@pytest.mark.parametrize("any_order", [False, True])
-def test_only_where_it_may_is_anything_added_up_in_another_order(
-    any_order: bool, tmp_path: Path, loop: CompiledLoop
-) -> None:
-    """2^53 + 1 − 2^53 + 1 − …, of which one after the other keeps nothing but the last 1."""
-    pytest.importorskip("numba")
-    (tmp_path / "adding.py").write_text(
-        "def add(values, out):\n"
-        "    total = 0.0\n"
-        "    for at in range(values.size):\n"
-        "        total += values[at]\n"
-        "    out[0] = total\n"
-    )
-    importlib.invalidate_caches()
-    sys.modules.pop("adding", None)
-    values, out = np.tile([2.0**53, 1, -(2.0**53), 1], 1_000), np.zeros(1)
-    assert CompiledLoop("adding", "add", in_any_order=any_order).run(values, out)
-    assert (out[0] == 1) != any_order
-
-
 def test_memory_reaches_from_the_first_value_to_the_last() -> None:
     values = np.arange(60).reshape(3, 4, 5)
     assert memory_of(values).tolist() == list(range(60))

@@ -2,8 +2,6 @@
 
 ``array_reader``
     The arrays of a run as their shards hold them: native bits, labels, indices.
-``lazy_source``
-    What a dask array reads: the array of a run on disk, if that is all it stands for.
 ``open_group``
     The Zarr group that a run is, checked.
 ``open_run``

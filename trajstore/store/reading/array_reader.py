@@ -21,8 +21,6 @@ import zarr
 
 from trajstore.codec.block_codec import BlockCodec
 from trajstore.codec.block_form import BlockForm, Tail, with_consequence
-from trajstore.codec.chunk_decoder import Decode
-from trajstore.codec.chunk_norms import ChunkNorms
 from trajstore.codec.codec_chain import Chain
 from trajstore.codec.selected_parts import Pick, picks
 from trajstore.errors import FormatError, RunNotFound
@@ -110,33 +108,6 @@ class StoredArray:
             If a shard is missing, broken, or one of another place.
         """
         return self._read(key, self.chain.native.bits)
-
-    def norms(self, rows: slice, tokens: slice, order: float) -> Array:
-        """Norms of the vectors of a matrix, of which none leaves the processor's cache.
-
-        In the thread that asks, unless shards are many: `threads` are for what fills memory.
-
-        Parameters
-        ----------
-        rows, tokens : slice
-            With a step of 1.
-        order : {1, 2, inf}
-
-        Returns
-        -------
-        ndarray, (row, token)
-            As `trajstore.values.token_norms.token_norm` of what is stored.
-
-        Raises
-        ------
-        FormatError
-            If a shard is missing, broken, or one of another place.
-        """
-        ranges = self._ranges((rows, tokens))
-        norms = ChunkNorms(self.form.decoder, order)
-        out = np.empty((len(ranges[0]), len(ranges[1]), 1), norms.dtype)
-        self._fill(ranges, out, norms.decode)
-        return out[..., 0]
 
     def values(self, key: tuple[slice, ...]) -> Array:
         """Values of a selection by slices, as zarr reads them.
@@ -228,13 +199,13 @@ class StoredArray:
         self._fill(ranges, out)
         return out
 
-    def _fill(self, ranges: list[range], out: Array, decode: Decode | None = None) -> None:
+    def _fill(self, ranges: list[range], out: Array) -> None:
         if out.size == 0:
             return
         blocks = picks(ranges[0], self.shard[0])
         parts = picks(ranges[1], self.shard[1]) if self.ndim > 1 else {0: None}
         jobs = [
-            partial(self._read_shard, block, part, (in_block, in_part), ranges[2:], out, decode)
+            partial(self._read_shard, block, part, (in_block, in_part), ranges[2:], out)
             for block, in_block in blocks.items()
             for part, in_part in parts.items()
         ]
@@ -253,7 +224,6 @@ class StoredArray:
         taken: tuple[Pick, Pick | None],
         rest: list[range],
         out: Array,
-        decode: Decode | None,
     ) -> None:
         within = [pick for pick in taken if pick is not None]
         # Slices with a step of 1: nothing between first and last is left out.
@@ -263,7 +233,7 @@ class StoredArray:
         with self.opened(block, part) as file:
             tail = self.tail(file, block, part)
             try:
-                self.form.read(tail, axes, file.read, out[place], decode=decode)
+                self.form.read(tail, axes, file.read, out[place])
             except ValueError as error:
                 message = f"{self.name}, block {block}, {with_consequence(error)}"
                 raise FormatError(message) from error

@@ -66,7 +66,7 @@ def moved(token: int, mine: list[set[int]], others: list[set[int]]) -> int:
     return -1 if size < -1 and token in part else min(group)
 
 
-@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "12")), deadline=None)
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "6")), deadline=None)
 @given(tied_histories())
 def test_against_sets(ds: xr.Dataset) -> None:
     got = analysis.clusters(ds, ranks=3).compute(scheduler="sync")

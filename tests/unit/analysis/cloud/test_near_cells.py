@@ -62,7 +62,7 @@ def graph_by_hand(W: np.ndarray, names: np.ndarray, k: int) -> tuple[dict, dict[
     return facts, told
 
 
-@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "8")), deadline=None)
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "4")), deadline=None)
 @given(near_histories(), st.integers(1, 2))
 def test_adjacency(ds: xr.Dataset, k: int) -> None:
     whole = analysis.adjacency(ds, k).compute(scheduler="sync")
@@ -99,7 +99,7 @@ NUMBERS = st.integers(-4, 4).flatmap(
 )
 
 
-@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "40")), deadline=None)
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "8")), deadline=None)
 @given(
     arrays(np.int64, st.tuples(st.integers(1, 12), st.integers(1, 10)), elements=NUMBERS),
     st.sampled_from([1, 2, 31, 40, 255, 9000, 70_000]),

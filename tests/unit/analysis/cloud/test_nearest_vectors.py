@@ -23,7 +23,7 @@ def distances_by_hand(W: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(nearest), nearest, np.nan)
 
 
-@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "15")), deadline=None)
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "6")), deadline=None)
 @given(near_histories())
 def test_nearest_distance(ds: xr.Dataset) -> None:
     for population, members in {"dead": ds.is_dead.values, "all": ds.is_dead.values | True}.items():

@@ -98,17 +98,6 @@ def test_distinct(populated):
             assert one.most_common == max(counts.values(), default=0)
 
 
-@pytest.mark.parametrize("name", ["centroid", "bulk_thermal", "coherence", "distinct"])
-def test_results_do_not_depend_on_chunks(name, make_run, walk):
-    dead = np.arange(30) % 2 == 0
-    ds = make_run(walk(20, 30, 8), is_dead=dead)
-    expected = getattr(analysis, name)(ds).compute()
-    for chunks in ((20, 30, 8), (7, 11, 8), (1, 1, 1), (3, 30, 5)):
-        got = getattr(analysis, name)(ds.chunk(step=chunks[0], token=chunks[1], hidden=chunks[2]))
-        assert got.compute().identical(expected)
-    assert got.chunks is not None or all(array.chunks is not None for array in got.values())
-
-
 def test_one_population(make_run, walk):
     ds = make_run(walk(6, 5, 4), is_dead=np.arange(5) < 2)
     whole = analysis.centroid(ds).compute()

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from trajstore import analysis
-from trajstore.analysis.motion.level_crossings import level_crossings
 from trajstore.errors import InvalidArgument
 
 VALUES = st.sampled_from([0.0, -0.0, 0.25, 0.5, 1.0, -1.0, np.nan, np.inf])
 
 
-@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "30")), deadline=None)
+@settings(max_examples=int(os.environ.get("TRAJSTORE_EXAMPLES", "12")), deadline=None)
 @given(
     arrays(np.float32, st.tuples(st.integers(1, 7), st.integers(1, 3)), elements=VALUES),
     st.integers(1, 4),
@@ -26,7 +25,8 @@ VALUES = st.sampled_from([0.0, -0.0, 0.25, 0.5, 1.0, -1.0, np.nan, np.inf])
 def test_against_a_walk_along_the_curve(values: np.ndarray, chunk: int, of: str) -> None:
     steps = np.arange(len(values)) * 3 + 1
     curve = xr.DataArray(values, dims=("step", "token"), coords={"step": steps}, name="curve")
-    got = level_crossings(curve.chunk(step=chunk, token=2), [0.5, 1], of).compute(scheduler="sync")
+    chunked = curve.chunk(step=chunk, token=2)
+    got = analysis.crossings(curve.to_dataset(), chunked, [0.5, 1], of).compute(scheduler="sync")
     wide = values.astype(np.float64)
     if of == "way":
         start = np.where(np.isnan(wide[0]), wide[min(1, len(wide) - 1)], wide[0])

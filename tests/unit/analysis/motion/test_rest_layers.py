@@ -17,9 +17,8 @@ def model(values, last, rows, columns, pool):
     ]
 
 
-@pytest.mark.parametrize("chunks", [None, (6, 4, 3)])
-def test_groups(chunks, make_run, walk):
-    ds = make_run(walk(23, 11, 6), is_dead=np.arange(11) % 3 == 0, chunks=chunks)
+def test_groups(make_run, walk):
+    ds = make_run(walk(23, 11, 6), is_dead=np.arange(11) % 3 == 0, chunks=(6, 4, 3))
     last = analysis.freeze(ds).last_motion.values
     rows, columns = [5, 11, 16], [3, 7]
     regime = analysis.regimes(ds).regime.values

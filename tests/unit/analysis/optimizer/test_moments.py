@@ -33,8 +33,6 @@ VARIANTS = {
     "fused": ("AdamW", {"fused": True}),
 }
 
-CHUNKS = [None, (4, 4, -1), (1, 2, 3), (7, 1, -1)]
-
 
 def chunked(ds: xr.Dataset, chunks: tuple[int, int, int] | None) -> xr.Dataset:
     return ds.chunk(dict(zip(("step", "token", "hidden"), chunks, strict=True))) if chunks else ds
@@ -68,12 +66,11 @@ def test_blocks_without_rows_are_passed_over():
             np.testing.assert_array_equal(got[f"exact_{moment}"], expected)
 
 
-@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("variant", ["AdamW", "maximize, coupled decay"])
-def test_they_are_those_by_hand(variant, dtype, chunks):
+def test_they_are_those_by_hand(variant, dtype):
     ds = trained(*VARIANTS[variant], dtype)
-    got = analysis.exact_moments(chunked(ds, chunks)).compute()
+    got = analysis.exact_moments(chunked(ds, (4, 5, -1))).compute()
     for moment, expected in by_hand(ds).items():
         np.testing.assert_array_equal(got[f"exact_{moment}"], expected)
 
@@ -170,12 +167,11 @@ def test_what_is_not_known_is_said():
         analysis.moment_error(ds, quantiles=[0.5, np.nan])
 
 
-@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_error_is_that_by_hand(dtype, chunks):
+def test_the_error_is_that_by_hand(dtype):
     ds = trained("AdamW", {}, dtype)
     levels = [0.1, 0.5, 1.0]
-    got = analysis.moment_error(chunked(ds, chunks), quantiles=levels).compute()
+    got = analysis.moment_error(chunked(ds, (4, 4, -1)), quantiles=levels).compute()
     assert got.norm_ratio.dims == ("step", "population", "moment")
     members = {"dead": ds.is_dead.values, "live": ~ds.is_dead.values, "all": slice(None)}
     for moment, exact in by_hand(ds).items():
@@ -260,6 +256,7 @@ def test_the_examples_run(name):
         assert doctest.DocTestRunner().run(test).failed == 0
 
 
+@pytest.mark.nightly
 def test_a_recorded_float32_state_is_nearly_exact_and_is_not_stuck(tmp_path):
     from functools import partial
 

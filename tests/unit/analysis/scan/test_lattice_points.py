@@ -129,10 +129,9 @@ def W(request):
 
 
 @pytest.mark.parametrize("lattice", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("chunked", [None, (4, 3, -1), (1, 2, 1)], ids=str)
-def test_against_the_definition(W, lattice, chunked, make_run):
+def test_against_the_definition(W, lattice, make_run):
     dead = np.arange(W.shape[1]) % 2 == 0
-    ds = make_run(W, native="float32", is_dead=dead, chunks=chunked)
+    ds = make_run(W, native="float32", is_dead=dead, chunks=(4, 3, -1))
     cells = nearest(W, lattice)
     hops = hops_of(cells, lattice)
     moved = np.array([[any(hop != 0 for hop in token) for token in row] for row in hops])

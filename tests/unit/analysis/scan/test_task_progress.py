@@ -57,6 +57,7 @@ def _loaded() -> bool:
     return "torch" in sys.modules
 
 
+@pytest.mark.nightly
 def test_a_killed_worker_changes_nothing(client: Any, run: Path) -> None:
     lazy = analysis.compute(open_run(run), NAMES)
     with dask.config.set(scheduler="threads"):

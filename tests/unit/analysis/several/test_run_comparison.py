@@ -20,11 +20,11 @@ def pair(make_run, walk):
     return a, b
 
 
-@pytest.mark.parametrize("chunks", [None, (3, 2, -1), (1, 1, 1)], ids=str)
-def test_where_runs_part_and_how_far_they_go(pair, chunks):
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_where_runs_part_and_how_far_they_go(pair, in_blocks):
     a, b = pair
-    if chunks:
-        a = a.chunk(step=chunks[0], token=chunks[1], hidden=chunks[2])
+    if in_blocks:
+        a = a.chunk(step=3, token=2)
         b = b.chunk(step=5, token=3)
     got = analysis.compare(a, b).compute()
     assert got.first_difference.to_series().to_dict() == {"W": 7, "grad": -1, "loss": 10}

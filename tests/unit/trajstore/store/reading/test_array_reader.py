@@ -21,7 +21,6 @@ from trajstore.store.metadata.block_plan import plan
 from trajstore.store.reading.array_reader import StoredArray, block_form, stored_array
 from trajstore.store.reading.open_group import open_group
 from trajstore.values.native_types import native_type, widen
-from trajstore.values.token_norms import token_norm
 
 ROWS, TOKENS, HIDDEN = SHAPE = (11, 300, 3)
 
@@ -115,21 +114,6 @@ def test_many_shards_are_read_side_by_side(
 
     monkeypatch.setattr(StoredArray, "_read_shard", waiting)
     assert replace(array, threads=3).bits(()).tobytes() == bits.tobytes()  # of nine shards
-
-
-@pytest.mark.parametrize("order", [1, 2, np.inf])
-@settings(
-    deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(st.tuples(stretch(ROWS), stretch(TOKENS)))
-def test_norms_are_those_of_the_values(
-    stored: tuple[StoredArray, np.ndarray], order: float, key: tuple[slice, slice]
-) -> None:
-    array, _ = stored
-    norms, expected = array.norms(*key, order), token_norm(array.values(key), order)
-    assert norms.dtype == expected.dtype == np.float32
-    assert norms.shape == expected.shape
-    assert norms.tobytes() == expected.tobytes()
 
 
 def test_native_bits_come_as_they_were_written(

@@ -1,4 +1,4 @@
-"""Bands show the statistics of `by_population`."""
+"""Figures of motion show the numbers of the analysis."""
 
 from __future__ import annotations
 
@@ -9,6 +9,19 @@ from matplotlib.figure import Figure as Canvas
 from trajstore import analysis
 from trajstore.analysis.figures import FIGURES
 from trajstore.analysis.figures.style import POPULATION_COLOURS
+
+
+def test_seams(run):
+    W = run.W.where(run.step < 12, run.W + 5)
+    run = run.assign(W=W.drop_attrs().chunk(step=6))
+    expected = analysis.seams(run).compute()
+    ax = FIGURES["seams"](run, Canvas().subplots())
+    np.testing.assert_array_equal(ax.lines[0].get_ydata(), expected.seam_score)
+    marks = ax.lines[-1]
+    np.testing.assert_array_equal(marks.get_xdata(), expected.step[expected.seam])
+    assert marks.get_xdata().size
+    assert f"seams at step {marks.get_xdata()[0]}" in ax.texts[0].get_text()
+
 
 QUANTITIES = {
     "gradients": analysis.grad_norms,
@@ -76,3 +89,41 @@ def test_a_second_run_has_broken_lines(run):
     ax = FIGURES["speed"](run, Canvas().subplots(), other=run.isel(step=slice(0, 9)))
     assert [line.get_linestyle() for line in ax.lines] == ["-", "-", "--", "--"]
     np.testing.assert_array_equal(ax.lines[2].get_ydata(), ax.lines[0].get_ydata()[:8])
+
+
+def test_speeds(run):
+    expected = analysis.bulk_thermal(run)
+    ax = FIGURES["bulk-thermal"](run, Canvas().subplots())
+    for points, population in zip(ax.collections, ("dead", "live"), strict=True):
+        part = expected.sel(population=population).compute()
+        moving = (part.bulk_speed > 0) & (part.thermal_speed > 0)
+        np.testing.assert_array_equal(points.get_offsets()[:, 0], part.thermal_speed[moving])
+        np.testing.assert_array_equal(points.get_offsets()[:, 1], part.bulk_speed[moving])
+        np.testing.assert_array_equal(points.get_array(), part.step[moving])
+
+
+def test_steps_that_a_logarithmic_axis_cannot_show_are_told(run):
+    later = run.W.isel(step=11) + np.float32(2) * (run.step > 15)  # all at once, at step 16
+    steps = run.assign(W=run.W.where(run.step < 12, later).drop_attrs())
+    found = analysis.bulk_thermal(steps, "live").compute()
+    rest = int(((found.bulk_speed == 0) & (found.thermal_speed == 0)).sum())
+    alike = int(((found.bulk_speed > 0) & (found.thermal_speed == 0)).sum())
+    assert rest >= 10
+    assert alike == 1
+    ax = FIGURES["bulk-thermal"](steps, Canvas().subplots())
+    told = [text.get_text() for text in ax.get_legend().get_texts()]
+    expected = f"{22 - rest - alike} shown, {rest} at rest, 1 all moving exactly alike"
+    assert f"live tokens: of 22 steps {expected}" in told
+
+
+@pytest.mark.parametrize("held", [1 << 28, 4 * 8 * 66])
+def test_lags_up_to_half_of_the_rows_or_as_many_as_may_be_held(held, run, monkeypatch):
+    monkeypatch.setattr("trajstore.analysis.figures.motion._HELD", held)
+    run = run.assign_coords(step=run.step * 10)
+    ax = FIGURES["autocorrelation"](run, Canvas().subplots())
+    lags = list(range(1, 12 if held > 1 << 20 else 5))
+    expected = analysis.autocorrelation(run, lags).autocorrelation
+    for line, name in zip(ax.lines, ("dead", "live"), strict=False):
+        np.testing.assert_array_equal(line.get_xdata(), np.array(lags) * 10)
+        np.testing.assert_array_equal(line.get_ydata(), expected.sel(population=name))
+    assert ax.get_xscale() == "log"

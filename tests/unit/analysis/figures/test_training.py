@@ -1,4 +1,4 @@
-"""Curves show the numbers of the analysis."""
+"""Figures of training show the numbers of the analysis and what was recorded."""
 
 from __future__ import annotations
 
@@ -43,22 +43,30 @@ def test_logits_of_some_tokens_are_refused(run):
         drawn("logits", run.isel(token=slice(0, 3)))
 
 
-def test_centroid(run):
-    expected = analysis.centroid(run)
-    lines = iter(drawn("centroid", run).lines)
-    for population in ("dead", "live"):
-        part = expected.sel(population=population)
-        np.testing.assert_array_equal(next(lines).get_ydata(), part.centroid_norm)
-        np.testing.assert_array_equal(next(lines).get_ydata(), part.mean_radius)
+def test_moments(run):
+    expected = analysis.moment_plane(run).compute()
+    ax = FIGURES["moments"](run, Canvas().subplots(), population="dead")
+    mesh = ax.collections[0]
+    part = expected.sel(population="dead")
+    np.testing.assert_array_equal(mesh.get_array().filled(0), part["count"].values.T)
+    line = expected.threshold.sel(quantile=0.5)
+    np.testing.assert_array_equal(ax.lines[0].get_ydata(), line)
+    np.testing.assert_array_equal(ax.lines[0].get_xdata(), expected.root)
+    assert "step 22, learning rate 0.0001, dead tokens" in told(ax)
 
 
-def test_seams(run):
-    W = run.W.where(run.step < 12, run.W + 5)
-    run = run.assign(W=W.drop_attrs().chunk(step=6))
-    expected = analysis.seams(run).compute()
-    ax = drawn("seams", run)
-    np.testing.assert_array_equal(ax.lines[0].get_ydata(), expected.seam_score)
-    marks = ax.lines[-1]
-    np.testing.assert_array_equal(marks.get_xdata(), expected.step[expected.seam])
-    assert marks.get_xdata().size
-    assert f"seams at step {marks.get_xdata()[0]}" in ax.texts[0].get_text()
+def told(ax):
+    return ax.texts[0].get_text().replace("\n", " ")
+
+
+def test_every_parameter_at_every_step(run, monkeypatch):
+    ax = FIGURES["parameters"](run, Canvas().subplots())
+    (mesh,) = ax.collections
+    shown = mesh.get_array().reshape(3, -1)
+    np.testing.assert_array_equal(shown, run.param_update_lost.values[1:].T)
+    assert [label.get_text() for label in ax.get_yticklabels()] == run.parameter.values.tolist()
+    monkeypatch.setattr("trajstore.analysis.figures.training._CELLS", 10)
+    ax = FIGURES["parameters"](run, Canvas().subplots())
+    thinned = ax.collections[0].get_array().reshape(3, -1)
+    np.testing.assert_array_equal(thinned, run.param_update_lost.values[1::7].T)
+    assert "every 7th step" in ax.texts[0].get_text()

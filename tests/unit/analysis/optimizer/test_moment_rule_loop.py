@@ -31,7 +31,7 @@ def followed(moment, before, gradient, taken, monkeypatch, *, compiled):
     with monkeypatch.context() as patch:
         patch.setattr(compiled_loop, "_ENOUGH", 0)
         patch.setattr(
-            moment_rule, "_LOOP", Spy("trajstore.analysis.optimizer.moment_loop", "follow_rows")
+            moment_rule, "_LOOP", Spy("trajstore.analysis.optimizer.moment_rule", "follow_rows")
         )
         out = np.full(gradient.shape, -1.0)
         RULE.follow(moment, before, gradient, taken, out)

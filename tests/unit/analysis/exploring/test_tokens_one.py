@@ -9,7 +9,7 @@ from example_run import write_example_run
 
 from trajstore import analysis, open_run
 from trajstore.analysis.exploring.run_history import RunHistory, prepare
-from trajstore.analysis.exploring.token_history import cause_sentences, token_history
+from trajstore.analysis.exploring.tokens import cause_sentences, token_history
 
 
 @pytest.fixture(scope="module")

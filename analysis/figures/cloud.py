@@ -1,4 +1,4 @@
-"""Tokens' paths in one fixed plane."""
+"""The cloud of tokens: its centre, its principal axes, paths in it, and shared vectors."""
 
 from __future__ import annotations
 
@@ -8,17 +8,42 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.cloud.shape import build_pca
-from trajstore.analysis.figures.axes_marks import named, note, with_legend, with_units
+from trajstore.analysis.cloud import identical_vectors, shape
+from trajstore.analysis.figures.axes_marks import (
+    along_steps,
+    log_scale,
+    named,
+    note,
+    population_curves,
+    spread_note,
+    with_legend,
+    with_units,
+)
 from trajstore.analysis.figures.figure import Figure, Look, Options
 from trajstore.analysis.figures.style import population_colour, shades
+from trajstore.analysis.motion import collective
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import chosen_populations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["trajectory"]
+__all__ = ["centroid", "clusters", "spectrum", "trajectory"]
+
+
+def _centroid(scan: Scan, options: Options) -> xr.Dataset:
+    shown = options.populations(scan)
+    return collective.centroid(scan, shown)[["centroid_norm", "mean_radius"]]
+
+
+def _draw_centroid(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    labels = {"centroid_norm": "norm of their centre", "mean_radius": "mean distance from it"}
+    population_curves(ax, data, look, labels)
+    along_steps(ax, "length", data["centroid_norm"].attrs["units"])
+    lines = "whole: how far their centre is from 0; dotted: how far they are from it, on average"
+    spread_note(ax, look, alone=lines)
+    with_legend(ax)
+
 
 _LINES = 500
 """Tokens up to which each has a line of its own; of more, the points are counted."""
@@ -27,14 +52,14 @@ _POINTS = 1 << 25
 _CELLS = 500
 
 
-def _collect(history: Scan, options: Options) -> xr.Dataset:
-    shown = options.populations(history)
+def _trajectory(scan: Scan, options: Options) -> xr.Dataset:
+    shown = options.populations(scan)
     first: Any = None if options.plane == "principal" else options.plane
-    found = build_pca(history, components=2, first=first)
+    found = shape.pca(scan, components=2, first=first)
     position, variance = found["scores"], found["spectrum"].rename(principal="component")
     whole = variance.sum()
     every = -(-position.sizes["step"] * position.sizes["token"] // _POINTS)
-    _, members = chosen_populations(history.ds, shown)
+    _, members = chosen_populations(scan.ds, shown)
     return xr.Dataset(
         {
             "position": position.isel(step=slice(None, None, every)),
@@ -46,7 +71,7 @@ def _collect(history: Scan, options: Options) -> xr.Dataset:
     )
 
 
-def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
+def _draw_trajectory(ax: Axes, data: xr.Dataset, look: Look) -> None:
     position = data["position"].transpose("component", "step", "token")
     few = position.sizes["token"] <= _LINES
     # Live tokens first: the dead ones, mostly together in one place, lie above them.
@@ -77,14 +102,14 @@ def _draw(ax: Axes, data: xr.Dataset, look: Look) -> None:
         texts.append(with_units(text, data["position"].attrs.get("units")))
     ax.set_xlabel(texts[0])
     ax.set_ylabel(texts[1])
-    told = (
+    notes = (
         []
         if few
         else ["all tokens at all steps, counted in cells: the stronger the colour, the more (log)"]
     )
-    told += [f"every {data.attrs['every']}th step"] if data.attrs["every"] > 1 else []
-    if told:
-        note(ax, "; ".join(told))
+    notes += [f"every {data.attrs['every']}th step"] if data.attrs["every"] > 1 else []
+    if notes:
+        note(ax, "; ".join(notes))
     with_legend(ax)
 
 
@@ -130,12 +155,102 @@ def _cells(values: npt.NDArray[Any], low: float, high: float) -> npt.NDArray[np.
     return np.minimum(places.astype(np.int64), _CELLS - 1)
 
 
+_ROWS = {"all": "all steps", "last": "last step"}
+
+
+def _spectra(scan: Scan, options: Options) -> xr.Dataset:
+    shown = options.populations(scan)
+    found = [xr.concat([_spectrum(scan, name, rows) for rows in _ROWS], "rows") for name in shown]
+    whole = xr.concat(found, "population").assign_coords(population=shown, rows=list(_ROWS))
+    whole["spectrum"].attrs["units"] = found[0]["spectrum"].attrs["units"]
+    return whole
+
+
+def _spectrum(scan: Scan, population: str, rows: str) -> xr.Dataset:
+    return shape.pca(scan, population, 1, rows)[["spectrum", "effective_rank"]].drop_attrs(
+        deep=False
+    )
+
+
+def _draw_spectrum(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    values = data["spectrum"].transpose("population", "rows", "principal").values
+    numbers = np.arange(1, values.shape[2] + 1)
+    lines = (look.line, "-." if look.second else ":")
+    for population, spectra, ranks in zip(
+        data["population"].values.tolist(), values, data["effective_rank"].values, strict=True
+    ):
+        for line, rows, variances, rank in zip(lines, _ROWS.values(), spectra, ranks, strict=True):
+            # Zero has no place on a logarithmic axis, and what is less than this is rounding.
+            least = variances.max(initial=0) * variances.size * np.finfo(np.float64).eps
+            shown = np.where(variances > least, variances, np.nan)
+            label = f"{named(population)}, {rows}: effective rank {rank:.3g}"
+            colour = population_colour(population)
+            ax.plot(numbers, shown, line, marker=".", ms=4, color=colour, label=look.label(label))
+    ax.set_xlabel("principal axis")
+    ax.set_ylabel(with_units("variance along it", data["spectrum"].attrs["units"]))
+    ax.grid(True, axis="y")
+    log_scale(ax, "y", values)
+    with_legend(ax)
+
+
+def _clusters(scan: Scan, options: Options) -> xr.Dataset:
+    shown = options.populations(scan)
+    found = identical_vectors.clusters(scan, None, options.lattice, ranks=1).sel(population=shown)
+    vectors = found["groups"] + found["singles"]
+    # Of single tokens only, the largest group is one of them.
+    largest = found["group_sizes"].isel(rank=0).clip(min=1)
+    return xr.Dataset({"vectors": vectors, "largest": largest})
+
+
+def _draw_clusters(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    labels = {"vectors": "different vectors", "largest": "tokens that share the commonest"}
+    population_curves(ax, data, look, labels)
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter("{x:,.0f}")
+    along_steps(ax, "number of vectors, or of tokens")
+    spread_note(ax, look)
+    with_legend(ax)
+
+
+centroid = Figure(
+    name="centroid",
+    title="Centre of the tokens, and their distance from it",
+    collect=_centroid,
+    draw=_draw_centroid,
+    rows=1,
+    reading="rows",
+    overlays=True,
+    averages=True,
+)
+
 trajectory = Figure(
     name="trajectory",
     title="Paths of the tokens in the plane of their largest spread",
-    collect=_collect,
-    draw=_draw,
+    collect=_trajectory,
+    draw=_draw_trajectory,
     rows=1,
     scales=False,
     reading="plane",
+)
+
+spectrum = Figure(
+    name="spectrum",
+    title="Variance of the tokens along their principal axes",
+    collect=_spectra,
+    draw=_draw_spectrum,
+    rows=1,
+    overlays=True,
+    reading="plane",
+)
+
+clusters = Figure(
+    name="clusters",
+    title="Tokens that have become identical",
+    collect=_clusters,
+    draw=_draw_clusters,
+    rows=1,
+    on_lattice=True,
+    overlays=True,
+    averages=True,
+    reading="identical",
 )

@@ -9,7 +9,7 @@ from watched_runs import HOSTILE, begin, extend
 
 from trajstore import open_run
 from trajstore.analysis.exploring.run_history import prepare
-from trajstore.analysis.exploring.token_list import TokenList, nearest
+from trajstore.analysis.exploring.tokens import TokenList, nearest
 
 
 def tokens(*texts: str) -> TokenList:

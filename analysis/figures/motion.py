@@ -1,0 +1,279 @@
+"""How tokens move: distances and speeds, the motion of their centre, its memory, and seams."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.figures.axes_marks import (
+    along_steps,
+    log_scale,
+    named,
+    note,
+    population_band,
+    spread_note,
+    with_legend,
+    with_units,
+)
+from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.style import POPULATION_COLOURS, population_colour, shades
+from trajstore.analysis.motion import collective, norms, resume_seams, velocity
+from trajstore.analysis.motion.autocorrelation import autocorrelation as autocorrelation_at
+from trajstore.analysis.scan.population_statistics import statistics
+from trajstore.analysis.scan.scan import Scan
+from trajstore.populations.masks import chosen_populations
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["autocorrelation", "bulk_thermal", "displacement", "gradients", "seams", "speed"]
+
+_BAND = (0.05, 0.95)
+
+
+def _bands(values: xr.DataArray, scan: Scan, options: Options) -> xr.Dataset:
+    """Mean and quantiles of the populations to be shown, and how many tokens they have."""
+    shown = options.populations(scan)
+    _, groups = chosen_populations(scan.ds, shown)
+    found = statistics(values, np.array(_BAND), shown)
+    return found[["mean", "quantiles"]].assign(tokens=("population", groups.sum(1)))
+
+
+def _draw_bands(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    for population in data["population"].values.tolist():
+        population_band(ax, data, population, look)
+    label = str(data["mean"].attrs["long_name"]).removeprefix("mean of ")
+    along_steps(ax, label, data["mean"].attrs.get("units"))
+    log_scale(ax, "y", data["mean"].values)
+    text = "line: mean over tokens; band: 5 % to 95 % of them"
+    spread_note(ax, look, over="tokens and runs", alone=text)
+    if look.spread is None and (zeros := _zeros(data, look)):
+        note(ax, f"0, which a logarithmic axis does not show: {zeros}")
+    with_legend(ax)
+
+
+def _zeros(data: xr.Dataset, look: Look) -> str:
+    """At how many steps the lower end of a band is 0, and the mean is."""
+    notes = []
+    for population in data["population"].values.tolist():
+        part = data.sel(population=population)
+        low, mean = ((part[name] == 0).values for name in ("quantiles", "mean"))
+        counts = {"5 % quantile": low.any(-1).sum(), "mean": mean.sum()}
+        of = f"of {part.sizes['step']:,} steps"
+        notes += [
+            look.label(f"{name} of {named(population)} at {count:,} {of}")
+            for name, count in counts.items()
+            if count
+        ]
+    return "; ".join(notes)
+
+
+def _gradients(scan: Scan, options: Options) -> xr.Dataset:
+    lengths = norms.grad_norms(scan)
+    lengths = lengths.assign_attrs(units=f"{lengths.attrs['units']} per unit of W")
+    return _bands(lengths, scan, options).isel(step=slice(1, None))
+
+
+def _displacement(scan: Scan, options: Options) -> xr.Dataset:
+    since = int(scan.steps[0])
+    return _bands(norms.displacement(scan, since), scan, options).isel(step=slice(1, None))
+
+
+def _speed(scan: Scan, options: Options) -> xr.Dataset:
+    return _bands(velocity.speed(scan), scan, options)
+
+
+_MARKERS = {"dead": "o", "live": "^", "all": "s", "mostly_dead": "D"}
+
+
+def _bulk_thermal(scan: Scan, options: Options) -> xr.Dataset:
+    shown = options.populations(scan)
+    return collective.bulk_thermal(scan, shown)[["bulk_speed", "thermal_speed"]]
+
+
+def _draw_bulk_thermal(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    steps = data["step"].values
+    any_shown = False
+    for population in data["population"].values.tolist():
+        part = data.sel(population=population)
+        bulk, thermal = part["bulk_speed"].values, part["thermal_speed"].values
+        shown = (bulk > 0) & (thermal > 0)
+        any_shown |= bool(shown.any())
+        colour, marker = population_colour(population), _MARKERS.get(population, "v")
+        ax.scatter(
+            thermal[shown],
+            bulk[shown],
+            c=steps[shown],
+            vmin=steps[0],
+            vmax=steps[-1],
+            cmap=shades(colour, look.style.ground),
+            marker=marker,
+            s=14,
+            lw=0,
+            rasterized=True,
+        )
+        label = f"{named(population)}: {_split(bulk, thermal)}"
+        ax.plot([], [], color=colour, marker=marker, ls="", label=label)
+    if any_shown:
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        limits = ax.get_xlim(), ax.get_ylim()
+        ends = [min(*limits[0], *limits[1]), max(*limits[0], *limits[1])]
+        ax.plot(ends, ends, "--", color=look.style.grid, lw=1, label="equal", zorder=0)
+        ax.set_xlim(limits[0])
+        ax.set_ylim(limits[1])
+    units = data["bulk_speed"].attrs["units"]
+    ax.set_xlabel(with_units("thermal speed (rms about the mean velocity)", units))
+    ax.set_ylabel(with_units("bulk speed (mean velocity)", units))
+    note(
+        ax,
+        f"a point is a step: faint the first, {steps[0]}, strong the last, {steps[-1]}; at rest "
+        "both speeds are 0; if all move exactly alike, the thermal one",
+    )
+    with_legend(ax)
+
+
+def _split(bulk: npt.NDArray[Any], thermal: npt.NDArray[Any]) -> str:
+    """Of all steps, how many a point shows, and why the others have none."""
+    shown = (bulk > 0) & (thermal > 0)
+    counts = {
+        "shown": shown,
+        "at rest": (bulk == 0) & (thermal == 0),
+        "all moving exactly alike": (bulk > 0) & (thermal == 0),
+        "about a resting centre": (bulk == 0) & (thermal > 0),
+        "NaN": np.isnan(bulk) | np.isnan(thermal),
+    }
+    parts = [f"{count:,} {name}" for name, at in counts.items() if (count := int(at.sum()))]
+    return f"of {bulk.size:,} steps {', '.join(parts)}"
+
+
+_LAGS = 28
+_HELD = 1 << 28
+"""Bytes of the rows that are held, as many as the largest lag."""
+
+
+def _lags(scan: Scan) -> list[int]:
+    """Numbers of rows, evenly spaced on a logarithmic axis, up to half of all."""
+    sizes = scan.variable("W").sizes
+    held = _HELD // max(8 * sizes["token"] * sizes["hidden"], 1)
+    largest = max(1, min((scan.rows - 1) // 2, held))
+    return [int(lag) for lag in np.unique(np.geomspace(1, largest, _LAGS).round())]
+
+
+def _autocorrelation(scan: Scan, options: Options) -> xr.Dataset:
+    shown = options.populations(scan)
+    found = autocorrelation_at(scan, _lags(scan))
+    return found[["autocorrelation"]].sel(population=shown)
+
+
+def _draw_autocorrelation(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    values = data["autocorrelation"].transpose("population", "lag").values
+    for population, curve in zip(data["population"].values.tolist(), values, strict=True):
+        ax.plot(
+            data["lag_steps"].values,
+            curve,
+            look.line,
+            marker=".",
+            ms=4,
+            color=population_colour(population),
+            label=look.label(named(population)),
+        )
+    ax.set_xscale("log")
+    ax.axhline(0, color=look.style.grid, lw=1, zorder=0)
+    ax.set_xlabel("lag / optimizer steps")
+    ax.set_ylabel("autocorrelation of the velocity")
+    ax.grid(True, axis="y")
+    if not np.isfinite(values).any():
+        note(ax, "all values are NaN")
+    with_legend(ax)
+
+
+_THRESHOLD = 8.0
+
+
+def _seams(scan: Scan, options: Options) -> xr.Dataset:
+    return resume_seams.seams(scan, threshold=_THRESHOLD)
+
+
+def _draw_seams(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    steps, scores = data["step"].values, data["seam_score"].values
+    at = np.flatnonzero(data["seam"].values)
+    ax.plot(steps, scores, color=look.style.ink, lw=0.8, label="score of a step")
+    for sign in (1, -1):
+        label = f"±{_THRESHOLD:g}: a seam lies beyond" if sign > 0 else None
+        ax.axhline(sign * _THRESHOLD, color=look.style.second, ls="--", lw=0.9, label=label)
+    ax.plot(
+        steps[at],
+        scores[at],
+        "o",
+        color=POPULATION_COLOURS["dead"],
+        ms=4,
+        label=f"seams ({at.size})" if at.size else None,
+    )
+    top = max(_THRESHOLD, float(np.nanmax(abs(scores), initial=0))) * 1.15
+    ax.set_ylim(-top, top)
+    along_steps(ax, "robust z-score of the change of log mean speed")
+    shown = ", ".join(map(str, steps[at][:12])) + (", …" if at.size > 12 else "")
+    note(ax, f"seams at step {shown}" if at.size else f"no seam: no score beyond ±{_THRESHOLD:g}")
+    with_legend(ax)
+
+
+gradients = Figure(
+    name="gradients",
+    title="Gradient norm per token",
+    collect=_gradients,
+    draw=_draw_bands,
+    overlays=True,
+    averages=True,
+    reading="moments",
+)
+
+displacement = Figure(
+    name="displacement",
+    title="Distance of the tokens from where they began",
+    collect=_displacement,
+    draw=_draw_bands,
+    overlays=True,
+    averages=True,
+)
+
+speed = Figure(
+    name="speed",
+    title="Speed of the tokens",
+    collect=_speed,
+    draw=_draw_bands,
+    measures=("step_norm",),
+    overlays=True,
+    averages=True,
+)
+
+bulk_thermal = Figure(
+    name="bulk-thermal",
+    title="Motion as a body against motion about it",
+    collect=_bulk_thermal,
+    draw=_draw_bulk_thermal,
+    reading="rows",
+)
+
+autocorrelation = Figure(
+    name="autocorrelation",
+    title="How long motion keeps its direction",
+    collect=_autocorrelation,
+    draw=_draw_autocorrelation,
+    rows=3,
+    overlays=True,
+    reading="lags",
+)
+
+seams = Figure(
+    name="seams",
+    title="Seams: steps at which the run does not go on as it was",
+    collect=_seams,
+    draw=_draw_seams,
+    measures=("step_norm",),
+    scales=False,
+    of_populations=False,
+)

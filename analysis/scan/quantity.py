@@ -1,0 +1,142 @@
+"""Register a quantity: a function of a `Scan` that everybody calls with a Dataset."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import xarray as xr
+
+from trajstore.analysis.scan.scan import Scan
+from trajstore.argument_types import checks_types
+
+__all__ = ["ALONE", "QUANTITIES", "Quantity", "quantity", "registered", "takes_scan"]
+
+P = ParamSpec("P")
+R = TypeVar("R", bound=xr.DataArray | xr.Dataset)
+F = TypeVar("F", bound=Callable[..., xr.DataArray | xr.Dataset])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantity:
+    """One question about a run.
+
+    Attributes
+    ----------
+    function : callable
+        The public function, of a Dataset or a `Scan` and options.
+    measures : tuple of str
+        What it needs of the way between rows, with default options.
+    only_native : bool
+        Whether it refuses any lattice but that of W itself.
+    """
+
+    function: Callable[..., xr.DataArray | xr.Dataset]
+    measures: tuple[str, ...] = ()
+    only_native: bool = False
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the options of the public function."""
+        return tuple(inspect.signature(self.function).parameters)[1:]
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Names of the options that have no default."""
+        parameters = inspect.signature(self.function).parameters
+        return tuple(
+            key for key in self.options if parameters[key].default is inspect.Parameter.empty
+        )
+
+    def kind_of(self, option: str) -> str:
+        """What values of an option are: ``text``, ``numbers`` or ``whole numbers``."""
+        types = _types_in(typing.get_type_hints(self.function)[option]) - {type(None)}
+        if types == {int}:
+            return "whole numbers"
+        return "numbers" if types <= {int, float} else "text"
+
+    def on(self, lattice: str) -> dict[str, Any]:
+        """Options that ask it on a lattice; none if it knows of none."""
+        return {"lattice": lattice} if "lattice" in self.options else {}
+
+
+def _types_in(hint: Any) -> set[Any]:
+    """Types that a hint is made of; of a literal those of its values."""
+    parts = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return {type(part) for part in parts}
+    return set().union(*map(_types_in, parts)) if parts else {hint}
+
+
+QUANTITIES: dict[str, Quantity] = {}
+"""Quantities by name, which `trajstore.analysis.compute` computes together in one pass."""
+
+ALONE: dict[str, Quantity] = {}
+"""Quantities that ``trajstore analyze`` computes by themselves only, about named steps."""
+
+
+def takes_scan(
+    function: Callable[Concatenate[Scan, P], R],
+) -> Callable[Concatenate[xr.Dataset | Scan, P], R]:
+    """Decorator of a function of a `Scan`, so that it takes a Dataset or a Scan.
+
+    It also checks the types of the other arguments. Users see a function of a Dataset, ``ds``.
+    """
+    checked = checks_types(function)
+
+    def prepared(ds: xr.Dataset | Scan, *arguments: P.args, **options: P.kwargs) -> R:
+        return checked(ds if isinstance(ds, Scan) else Scan(ds), *arguments, **options)
+
+    signature = inspect.signature(function)
+    scan, *others = signature.parameters.values()
+    ds = scan.replace(name="ds", annotation="xr.Dataset")
+    hints = function.__annotations__.items()
+    public: Any = functools.update_wrapper(prepared, function)
+    public.__signature__ = signature.replace(parameters=[ds, *others])
+    public.__annotations__ = {
+        "ds": ds.annotation,
+        **{name: hint for name, hint in hints if name != scan.name},
+    }
+    decorated: Callable[Concatenate[xr.Dataset | Scan, P], R] = public
+    return decorated
+
+
+def registered(
+    *, measures: tuple[str, ...] = (), only_native: bool = False, alone: bool = False
+) -> Callable[[F], F]:
+    """Decorator that adds a public function to `QUANTITIES`, or to `ALONE`.
+
+    Parameters
+    ----------
+    measures : tuple of str
+    only_native : bool
+        As in `Quantity`.
+    alone : bool
+        Whether it is never computed together with others.
+    """
+
+    def register(function: F) -> F:
+        (ALONE if alone else QUANTITIES)[function.__name__] = Quantity(
+            function=function, measures=measures, only_native=only_native
+        )
+        return function
+
+    return register
+
+
+def quantity(
+    *, measures: tuple[str, ...] = (), only_native: bool = False, alone: bool = False
+) -> Callable[[Callable[Concatenate[Scan, P], R]], Callable[Concatenate[xr.Dataset | Scan, P], R]]:
+    """Decorator of a quantity, written as a function of a `Scan`: `registered` and `takes_scan`."""
+    register = registered(measures=measures, only_native=only_native, alone=alone)
+
+    def decorate(
+        function: Callable[Concatenate[Scan, P], R],
+    ) -> Callable[Concatenate[xr.Dataset | Scan, P], R]:
+        return register(takes_scan(function))
+
+    return decorate
