@@ -81,7 +81,8 @@ def _is_of_trajstore(found: CheckedMetadata) -> bool:
     """Whether anything says that it is a run: others call their arrays step and W, too.
 
     A result of an analysis has the run's coordinates, and ``step`` with its copy of the root's
-    attributes, and does not hold the recorded parameter.
+    attributes, and does not hold the recorded parameter. An exported Zarr holds it, in codecs
+    that are not of a run.
     """
     if "trajstore_format" in found.attributes:
         return True
@@ -90,7 +91,7 @@ def _is_of_trajstore(found: CheckedMetadata) -> bool:
     if not trajectories:
         return False
     return found.copy is not None or any(
-        "native_dtype" in text or "trajstore." in text for text in map(json.dumps, trajectories)
+        "trajstore." in text for text in map(json.dumps, trajectories)
     )
 
 

@@ -19,6 +19,7 @@ from trajstore import (
     RunNotFound,
     RunWriter,
     Verification,
+    export,
     open_run,
     repair,
     verify,
@@ -462,6 +463,10 @@ def test_what_is_no_run_is_an_error(tmp_path: Path, run: Path) -> None:
     zarr.create_group(tmp_path / "group.zarr")
     with pytest.raises(FormatError, match="no trajstore_format"):
         verify(tmp_path / "group.zarr")
+    export(run, tmp_path / "exported.zarr", format="zarr")
+    for check in (verify, repair):
+        with pytest.raises(FormatError, match="is a Zarr group, but no run"):
+            check(tmp_path / "exported.zarr")
     with pytest.raises(InvalidArgument, match="0 threads"):
         verify(run, threads=0)
 
