@@ -167,7 +167,7 @@ def _chunks(
             "fewer rows (--block-rows)"
         )
     if "token" in variable.dims:
-        rows = block_rows or min(variable.tile[0], _MOST_ROWS, fitting)
+        rows = block_rows or max(1, min(variable.tile[0], _MOST_ROWS, fitting))
         count = max(1, _CHUNK * shape[1] // (rows * row))
         chunk = (rows, min(count, shape[1]), *shape[2:])
     else:

@@ -199,7 +199,7 @@ def _of_dataset(ds: xr.Dataset) -> TiledRun:
                 f"expected ({', '.join(dims)})"
             )
         da = da.transpose(*dims)
-        chunks = da.chunksizes if da.chunks is not None else {}
+        chunks = da.variable.chunksizes  # its coordinates may have others
         tile = tuple(max(chunks.get(dim, (da.sizes[dim],)), default=1) for dim in dims[:2])
 
         def get(where: Where, da: xr.DataArray = da) -> Array:

@@ -70,6 +70,18 @@ def test_every_bit_pattern_and_a_selection(tmp_path: Path) -> None:
     assert_same_run(part.drop_vars("exp_avg"), out)
 
 
+def test_datasets_without_rows_and_with_other_chunks_along_token(
+    small_run: SmallRun, tmp_path: Path
+) -> None:
+    path, _ = small_run
+    ds, out = xr.open_zarr(path), tmp_path / "out.zarr"
+    chunked = ds.assign(W=ds.W.variable.chunk(token=3))  # its coordinates have one chunk
+    trajstore.export(chunked, out, format="zarr")
+    assert_same_run(path, out)
+    trajstore.export(ds.isel(step=[]), out, format="zarr", overwrite=True)
+    assert xr.open_zarr(out).W.shape == (0, *ds.W.shape[1:])
+
+
 def test_memory_does_not_grow_with_the_run(tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     write_run(path, {"W": "float32"}, rows=256, tokens=2000, hidden=8, block_rows=16)
