@@ -30,10 +30,10 @@ def register_accessors() -> None:
         return
     from importlib.metadata import entry_points
 
-    _registered = True
     for point in entry_points(group="trajstore.accessors"):
         if not hasattr(xarray.Dataset, point.name):
             xarray.register_dataset_accessor(point.name)(_loading(point))
+    _registered = True
 
 
 def _loading(point: EntryPoint) -> Any:

@@ -67,8 +67,7 @@ def verify(run: str, with_replay: bool, as_json: bool) -> None:
 def _replay(run: str) -> Any:
     """Result of the replay that is installed: with ``clean`` and ``facts()``."""
     try:
-        (point,) = entry_points(group="trajstore.replays", name="optimizer")
-        replay = point.load()
+        replay = next(iter(entry_points(group="trajstore.replays", name="optimizer"))).load()
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "trajstore":
             raise
