@@ -1,20 +1,14 @@
-"""A plain PyTorch training loop."""
+"""Shuffled batches for the plain PyTorch loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from accelerate.data_loader import SkipBatchSampler
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
-from trajstore.trainers.config import RunConfig
-
-__all__ = ["AUTOCAST", "Batches", "build_scaler", "train"]
-
-AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+__all__ = ["Batches"]
 
 Batch = dict[str, torch.Tensor]
 
@@ -82,73 +76,3 @@ class Batches:
             generator=self._generator,
         )
         self._iterator = iter(rest) if consumed else iter(())
-
-
-def build_scaler(config: RunConfig, device: torch.device) -> torch.amp.GradScaler | None:
-    """Gradient scaler, where gradients of float16 could vanish."""
-    if config.training.autocast != "float16":
-        return None
-    return torch.amp.GradScaler(device.type)
-
-
-def train(
-    model: torch.nn.Module,
-    optimizer: Optimizer,
-    schedule: LRScheduler,
-    batches: Iterator[Batch],
-    config: RunConfig,
-    device: torch.device,
-    scaler: torch.amp.GradScaler | None,
-    *,
-    first_step: int = 0,
-    on_step_end: Callable[[], bool] = lambda: False,
-) -> None:
-    """Train until the configuration's number of optimizer steps is reached.
-
-    A step whose gradients overflow is skipped, and counts.
-
-    Parameters
-    ----------
-    model : Module
-        Returns its loss when it is given ``labels``.
-    optimizer : Optimizer
-    schedule : LRScheduler
-    batches : iterator of dict of tensors
-    config : RunConfig
-    device : torch.device
-    scaler : GradScaler, optional
-    first_step : int
-        Steps taken before.
-    on_step_end : callable
-        Called after each step, when everything is as the next one will find it; training stops
-        when it returns True.
-    """
-    training = config.training
-    autocast = torch.autocast(
-        device.type,
-        AUTOCAST.get(training.autocast, torch.bfloat16),
-        enabled=training.autocast != "none",
-    )
-    model.train()
-    for _ in range(first_step, training.steps):
-        optimizer.zero_grad()
-        for _ in range(training.accumulation):
-            batch = {name: values.to(device) for name, values in next(batches).items()}
-            with autocast:
-                loss = model(**batch).loss / training.accumulation
-            (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        if training.max_grad_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm)
-        if scaler is None:
-            optimizer.step()
-            schedule.step()
-        else:
-            scale = scaler.get_scale()
-            scaler.step(optimizer)
-            scaler.update()
-            if scaler.get_scale() >= scale:  # it falls when a step was skipped
-                schedule.step()
-        if on_step_end():
-            return
