@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -38,13 +39,7 @@ def preset_names(ctx: click.Context, option: click.Parameter, begun: str) -> lis
 
 def _together(*options: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator that adds several options, in this order."""
-
-    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
+    return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
 configuration = _together(

@@ -83,6 +83,7 @@ def sweep(
       trajstore sweep --preset gatsby --set initialisation.sigma=1e-5,1e-4 --seeds 1,2 -o runs/
       trajstore sweep --preset gatsby --seeds 1:1001 -o runs/ --print > commands.txt
     """
+    from trajstore.trainers.sweeps.grid import parse_seeds, swept_runs
     from trajstore.trainers.sweeps.sweep_folder import settle_threads
 
     if "://" in output:
@@ -93,7 +94,11 @@ def sweep(
     folder = Path(output)
     places = {name: value for name, value in fields.items() if name in PLACES}
     common = settings_of((), variables, places)
-    runs = _runs(preset_name, config_file, assignments, seeds, common)
+    base = named_config(preset_name, config_file)
+    stem = preset_name or Path(str(config_file)).stem
+    chosen = None if seeds is None else parse_seeds(seeds)
+    # All of them now, so that what is wrong with any is reported before the first begins.
+    runs = swept_runs(base, stem, assignments, chosen, common)
     threads = settle_threads(folder, jobs, threads, keep=not printed)
     passed_on = _passed_on(click.get_current_context())
     commands = [_command(run, folder, passed_on) for run in runs]
@@ -105,22 +110,6 @@ def sweep(
         text.partition("=")[0].strip() == "training.steps" for text in (*assignments, *common)
     )
     _record(runs, commands, folder, jobs, threads, steps_given=steps_given, as_json=as_json)
-
-
-def _runs(
-    preset_name: str | None,
-    config_file: str | None,
-    assignments: tuple[str, ...],
-    seeds: str | None,
-    common: list[str],
-) -> list[SweptRun]:
-    """All runs; what is wrong with any of them is told before the first begins."""
-    from trajstore.trainers.sweeps.grid import parse_seeds, swept_runs
-
-    base = named_config(preset_name, config_file)
-    stem = preset_name or Path(str(config_file)).stem
-    chosen = None if seeds is None else parse_seeds(seeds)
-    return swept_runs(base, stem, assignments, chosen, common)
 
 
 def _passed_on(ctx: click.Context) -> list[str]:
