@@ -289,6 +289,14 @@ class RunConfig(_Section):
             raise ConfigError(f"the configuration {path} is not TOML: {error}") from error
         return cls.parse(values)
 
+    def flat(self) -> dict[str, Any]:
+        """JSON values of all fields, by ``section.field``."""
+        return {
+            f"{section}.{field}": value
+            for section, fields in self.model_dump(mode="json").items()
+            for field, value in fields.items()
+        }
+
     def to_toml(self) -> str:
         """All fields as TOML."""
         return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))

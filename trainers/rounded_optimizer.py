@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -137,7 +137,8 @@ class RoundedOptimizer(Optimizer):
             handle.remove()
         # Copies, and in their types: what was loaded is of the parameters'.
         saved = [index for group in given["param_groups"] for index in group["params"]]
-        for index, parameter in zip(saved, self._parameters(), strict=True):
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(saved, parameters, strict=True):
             for name, value in given["state"].get(index, {}).items():
                 if isinstance(value, torch.Tensor):
                     device = value.device if name == _STEP else parameter.device
@@ -208,10 +209,6 @@ class RoundedOptimizer(Optimizer):
             rounds = _is_rounded(name, value)
             state[name] = _rounded(value, state_dtype, group, number, name) if rounds else value
         parameter.copy_(_rounded(shadow, parameter.dtype, group, number, "parameter"))
-
-    def _parameters(self) -> Iterator[torch.Tensor]:
-        for group in self.param_groups:
-            yield from group["params"]
 
 
 def round_stochastically(

@@ -78,7 +78,7 @@ def _of_text(corpus: str | None, tokenizer: str, token: npt.NDArray[Any]) -> dic
     """Coordinates that a tokenizer, and a text, tell."""
     import numpy as np
 
-    from trajstore.trainers.texts.corpus import tokenize
+    from trajstore.trainers.texts.corpus import tokenize_file
     from trajstore.trainers.texts.tokenizer import AsciiTokenizer, FileTokenizer
 
     maker = AsciiTokenizer() if tokenizer == "ascii" else FileTokenizer(tokenizer)
@@ -90,10 +90,6 @@ def _of_text(corpus: str | None, tokenizer: str, token: npt.NDArray[Any]) -> dic
     texts = np.array(maker.texts(), dtype=object)
     found: dict[str, Any] = {"token_text": [str(text) for text in texts[token]]}
     if corpus is not None:
-        try:
-            data = Path(corpus).read_bytes()
-        except OSError as error:
-            raise InvalidArgument(f"cannot read the corpus {corpus}: {error.strerror}") from error
-        counts = tokenize(data, maker, Path(corpus).name).counts()[token]
+        counts = tokenize_file(Path(corpus), maker).counts()[token]
         found |= {"token_count": counts, "is_dead": counts == 0}
     return found

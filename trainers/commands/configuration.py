@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from trajstore.cli.options import RECORD
+from trajstore.cli.options import RECORD, Choice
 from trajstore.errors import InvalidArgument, MissingExtra
 
 if TYPE_CHECKING:
@@ -16,7 +17,15 @@ if TYPE_CHECKING:
     from trajstore.trainers import RunConfig
 
 
-__all__ = ["configuration", "configured", "named_config", "preset_names", "settings_of"]
+__all__ = [
+    "PLACES",
+    "configuration",
+    "configured",
+    "named_config",
+    "preset_names",
+    "recording",
+    "settings_of",
+]
 
 
 def preset_names(ctx: click.Context, option: click.Parameter, begun: str) -> list[str]:
@@ -28,62 +37,84 @@ def preset_names(ctx: click.Context, option: click.Parameter, begun: str) -> lis
     return [name for name in PRESETS if name.startswith(begun)]
 
 
-def configuration(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options that make a configuration, the same for all commands that take one."""
-    options = (
-        click.option(
-            "--preset",
-            "preset_name",
-            metavar="NAME",
-            shell_complete=preset_names,
-            help="One of `trajstore presets`.",
-        ),
-        click.option(
-            "--config",
-            "config_file",
-            type=click.Path(dir_okay=False),
-            help="A TOML file instead of a preset, as `trajstore presets NAME` prints it.",
-        ),
-        click.option(
-            "--set",
-            "assignments",
-            multiple=True,
-            metavar="SECTION.KEY=VALUE",
-            help="Change one field of the configuration, such as optimizer.lr=3e-4. Repeatable.",
-        ),
-        click.option("--steps", type=int, help="Optimizer steps to train."),
-        click.option(
-            "--corpus", type=click.Path(), help="A text; default: as fetched, or embedded."
-        ),
-        click.option(
-            "--tokenizer",
-            type=click.Path(),
-            help="Folder of a tokenizer; default: as fetched, or none.",
-        ),
-        RECORD,
-        click.option("--every", type=int, metavar="K", help="Steps from one row to the next."),
-        click.option("--tokens", metavar="all|dead|live|FILE", help="Which tokens to record."),
-        click.option(
-            "--population",
-            "populations",
-            multiple=True,
-            metavar="NAME=EXPR|FILE",
-            help="A group of tokens that the run names: an expression over what is known of them, "
-            "such as 'rare=token_count < 10', or a file with a mask or ids. Repeatable.",
-        ),
-        click.option(
-            "--memory", metavar="SIZE", help="For all buffers of the recorder, such as 512MiB."
-        ),
-        click.option(
-            "--block-rows", type=int, help="Rows of a block; default: planned from the memory."
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+def _together(*options: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator that adds several options, in this order."""
+    return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
-_PLACES = {
+configuration = _together(
+    click.option(
+        "--preset",
+        "preset_name",
+        metavar="NAME",
+        shell_complete=preset_names,
+        help="One of `trajstore presets`.",
+    ),
+    click.option(
+        "--config",
+        "config_file",
+        type=click.Path(dir_okay=False),
+        help="A TOML file instead of a preset, as `trajstore presets NAME` prints it.",
+    ),
+    click.option(
+        "--set",
+        "assignments",
+        multiple=True,
+        metavar="SECTION.KEY=VALUE",
+        help="Change one field of the configuration, such as optimizer.lr=3e-4. Repeatable.",
+    ),
+    click.option("--steps", type=int, help="Optimizer steps to train."),
+    click.option("--corpus", type=click.Path(), help="A text; default: as fetched, or embedded."),
+    click.option(
+        "--tokenizer",
+        type=click.Path(),
+        help="Folder of a tokenizer; default: as fetched, or none.",
+    ),
+    RECORD,
+    click.option("--every", type=int, metavar="K", help="Steps from one row to the next."),
+    click.option("--tokens", metavar="all|dead|live|FILE", help="Which tokens to record."),
+    click.option(
+        "--population",
+        "populations",
+        multiple=True,
+        metavar="NAME=EXPR|FILE",
+        help="A group of tokens that the run names: an expression over what is known of them, "
+        "such as 'rare=token_count < 10', or a file with a mask or ids. Repeatable.",
+    ),
+    click.option(
+        "--memory", metavar="SIZE", help="For all buffers of the recorder, such as 512MiB."
+    ),
+    click.option(
+        "--block-rows", type=int, help="Rows of a block; default: planned from the memory."
+    ),
+)
+"""Options that make a configuration, the same for all commands that take one."""
+
+recording = _together(
+    click.option("--device", type=Choice(["auto", "cpu", "cuda", "mps"]), help="Where to train."),
+    click.option(
+        "--commit-every",
+        type=float,
+        metavar="SECONDS",
+        help="How late a row is safe, and seen, at most; default: 10; 0: whole blocks only.",
+    ),
+    click.option(
+        "--checkpoint-every",
+        type=int,
+        metavar="K",
+        help="Steps between checkpoints, rounded up to whole blocks; default: by time, so that "
+        "they cost at most a hundredth of it.",
+    ),
+    click.option("--fsync", is_flag=True, help="Have every commit survive a loss of power."),
+    click.option(
+        "--strict-numerics",
+        is_flag=True,
+        help="Refuse types in which the optimizer's state, or the weight decay, can do nothing.",
+    ),
+)
+"""Options of commands that record with a configuration."""
+
+PLACES = {
     "steps": "training.steps",
     "device": "training.device",
     "seed": "training.seed",
@@ -95,6 +126,7 @@ _PLACES = {
     "commit_every": "recording.commit_every",
     "checkpoint_every": "recording.checkpoint_every",
 }
+"""Field of the configuration that each option sets."""
 
 
 def configured(
@@ -137,7 +169,7 @@ def settings_of(
 ) -> list[str]:
     """All that is to be changed of a configuration, whichever option says so."""
     given = [
-        f"{_PLACES[name]}={json.dumps(value)}"
+        f"{PLACES[name]}={json.dumps(value)}"
         for name, value in fields.items()
         if value not in (None, ())
     ]

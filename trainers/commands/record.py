@@ -14,11 +14,16 @@ import click
 
 from trajstore.byte_sizes import format_bytes
 from trajstore.cli.errors import sentences
-from trajstore.cli.options import JSON, Choice
+from trajstore.cli.options import JSON
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import err, out, print_json
 from trajstore.errors import InvalidArgument
-from trajstore.trainers.commands.configuration import configuration, configured, settings_of
+from trajstore.trainers.commands.configuration import (
+    configuration,
+    configured,
+    recording,
+    settings_of,
+)
 from trajstore.trainers.commands.recording_progress import RecordingProgress
 
 if TYPE_CHECKING:
@@ -30,22 +35,9 @@ __all__ = ["record"]
 
 @click.command()
 @configuration
+@recording
 @click.option("-o", "--output", type=click.Path(), help="The run, by default NAME.zarr.")
-@click.option("--device", type=Choice(["auto", "cpu", "cuda", "mps"]), help="Where to train.")
 @click.option("--seed", type=int, help="Of everything random.")
-@click.option(
-    "--commit-every",
-    type=float,
-    metavar="SECONDS",
-    help="How late a row is safe, and seen, at most; default: 10; 0: whole blocks only.",
-)
-@click.option(
-    "--checkpoint-every",
-    type=int,
-    metavar="K",
-    help="Steps between checkpoints, rounded up to whole blocks; default: by time, so that they "
-    "cost at most a hundredth of it.",
-)
 @click.option(
     "--resume",
     is_flag=True,
@@ -60,12 +52,6 @@ __all__ = ["record"]
 )
 @click.option("--at", type=int, metavar="STEP", help="The step of --fork.")
 @click.option("--overwrite", is_flag=True, help="Replace a run that is there.")
-@click.option("--fsync", is_flag=True, help="Have every commit survive a loss of power.")
-@click.option(
-    "--strict-numerics",
-    is_flag=True,
-    help="Refuse types in which the optimizer's state, or the weight decay, can do nothing.",
-)
 @JSON
 @sentences
 def record(

@@ -13,11 +13,17 @@ import click
 from click.core import ParameterSource
 
 from trajstore.cli.errors import sentences
-from trajstore.cli.options import JSON, Choice
+from trajstore.cli.options import JSON
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import err, out, print_json
 from trajstore.errors import InvalidArgument
-from trajstore.trainers.commands.configuration import configuration, named_config, settings_of
+from trajstore.trainers.commands.configuration import (
+    PLACES,
+    configuration,
+    named_config,
+    recording,
+    settings_of,
+)
 from trajstore.trainers.commands.sweep_view import SweepProgress, print_jobs, sweep_facts
 
 if TYPE_CHECKING:
@@ -31,6 +37,7 @@ _OWN = {"output", "assignments", "seeds", "jobs", "threads", "printed", "as_json
 
 @click.command()
 @configuration
+@recording
 @click.option("--seeds", metavar="A:B|LIST", help="Seeds from A on and before B, or several: 1,2.")
 @click.option(
     "-o", "--output", type=click.Path(), required=True, help="Folder of the runs, such as runs/."
@@ -42,11 +49,6 @@ _OWN = {"output", "assignments", "seeds", "jobs", "threads", "printed", "as_json
     help="Of each run; default: OMP_NUM_THREADS, or the processors divided by --jobs. Settled by "
     "the first call.",
 )
-@click.option("--device", type=Choice(["auto", "cpu", "cuda", "mps"]), help="Where to train.")
-@click.option("--commit-every", type=float, metavar="SECONDS", help="As of record.")
-@click.option("--checkpoint-every", type=int, metavar="K", help="As of record.")
-@click.option("--fsync", is_flag=True, help="Have every commit survive a loss of power.")
-@click.option("--strict-numerics", is_flag=True, help="As of record.")
 @click.option(
     "--print",
     "printed",
@@ -81,6 +83,7 @@ def sweep(
       trajstore sweep --preset gatsby --set initialisation.sigma=1e-5,1e-4 --seeds 1,2 -o runs/
       trajstore sweep --preset gatsby --seeds 1:1001 -o runs/ --print > commands.txt
     """
+    from trajstore.trainers.sweeps.grid import parse_seeds, swept_runs
     from trajstore.trainers.sweeps.sweep_folder import settle_threads
 
     if "://" in output:
@@ -89,9 +92,13 @@ def sweep(
             "single runs there, or copy them when they are complete"
         )
     folder = Path(output)
-    places = {name: value for name, value in fields.items() if name in _FIELDS}
+    places = {name: value for name, value in fields.items() if name in PLACES}
     common = settings_of((), variables, places)
-    runs = _runs(preset_name, config_file, assignments, seeds, common)
+    base = named_config(preset_name, config_file)
+    stem = preset_name or Path(str(config_file)).stem
+    chosen = None if seeds is None else parse_seeds(seeds)
+    # All of them now, so that what is wrong with any is reported before the first begins.
+    runs = swept_runs(base, stem, assignments, chosen, common)
     threads = settle_threads(folder, jobs, threads, keep=not printed)
     passed_on = _passed_on(click.get_current_context())
     commands = [_command(run, folder, passed_on) for run in runs]
@@ -105,29 +112,6 @@ def sweep(
     _record(runs, commands, folder, jobs, threads, steps_given=steps_given, as_json=as_json)
 
 
-_FIELDS = {
-    "steps", "device", "every", "tokens", "memory", "block_rows", "commit_every",
-    "checkpoint_every",
-}  # fmt: skip
-"""Options that are fields of a configuration."""
-
-
-def _runs(
-    preset_name: str | None,
-    config_file: str | None,
-    assignments: tuple[str, ...],
-    seeds: str | None,
-    common: list[str],
-) -> list[SweptRun]:
-    """All runs; what is wrong with any of them is told before the first begins."""
-    from trajstore.trainers.sweeps.grid import parse_seeds, swept_runs
-
-    base = named_config(preset_name, config_file)
-    stem = preset_name or Path(str(config_file)).stem
-    chosen = None if seeds is None else parse_seeds(seeds)
-    return swept_runs(base, stem, assignments, chosen, common)
-
-
 def _passed_on(ctx: click.Context) -> list[str]:
     """Options of `trajstore record` as they were given to this command."""
     words: list[str] = []
@@ -135,8 +119,9 @@ def _passed_on(ctx: click.Context) -> list[str]:
         name = str(parameter.name)
         if name in _OWN or ctx.get_parameter_source(name) != ParameterSource.COMMANDLINE:
             continue
-        flag, value = parameter.opts[-1], ctx.params[name]
-        words += [flag] if value is True else [flag, str(value)]
+        flag, given = parameter.opts[-1], ctx.params[name]
+        for value in given if isinstance(given, tuple) else [given]:
+            words += [flag] if value is True else [flag, str(value)]
     return words
 
 

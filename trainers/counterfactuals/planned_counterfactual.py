@@ -27,6 +27,7 @@ from trajstore.trainers.replay.parameter_placement import Placement, recorded_pl
 from trajstore.trainers.replay.recorded_optimizer import RecordedOptimizer, recorded_optimizer
 from trajstore.trainers.replay.recorded_rows import RecordedRows
 from trajstore.trainers.replay.replay_result import CannotReplay
+from trajstore.trainers.replay.step_simulator import check_inputs
 from trajstore.values.native_types import NATIVE_TYPES, NativeType
 
 __all__ = ["CAVEAT", "OF_THE_OPTIMIZER", "PlannedCounterfactual"]
@@ -67,6 +68,8 @@ class PlannedCounterfactual:
         Bits.
     variables : dict of str to NativeType
         Of the new run.
+    needs_rebuilding : bool
+        Whether the state to begin with is not recorded, and follows from the steps before.
     """
 
     source: TiledRun
@@ -80,6 +83,7 @@ class PlannedCounterfactual:
     lr: npt.NDArray[np.float64]
     clip_coef: list[Array]
     variables: dict[str, NativeType]
+    needs_rebuilding: bool
 
     @classmethod
     def of(
@@ -100,27 +104,33 @@ class PlannedCounterfactual:
         StepNotFound, ConfigError, CannotReplay, InvalidArgument
             As `what_if`.
         """
-        _require(rows, "W", "the run holds no weights")
-        _require(rows, "grad", "the gradient was not recorded; the tiers weights+grads and all do")
-        _require(rows, "lr", "the learning rate was not recorded; every tier holds it")
-        _require(rows, "clip_coef", "what clipping did to the gradient was not recorded")
+        check_inputs(source)
         first = _row_of(rows, from_step)
         held = rows.natives["W"].name
         settings = changed_settings(source.attributes, held, assignments, seed=seed)
         weights = getattr(torch, settings.weights_dtype)
         recorded = recorded_optimizer(source.attributes, getattr(torch, held), device)
         optimizer = recorded_optimizer({"optimizer": settings.optimizer}, weights, device)
-        if _is_rebuilt(rows, recorded) and rows.steps[first] and not rows.from_start:
+        rebuilt = any(name not in rows for name in recorded.state_names)
+        if rebuilt and rows.steps[first] and not rows.from_start:
             raise CannotReplay(
                 f"the optimizer's state is not recorded, and the run begins at step "
                 f"{rows.steps[0]}, so it cannot be rebuilt; record the tier all"
             )
-        _check_every_step(rows, 0 if _is_rebuilt(rows, recorded) else first)
+        begin = 0 if rebuilt else first
+        _check_every_step(rows, begin)
         _check_state(rows, settings, recorded, optimizer, first)
-        _check_optimizer_of_steps(source, rows, recorded, first)
-        if first and _is_rebuilt(rows, recorded):
+        forked_at = steps_of_another_optimizer(source.attributes)
+        if rows.steps[begin] < forked_at:
+            raise CannotReplay(
+                f"the steps up to {forked_at} were taken with another optimizer, before the run "
+                f"was forked; begin there (--from {forked_at}), or ask about the run that it was "
+                "forked from"
+            )
+        if first and rebuilt:
             recorded_lr = np.array([rows.value("lr", number) for number in range(len(rows))])
-            _check_known(rows, recorded_lr, _recorded_clip_coefs(rows), range(1, first + 1))
+            recorded_coefs = [rows.scalar("clip_coef", number) for number in range(len(rows))]
+            _check_known(rows, recorded_lr, recorded_coefs, range(1, first + 1))
         lr = changed_learning_rates(rows, source.attributes, settings)
         clip_coef = changed_clip_coefs(rows, settings)
         _check_known(rows, lr, clip_coef, range(first + 1, len(rows)))
@@ -137,6 +147,7 @@ class PlannedCounterfactual:
             lr=lr,
             clip_coef=clip_coef,
             variables=_variables(rows, settings, optimizer),
+            needs_rebuilding=rebuilt,
         )
 
     @property
@@ -196,16 +207,6 @@ class PlannedCounterfactual:
         """Values of the chosen tokens, of all that the run holds, (token, …)."""
         return values if self.chosen is None else values[self.chosen]
 
-    @property
-    def needs_rebuilding(self) -> bool:
-        """Whether the state to begin with is not recorded, and follows from the steps before."""
-        return _is_rebuilt(self.rows, self.recorded)
-
-
-def _require(rows: RecordedRows, name: str, reason: str) -> None:
-    if name not in rows:
-        raise CannotReplay(reason)
-
 
 def _row_of(rows: RecordedRows, step: int | None) -> int:
     if not len(rows):
@@ -221,11 +222,6 @@ def _row_of(rows: RecordedRows, step: int | None) -> int:
             f"{rows.steps[-1]}"
         )
     return int(found[0])
-
-
-def _is_rebuilt(rows: RecordedRows, optimizer: RecordedOptimizer) -> bool:
-    """Whether some of the optimizer's state is not recorded."""
-    return any(name not in rows for name in optimizer.state_names)
 
 
 def _check_state(
@@ -253,19 +249,6 @@ def _check_state(
         )
 
 
-def _check_optimizer_of_steps(
-    source: TiledRun, rows: RecordedRows, recorded: RecordedOptimizer, first: int
-) -> None:
-    """Insist that the run's optimizer made the steps that are gone over."""
-    last = steps_of_another_optimizer(source.attributes)
-    start = 0 if _is_rebuilt(rows, recorded) else int(rows.steps[first])
-    if start < last:
-        raise CannotReplay(
-            f"the steps up to {last} were taken with another optimizer, before the run was forked; "
-            f"begin there (--from {last}), or ask about the run that it was forked from"
-        )
-
-
 def _check_every_step(rows: RecordedRows, first: int) -> None:
     gaps = np.flatnonzero(np.diff(rows.steps[first:]) != 1)
     if gaps.size:
@@ -274,10 +257,6 @@ def _check_every_step(rows: RecordedRows, first: int) -> None:
             f"after step {rows.steps[at]} comes step {rows.steps[at + 1]}, and the gradients "
             "between were not recorded; record with every=1, or begin later (--from)"
         )
-
-
-def _recorded_clip_coefs(rows: RecordedRows) -> list[Array]:
-    return [rows.scalar("clip_coef", number) for number in range(len(rows))]
 
 
 def _check_known(

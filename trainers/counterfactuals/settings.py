@@ -95,7 +95,7 @@ def changed_settings(
     given = {name: _value(changed, name) for name in (_field(text) for text in full)}
     _check_changeable(given)
     name = _CLASSES[given["optimizer.name"]] if "optimizer.name" in given else before
-    real = _real_class(name)
+    real: type[Optimizer] | None = getattr(torch.optim, name, None)
     hyperparameters = _hyperparameters(recorded, given, real, same_class=name == before)
     dtype = given.get("model.dtype", weights_dtype)
     state_dtype = given.get("optimizer.state_dtype") or recorded.get("state_dtype") or dtype
@@ -173,11 +173,6 @@ def _check_changeable(given: Mapping[str, Any]) -> None:
                 f"changed is {', '.join(CHANGEABLE)} (to train on with another {name}, fork the "
                 "run: trajstore record --fork)"
             )
-
-
-def _real_class(name: str) -> type[Optimizer] | None:
-    found: type[Optimizer] | None = getattr(torch.optim, name, None)
-    return found
 
 
 def _hyperparameters(

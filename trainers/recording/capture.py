@@ -10,6 +10,7 @@ import torch
 
 from trajstore.errors import RecordingError
 from trajstore.optimizer_advice import require_sound
+from trajstore.schema import MODEL
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.store.writing.token_share import in_all_processes
 from trajstore.trainers.recording.compared_run import Comparison
@@ -85,7 +86,8 @@ def attach(
         with in_all_processes(shares[0]):
             if _is_first_process() or shares[0] is not None:
                 device = parameters[0].tensor.device
-                whole = ModelParameters.of_recording(model, real, device, options.variables)
+                if of_model := set(MODEL).intersection(options.variables):
+                    whole = ModelParameters(model, real, device, of_model)
                 planned = plan_runs(path, parameters, real, options, loop, whole, shares)
             rows = [
                 ParameterRows(run, ExistingRun.find(run, comparison) if options.resume else None)
@@ -117,22 +119,6 @@ def attach(
         report_notes((one.sentence for one in advice), on_note)
         report_notes((note for run in planned for note in run.notes), on_note)
     return recorder
-
-
-def _remarking(
-    on_step: Callable[[Recorder], None] | None, on_note: Callable[[str], None] | None
-) -> Callable[[Recorder], None]:
-    """What is called after every step; each remark of the recorder is reported once."""
-    reported: set[str] = set()
-
-    def after_step(recorder: Recorder) -> None:
-        new = [one for one in recorder.remarks() if one not in reported and _is_first_process()]
-        reported.update(new)
-        report_notes(new, on_note)
-        if on_step is not None:
-            on_step(recorder)
-
-    return after_step
 
 
 def _is_first_process() -> bool:
@@ -227,7 +213,15 @@ def capture(
         first_step=first_step,
         schedule={"max_grad_norm": max_grad_norm},
     )
-    after_step = _remarking(on_step, on_note)
+    reported: set[str] = set()
+
+    def after_step(recorder: Recorder) -> None:
+        new = [one for one in recorder.remarks() if one not in reported and _is_first_process()]
+        reported.update(new)
+        report_notes(new, on_note)
+        if on_step is not None:
+            on_step(recorder)
+
     with attach(
         model, optimizer, path, wanted, loop, on_step=after_step, on_note=on_note
     ) as recorder:

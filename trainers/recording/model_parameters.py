@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trajstore.schema import MODEL
 from trajstore.trainers.recording.parameters import unwrap
 from trajstore.trainers.recording.torch_internals import (
     copy_each,
@@ -73,18 +72,6 @@ class ModelParameters:
         self._before: dict[int, torch.Tensor] = {}
         self._gradient_norms: torch.Tensor | None = None
         self._nan = torch.tensor(float("nan"), device=device)
-
-    @classmethod
-    def of_recording(
-        cls,
-        model: torch.nn.Module,
-        optimizer: Optimizer,
-        device: torch.device,
-        variables: Collection[str],
-    ) -> ModelParameters | None:
-        """Those of a model, if anything of them is to be recorded."""
-        wanted = [name for name in MODEL if name in variables]
-        return cls(model, optimizer, device, wanted) if wanted else None
 
     @torch.no_grad()
     def initial(self) -> dict[str, torch.Tensor]:

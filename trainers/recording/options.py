@@ -6,7 +6,6 @@ keywords: `takes_options` shows them in their signatures and their documentation
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import re
@@ -19,6 +18,7 @@ import torch
 
 from trajstore.byte_sizes import DEFAULT_MEMORY, parse_bytes
 from trajstore.errors import InvalidArgument
+from trajstore.nearest_name import did_you_mean
 from trajstore.schema import TIERS, VARIABLES, resolve_record
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath
@@ -214,10 +214,9 @@ def takes_options(function: Callable[P, R]) -> Callable[P, R]:
     def call(*arguments: P.args, **keywords: P.kwargs) -> R:
         for name in keywords:
             if name not in takes:
-                close = difflib.get_close_matches(name, takes, n=1)
                 raise TypeError(
-                    f"{function.__qualname__}() got an unexpected keyword argument {name!r}; "
-                    + (f"did you mean {close[0]}?" if close else f"it takes {', '.join(takes)}")
+                    f"{function.__qualname__}() got an unexpected keyword argument "
+                    f"{name!r}{did_you_mean(name, takes)}; it takes {', '.join(takes)}"
                 )
         return function(*arguments, **keywords)
 

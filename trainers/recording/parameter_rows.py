@@ -7,9 +7,10 @@ made, and from there each value is copied straight into its place by a `Transfer
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -363,27 +364,20 @@ class ParameterRows:
         if self._last_W is not None:
             self._last_W.copy_(self.recorded_tokens(self.parameter.tensor))
 
-    def _full_disk(self) -> _FullDisk:
+    @contextlib.contextmanager
+    def _full_disk(self) -> Iterator[None]:
+        """Have an error say what to do where the disk is full."""
         assert self.writer is not None
-        return _FullDisk(self.writer)
-
-
-class _FullDisk:
-    """Says what to do when the disk is full."""
-
-    def __init__(self, writer: RowTarget) -> None:
-        self._writer = writer
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__cause__
-        writer = self._writer
-        full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
-        if full and isinstance(writer.path, Path):
+        try:
+            yield
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__
+            writer = self.writer
+            full = cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+            if not full or not isinstance(writer.path, Path):
+                raise
             block = writer.bytes_recorded * writer.layout.block_rows // max(writer.rows, 1)
             free = shutil.disk_usage(writer.path.parent).free
             raise RecordingError(

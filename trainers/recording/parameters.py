@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from trajstore.errors import RecordingError
 from trajstore.trainers.recording.torch_internals import name_outside_compile, uncompiled
 
-__all__ = ["RecordedParameter", "find_parameters", "unwrap"]
+__all__ = ["RecordedParameter", "find_parameters", "group_of", "unwrap"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,7 +90,7 @@ def find_parameters(
                 name=first,
                 tensor=tensor,
                 head=_head(inner, tensor),
-                group=_group(optimizer, tensor, first),
+                group=group_of(optimizer, tensor, first),
             )
     return tuple(found.values())
 
@@ -142,7 +142,14 @@ def _head(model: torch.nn.Module, weight: torch.nn.Parameter) -> torch.nn.Module
     return None
 
 
-def _group(optimizer: Optimizer, weight: torch.nn.Parameter, name: str) -> dict[str, Any]:
+def group_of(optimizer: Optimizer, weight: torch.nn.Parameter, name: str) -> dict[str, Any]:
+    """Group of the optimizer that trains a parameter.
+
+    Raises
+    ------
+    RecordingError
+        If there is none.
+    """
     for group in optimizer.param_groups:
         if any(tensor is weight for tensor in group["params"]):
             return group

@@ -27,8 +27,8 @@ from trajstore.trainers.replay.recorded_rows import RecordedRow, RecordedRows
 from trajstore.trainers.replay.replay_device import replay_device, torch_threads
 from trajstore.trainers.replay.replay_result import CannotReplay, Finding, Kind, Replay
 from trajstore.trainers.replay.row_checks import (
-    CellChecks,
     SummaryChecks,
+    check_cells,
     check_clipping,
     check_skipped,
     checked_first_row,
@@ -86,8 +86,9 @@ def replay(
     findings, unreplayed = Findings(), UnreplayedSteps()
     comparisons = Comparisons(rows.tokens, rows.natives)
     summaries = SummaryChecks(rows, comparisons, findings)
-    cells = CellChecks(rows, comparisons, findings)
-    names = (summaries.names if device.exact else set()) | cells.names
+    names = summaries.names if device.exact else set()
+    if "W" in rows and "cells" in rows:
+        names |= {"W", "cells"}
     steps: StepReplay | None = None
     with torch_threads(device.threads):
         with unreplayed.collect(*rows.steps[1:].tolist()):
@@ -107,7 +108,7 @@ def replay(
                         steps.replay(previous, row)
                 summaries.compare(previous, row)
                 previous = row
-            cells.compare(row)
+            check_cells(row, rows, comparisons, findings)
             if on_progress is not None:
                 on_progress(row.number + 1, len(rows))
     replayed = frozenset() if steps is None else frozenset(steps.replayed)

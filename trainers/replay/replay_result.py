@@ -172,21 +172,12 @@ class Replay:
 
     def facts(self) -> dict[str, Any]:
         """JSON values."""
-        return {
-            "path": self.path,
+        found = asdict(self) | {
             "clean": self.clean,
-            "optimizer": self.optimizer,
-            "exact": self.exact,
-            "recorded_on": self.recorded_on,
-            "replayed_on": self.replayed_on,
-            "steps": self.steps,
-            "replayed": self.replayed,
-            "skipped": self.skipped,
-            "rebuilt": list(self.rebuilt),
             "differing": self.differing,
-            "variables": {name: asdict(compared) for name, compared in self.variables.items()},
             "findings": [finding.facts() for finding in self.findings],
             "total_findings": self.total,
             "unreplayed": [asdict(part) | {"sentence": part.sentence} for part in self.unreplayed],
-            "notes": list(self.notes),
         }
+        del found["total"]
+        return found

@@ -26,8 +26,8 @@ from trajstore.values.native_types import NATIVE_TYPES, as_bits, is_nan, widen
 from trajstore.values.rounding import convert
 
 __all__ = [
-    "CellChecks",
     "SummaryChecks",
+    "check_cells",
     "check_clipping",
     "check_skipped",
     "checked_first_row",
@@ -158,40 +158,20 @@ class SummaryChecks:
         return computed
 
 
-class CellChecks:
-    """Compares the recorded cells of one row after the other with W rounded to bfloat16.
-
-    Parameters
-    ----------
-    rows : RecordedRows
-    comparisons : Comparisons
-    findings : Findings
-        That get a finding where a step has none yet.
-
-    Attributes
-    ----------
-    names : set of str
-        Variables to read.
-    """
-
-    def __init__(self, rows: RecordedRows, comparisons: Comparisons, findings: Findings) -> None:
-        self._rows = rows
-        self._comparisons = comparisons
-        self._findings = findings
-        self.names = {"W", "cells"} if "W" in rows and "cells" in rows else set()
-
-    def compare(self, row: RecordedRow) -> None:
-        """Compare the cells of a row."""
-        if not self.names:
-            return
-        native, bfloat16 = self._rows.natives["W"], NATIVE_TYPES["bfloat16"]
-        expected, _ = convert(np.asarray(widen(row.bits["W"], native)), native, bfloat16)
-        held = row.bits["cells"]
-        nan = is_nan(held, bfloat16) & is_nan(expected, bfloat16)
-        expected = np.where(nan, held, expected)
-        self._comparisons.add("cells", row.step, held, expected)
-        wrong = held != expected
-        _add_inconsistent({"cells": wrong} if wrong.any() else {}, row, self._rows, self._findings)
+def check_cells(
+    row: RecordedRow, rows: RecordedRows, comparisons: Comparisons, findings: Findings
+) -> None:
+    """Compare the cells of a row, if they were read, with W rounded to bfloat16."""
+    if not {"W", "cells"} <= row.bits.keys():
+        return
+    native, bfloat16 = rows.natives["W"], NATIVE_TYPES["bfloat16"]
+    expected, _ = convert(np.asarray(widen(row.bits["W"], native)), native, bfloat16)
+    held = row.bits["cells"]
+    nan = is_nan(held, bfloat16) & is_nan(expected, bfloat16)
+    expected = np.where(nan, held, expected)
+    comparisons.add("cells", row.step, held, expected)
+    wrong = held != expected
+    _add_inconsistent({"cells": wrong} if wrong.any() else {}, row, rows, findings)
 
 
 def _add_inconsistent(

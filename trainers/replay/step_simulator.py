@@ -22,7 +22,7 @@ from trajstore.trainers.replay.recorded_optimizer import (
 from trajstore.trainers.replay.replay_result import CannotReplay
 from trajstore.values.native_types import NativeType
 
-__all__ = ["Bits", "Simulator", "StepInputs", "StepResult", "recorded_simulator"]
+__all__ = ["Bits", "Simulator", "StepInputs", "StepResult", "check_inputs", "recorded_simulator"]
 
 Array = npt.NDArray[Any]
 
@@ -123,6 +123,24 @@ class Simulator:
         )
 
 
+def check_inputs(source: TiledRun) -> None:
+    """Insist on the variables that every step needs.
+
+    Raises
+    ------
+    CannotReplay
+        If the run lacks one.
+    """
+    for name, reason in (
+        ("W", "the run holds no weights"),
+        ("grad", "the gradient was not recorded; the tiers weights+grads and all hold it"),
+        ("lr", "the learning rate was not recorded; every tier holds it"),
+        ("clip_coef", "what clipping did to the gradient was not recorded; every tier holds it"),
+    ):
+        if name not in source.series:
+            raise CannotReplay(reason)
+
+
 def recorded_simulator(source: TiledRun, device: torch.device) -> Simulator:
     """What carries out the steps of a run.
 
@@ -136,14 +154,7 @@ def recorded_simulator(source: TiledRun, device: torch.device) -> Simulator:
     CannotReplay
         If the run lacks a variable that every step needs, or its optimizer cannot be built.
     """
-    for name, reason in (
-        ("W", "the run holds no weights"),
-        ("grad", "the gradient was not recorded; the tiers weights+grads and all hold it"),
-        ("lr", "the learning rate was not recorded; every tier holds it"),
-        ("clip_coef", "what clipping did to the gradient was not recorded; every tier holds it"),
-    ):
-        if name not in source.series:
-            raise CannotReplay(reason)
+    check_inputs(source)
     natives = {name: series.native for name, series in source.series.items()}
     if natives["W"] != natives["grad"]:
         raise CannotReplay(

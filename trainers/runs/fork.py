@@ -23,7 +23,7 @@ from trajstore.store.writing.create import check_local_target, staged_run
 from trajstore.store.writing.writer import RunWriter
 from trajstore.strict_json import utc_now
 from trajstore.trainers.config import RunConfig
-from trajstore.trainers.recording.compared_run import RowDifference
+from trajstore.trainers.recording.numeric_advice import report_notes
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
 from trajstore.trainers.runs.fork_settings import (
@@ -130,7 +130,6 @@ def fork(
     >>> changed.values.tolist()
     [False, False, False, True, True]
     """
-    report_note = on_note or _ignore_note
     source = _Source.open(run)
     config = forked_config(source.config, settings)
     source.check_step(at, config)
@@ -146,12 +145,11 @@ def fork(
     advice = numeric_advice(config)
     if strict_numerics:
         require_sound(advice)
-    for note in _notes(source.config, config, at):
-        report_note(note)
+    report_notes(_notes(source.config, config, at), on_note)
     folder = CheckpointFolder(target, fsync=fsync)
     try:
         with staged_run(target, overwrite=overwrite, on_place=folder.place) as new:
-            point = source.reach(at, new, text, sources, report_note, on_retrain)
+            point = source.reach(at, new, text, sources, on_note, on_retrain)
             checkpoint = _make(source, point, new, config, types, text, fsync=fsync)
             # Put into its place right after the run, so that a failure leaves a run that was there
             # its own. A kill between the two leaves a fork without it: `--resume` says so then.
@@ -160,8 +158,7 @@ def fork(
         folder.discard()
         raise
     del point, checkpoint  # what is trained from here on is as large
-    for one in advice:
-        report_note(one.sentence)
+    report_notes((one.sentence for one in advice), on_note)
     record(
         config,
         target,
@@ -326,7 +323,7 @@ class _Source:
         new: Path,
         text: Corpus,
         sources: dict[str, str],
-        report_note: Callable[[str], None],
+        on_note: Callable[[str], None] | None,
         on_retrain: Callable[[int, int], None] | None,
     ) -> _ForkPoint:
         """Come to the state after a step: from its checkpoint, or by training again.
@@ -353,10 +350,11 @@ class _Source:
                 "run instead"
             )
         first = 0 if taken is None else taken.step
-        report_note(
+        note = (
             f"{self.path} has no checkpoint of step {at}, so steps {first + 1} to {at} are trained "
             "again, and compared with what was recorded"
         )
+        report_notes([note], on_note)
         retrained = new.with_name("retrained.zarr")
 
         def make_writer(rows: int) -> RunWriter:
@@ -384,7 +382,12 @@ class _Source:
                 f"was recorded: {reason}"
             )
         proven = self.steps[difference.row - 1]
-        report_note(_difference_note(self.path, proven, difference, reason))
+        note = (
+            f"from step {difference.step} on this is not the recorded training any more: {reason}; "
+            f"the fork has the rows of {self.path} until step {proven}, and then those that were "
+            "trained now"
+        )
+        report_notes([note], on_note)
         return _ForkPoint(path=retrained, checkpoint=reached.checkpoint, proven_until=proven)
 
     def forked_provenance(
@@ -440,10 +443,6 @@ def _rule(optimizer: dict[str, Any]) -> dict[str, Any]:
     return {"class": optimizer.get("class"), **kept}
 
 
-def _ignore_note(note: str) -> None:
-    return
-
-
 def _notes(recorded: RunConfig, config: RunConfig, at: int) -> list[str]:
     """What should be known of a fork with these settings."""
     found = []
@@ -458,10 +457,3 @@ def _notes(recorded: RunConfig, config: RunConfig, at: int) -> list[str]:
         moved = decay_note(recorded, config, at)
         found += [moved] if moved else []
     return found
-
-
-def _difference_note(path: Path, proven: int, difference: RowDifference, reason: str) -> str:
-    return (
-        f"from step {difference.step} on this is not the recorded training any more: {reason}; the "
-        f"fork has the rows of {path} until step {proven}, and then those that were trained now"
-    )

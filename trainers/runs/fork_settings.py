@@ -10,7 +10,6 @@ from trajstore.schema import TIERS
 from trajstore.store.writing.branched_run import holds_exactly
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.parameter_rows import MOMENTS
-from trajstore.trainers.runs.resume_checks import flat_fields
 from trajstore.trainers.runs.run_plan import native_types
 
 __all__ = ["changed_fields", "forked_config", "forked_types", "keeps_state"]
@@ -63,8 +62,8 @@ def forked_config(recorded: RunConfig, settings: Sequence[str]) -> RunConfig:
 
 def changed_fields(recorded: RunConfig, config: RunConfig) -> dict[str, Any]:
     """Fields whose values are others now, with these."""
-    before = flat_fields(recorded)
-    return {field: value for field, value in flat_fields(config).items() if value != before[field]}
+    before = recorded.flat()
+    return {field: value for field, value in config.flat().items() if value != before[field]}
 
 
 def keeps_state(recorded: RunConfig, config: RunConfig) -> bool:

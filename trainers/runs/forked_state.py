@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from trajstore.trainers.recording.parameters import group_of
 from trajstore.trainers.recording.provenance import optimizer_attributes
 from trajstore.trainers.rounded_optimizer import RoundedSGD
 from trajstore.trainers.runs.checkpoint import Checkpoint
@@ -76,12 +77,10 @@ class ForkedState:
         """
         tensor = dict(self._training.model.named_parameters())[parameter]
         optimizer, schedule = self._training.optimizer, self._training.schedule
-        for group, factor in zip(optimizer.param_groups, schedule.lr_lambdas, strict=True):
-            if any(other is tensor for other in group["params"]):
-                # The rate of the first step, as in a run that begins with these settings.
-                first = group | {"lr": group["initial_lr"] * factor(0)}
-                return optimizer_attributes(optimizer, first, {})
-        raise AssertionError(f"{parameter} is not trained")
+        group = group_of(optimizer, tensor, parameter)
+        factor = schedule.lr_lambdas[0]  # that of every group
+        # The rate of the first step, as in a run that begins with these settings.
+        return optimizer_attributes(optimizer, group | {"lr": group["initial_lr"] * factor(0)}, {})
 
     @torch.no_grad()
     def _load_weights(self) -> None:

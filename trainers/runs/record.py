@@ -11,7 +11,9 @@ from trajstore.errors import InvalidArgument
 from trajstore.optimizer_advice import require_sound
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.create import check_target
+from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.config import RunConfig
+from trajstore.trainers.recording.numeric_advice import report_notes
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
 from trajstore.trainers.runs.checkpoint_schedule import Checkpointing
@@ -20,7 +22,6 @@ from trajstore.trainers.runs.resume_checks import (
     ResumePoint,
     check_text,
     find_resume_point,
-    mark_complete,
     resume_notes,
 )
 from trajstore.trainers.runs.retraining import retrain_to_last_row
@@ -78,7 +79,7 @@ def record(
     on_corpus, on_step, on_note : callable, optional
         Called with the `Corpus` when the recording begins, with the `Recorder` after every step,
         and with what should be known about a run that goes on, and about the numerics of any;
-        without `on_note` the latter is logged.
+        without `on_note` the notes are logged.
     on_retrain : callable, optional
         Called after every step that is trained again, with it and the last of them.
 
@@ -123,14 +124,20 @@ def record(
     find_device(config.training.device)  # before what is there, which would hide that
     before: ResumePoint | None = None
     target = location(path).absolute()
-    if resume and target.exists():
+    resume = resume and target.exists()
+    if resume:
         before = find_resume_point(target, config)
         if before.has_all(config.training.steps):
-            _finish(target, before, on_note, fsync=fsync)
+            if before.complete:
+                note = (
+                    f"{target} has all {before.last_step} steps already, so nothing is trained; "
+                    f"to extend it, give more: --resume --steps {2 * before.last_step}"
+                )
+                report_notes([note], on_note)
+            else:  # its configuration stays that which its rows were made with
+                RunWriter.resume(target, commit_every=None, fsync=fsync).close("complete")
             return target
         resume = before.last_step > 0
-    else:
-        resume = False
     if not resume:
         # What is there has no steps: whoever made it was killed before the first was committed.
         target = check_target(path, overwrite=overwrite or before is not None)
@@ -150,19 +157,18 @@ def record(
         strict_numerics=strict_numerics,
     )
     if before is not None and resume and taken is None:
-        if on_note is not None:
-            on_note(
-                f"{target} has no checkpoint, so its {before.last_step} steps are trained again "
-                "and compared with what was recorded, before it goes on"
-            )
+        note = (
+            f"{target} has no checkpoint, so its {before.last_step} steps are trained again and "
+            "compared with what was recorded, before it goes on"
+        )
+        report_notes([note], on_note)
         taken = retrain_to_last_row(
             target, text, sources=sources, fsync=fsync, on_retrain=on_retrain
         )
     if on_corpus is not None:
         on_corpus(text)
-    if taken is not None and on_note is not None:
-        for note in resume_notes(target, config, taken):
-            on_note(note)
+    if taken is not None:
+        report_notes(resume_notes(target, config, taken), on_note)
     training = build_training(config, text)
     checkpointing = Checkpointing(
         training,
@@ -184,19 +190,6 @@ def record(
     )
     checkpointing.finish(recorder)
     return target
-
-
-def _finish(
-    target: Location, before: ResumePoint, on_note: Callable[[str], None] | None, *, fsync: bool
-) -> None:
-    """Mark a run complete that has every step, and say what became of it."""
-    if not before.complete:
-        mark_complete(target, fsync=fsync)
-    elif on_note is not None:
-        on_note(
-            f"{target} has all {before.last_step} steps already, so nothing is trained; to extend "
-            f"it, give more: --resume --steps {2 * before.last_step}"
-        )
 
 
 def text_sources(

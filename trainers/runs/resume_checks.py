@@ -12,7 +12,6 @@ from trajstore.store.metadata.object_keys import checkpoint_folder
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location, RunPath, location
-from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.config import MAY_CHANGE, RunConfig
 from trajstore.trainers.recording.provenance import changed_provenance
 from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
@@ -27,8 +26,6 @@ __all__ = [
     "check_text",
     "decay_note",
     "find_resume_point",
-    "flat_fields",
-    "mark_complete",
     "recorded_config",
     "resume_notes",
 ]
@@ -157,26 +154,6 @@ def check_recorded(path: Location, attributes: dict[str, Any]) -> None:
         )
 
 
-def mark_complete(path: Location, *, fsync: bool = False) -> None:
-    """Mark a run complete that has every step that is wanted, and train no further.
-
-    Its configuration stays that which its rows were made with.
-
-    Parameters
-    ----------
-    path : Path or RemotePath
-        Of the run.
-    fsync : bool
-        Have that survive a loss of power.
-
-    Raises
-    ------
-    RunLocked
-        If another process writes to the run.
-    """
-    RunWriter.resume(path, commit_every=None, fsync=fsync).close("complete")
-
-
 def check_text(path: Location, text: Corpus) -> None:
     """Insist on the text and the tokenizer of a run.
 
@@ -252,7 +229,7 @@ def _attributes(path: Location) -> dict[str, Any]:
 def _check_config(
     path: Location, recorded: RunConfig, config: RunConfig, provenance: dict[str, Any]
 ) -> None:
-    before, now = flat_fields(recorded), flat_fields(config)
+    before, now = recorded.flat(), config.flat()
     for field, value in now.items():
         if value == before[field] or field in MAY_CHANGE or field == "training.device":
             continue
@@ -280,15 +257,6 @@ def check_device(path: Location, config: RunConfig, provenance: dict[str, Any]) 
             f"training.device = {config.training.device!r} is {device.type} here, and {path} was "
             f"recorded on {used}; a run that goes on stays there: --device {used}"
         )
-
-
-def flat_fields(config: RunConfig) -> dict[str, Any]:
-    """Values of a configuration, by ``section.field``."""
-    return {
-        f"{section}.{field}": value
-        for section, fields in config.model_dump(mode="json").items()
-        for field, value in fields.items()
-    }
 
 
 def _toml(value: Any) -> str:

@@ -28,9 +28,9 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from trajstore.errors import ConfigError
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX
+from trajstore.trainers.runs.batches import Batches
 from trajstore.trainers.runs.model import build_model, initialise
 from trajstore.trainers.runs.optimizer import build_optimizer, build_schedule
-from trajstore.trainers.runs.pytorch_loop import Batches, build_scaler, train
 from trajstore.trainers.texts.corpus import Corpus
 
 __all__ = ["ExampleDataset", "Training", "build_training", "find_device"]
@@ -117,20 +117,11 @@ class Training:
             Steps taken before. The Trainer then goes on at their place in the data, and a callback
             must put back the state when the training begins.
         on_step_end : callable
-            For the plain loop, see `trajstore.trainers.runs.pytorch_loop.train`.
+            For the plain loop: called after each step, when everything is as the next one will
+            find it; training stops when it returns True.
         """
         if self.batches is not None:
-            train(
-                self.model,
-                self.optimizer,
-                self.schedule,
-                self.batches,
-                self.config,
-                self.device,
-                self.scaler,
-                first_step=first_step,
-                on_step_end=on_step_end,
-            )
+            self._run_plain(self.batches, first_step, on_step_end)
             return
         with tempfile.TemporaryDirectory(prefix="trajstore-") as scratch:
             trainer = Trainer(
@@ -154,6 +145,41 @@ class Training:
             )
             state.save_to_json(str(taken / TRAINER_STATE_NAME))
             trainer.train(resume_from_checkpoint=str(taken))
+
+    def _run_plain(
+        self, batches: Batches, first_step: int, on_step_end: Callable[[], bool]
+    ) -> None:
+        """Train in a plain PyTorch loop. A step whose gradients overflow is skipped, and counts."""
+        training, model, scaler = self.config.training, self.model, self.scaler
+        optimizer, device = self.optimizer, self.device
+        autocast = torch.autocast(
+            device.type,
+            getattr(torch, training.autocast, torch.bfloat16),
+            enabled=training.autocast != "none",
+        )
+        model.train()
+        for _ in range(first_step, training.steps):
+            optimizer.zero_grad()
+            for _ in range(training.accumulation):
+                batch = {name: values.to(device) for name, values in next(batches).items()}
+                with autocast:
+                    loss = model(**batch).loss / training.accumulation
+                (loss if scaler is None else scaler.scale(loss)).backward()
+            if scaler is not None:
+                scaler.unscale_(optimizer)
+            if training.max_grad_norm:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm)
+            if scaler is None:
+                optimizer.step()
+                self.schedule.step()
+            else:
+                scale = scaler.get_scale()
+                scaler.step(optimizer)
+                scaler.update()
+                if scaler.get_scale() >= scale:  # it falls when a step was skipped
+                    self.schedule.step()
+            if on_step_end():
+                return
 
 
 def build_training(config: RunConfig, text: Corpus) -> Training:
@@ -183,8 +209,10 @@ def build_training(config: RunConfig, text: Corpus) -> Training:
     dataset = ExampleDataset(
         ids, config.model.context, config.data.target_offset, with_index=config.records_batch
     )
-    batches = None
+    batches = scaler = None
     if plain:
+        if config.training.autocast == "float16":  # whose gradients could vanish
+            scaler = torch.amp.GradScaler(device.type)
         batches = Batches(
             dataset,
             config.training.batch_size,
@@ -197,7 +225,7 @@ def build_training(config: RunConfig, text: Corpus) -> Training:
         model=model,
         optimizer=optimizer,
         schedule=build_schedule(optimizer, config.schedule, config.decay_steps),
-        scaler=build_scaler(config, device) if plain else None,
+        scaler=scaler,
         dataset=dataset,
         batches=batches,
     )

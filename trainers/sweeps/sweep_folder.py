@@ -129,8 +129,5 @@ def _attributes(run: Path) -> dict[str, Any]:
 
 def _essence(config: RunConfig) -> dict[str, Any]:
     """What a run that goes on must share."""
-    values = config.model_dump(mode="json")
-    for name in (*MAY_CHANGE, "training.device"):
-        section, _, field = name.partition(".")
-        del values[section][field]
-    return values
+    free = {*MAY_CHANGE, "training.device"}
+    return {field: value for field, value in config.flat().items() if field not in free}

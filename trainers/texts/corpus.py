@@ -18,7 +18,7 @@ from trajstore.trainers.config import RunConfig
 from trajstore.trainers.texts.fetch import cached
 from trajstore.trainers.texts.tokenizer import AsciiTokenizer, FileTokenizer, Tokenizer
 
-__all__ = ["Corpus", "embedded_text", "id_stream", "load_corpus", "tokenize"]
+__all__ = ["Corpus", "embedded_text", "id_stream", "load_corpus", "tokenize", "tokenize_file"]
 
 _IDS = 475_160  # of the embedded stream, as many as the notebooks' web text has
 _SEED = 1925
@@ -80,6 +80,23 @@ def tokenize(data: bytes, tokenizer: Tokenizer, name: str) -> Corpus:
         tokenizer=_identity(tokenizer),
         token_text=tokenizer.texts(),
     )
+
+
+def tokenize_file(path: Path, tokenizer: Tokenizer) -> Corpus:
+    """Corpus of a text in a file.
+
+    Raises
+    ------
+    CorpusError
+        As `tokenize`.
+    InvalidArgument
+        If the file cannot be read.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InvalidArgument(f"cannot read the corpus {path}: {error.strerror}") from error
+    return tokenize(data, tokenizer, path.name)
 
 
 def _identity(tokenizer: Tokenizer) -> dict[str, str]:
@@ -177,11 +194,7 @@ def load_corpus(
                 else f"data.tokenizer = {data.tokenizer!r}: a text needs its tokenizer, and it is "
                 "not in the cache; give --tokenizer PATH, or run: trajstore fetch gpt2"
             )
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise InvalidArgument(f"cannot read the corpus {path}: {error.strerror}") from error
-        loaded = tokenize(content, maker, path.name)
+        loaded = tokenize_file(path, maker)
     elif isinstance(maker, AsciiTokenizer):
         loaded = tokenize(embedded_text(), maker, "gatsby stand-in (embedded)")
     else:

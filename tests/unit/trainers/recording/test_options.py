@@ -62,7 +62,7 @@ def test_every_option_is_documented_where_it_is_taken(function: Any) -> None:
 def test_wrong_names_are_refused_with_the_right_one(tiny: Any, tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(tiny.parameters())
     options: dict[str, Any] = {"evry": 2}
-    with pytest.raises(TypeError, match=r"capture\(\) got .* 'evry'; did you mean every\?"):
+    with pytest.raises(TypeError, match=r"capture\(\) got .* 'evry' \(did you mean 'every'\?\)"):
         capture(tiny, optimizer, tmp_path / "run.zarr", **options)
     with pytest.raises(TypeError, match=r"'steps_between_rows'; it takes path, record, .* every, "):
         TrajectoryCallback(tmp_path / "run.zarr", **{"steps_between_rows": 2})

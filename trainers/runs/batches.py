@@ -1,0 +1,78 @@
+"""Shuffled batches for the plain PyTorch loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from accelerate.data_loader import SkipBatchSampler
+from torch.utils.data import DataLoader, Dataset
+
+__all__ = ["Batches"]
+
+Batch = dict[str, torch.Tensor]
+
+
+class Batches:
+    """Batches without end, every epoch in another order.
+
+    The examples are shuffled by a generator of their own.
+
+    Parameters
+    ----------
+    dataset : Dataset of dict of tensors
+    batch_size : int
+    seed : int
+        Of the generator.
+    skipped_shuffles : int
+        Orders that are drawn and passed over first.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Batch], batch_size: int, *, seed: int, skipped_shuffles: int = 0
+    ) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._loader = DataLoader(
+            dataset, batch_size=batch_size, shuffle=True, generator=self._generator
+        )
+        for _ in range(skipped_shuffles):
+            next(iter(self._loader))
+        self._epoch = self._generator.get_state()
+        self._consumed = 0
+        self._iterator: Iterator[Batch] = iter(())
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._iterator, None)
+        if batch is None:
+            self._epoch = self._generator.get_state()
+            self._consumed = 0
+            self._iterator = iter(self._loader)
+            batch = next(self._iterator)
+        self._consumed += 1
+        return batch
+
+    @property
+    def position(self) -> tuple[torch.Tensor, int]:
+        """State of the generator when the epoch began, and batches taken since."""
+        return self._epoch, self._consumed
+
+    def restore(self, epoch: torch.Tensor, consumed: int) -> None:
+        """Go on from a position.
+
+        Parameters
+        ----------
+        epoch : tensor of uint8
+        consumed : int
+        """
+        self._generator.set_state(epoch)
+        self._epoch, self._consumed = epoch, consumed
+        # As the loader, which draws the order once more, but the examples passed over are not made.
+        rest = DataLoader(
+            self._loader.dataset,
+            batch_sampler=SkipBatchSampler(self._loader.batch_sampler, consumed),
+            generator=self._generator,
+        )
+        self._iterator = iter(rest) if consumed else iter(())
