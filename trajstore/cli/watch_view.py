@@ -90,6 +90,7 @@ def sparkline(curve: BoundedCurve, width: int, *, log: bool = False, plain: bool
 
     >>> from trajstore.watching.measures import BoundedCurve
     >>> curve = BoundedCurve()
+    >>> curve.add(0, [1, 10, 100, float("nan"), 1000])
     >>> sparkline(curve, 5, log=True, plain=True)
     '_-+ #'
     """
