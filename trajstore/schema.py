@@ -41,6 +41,9 @@ __all__ = [
 FORMAT = 2
 """Number of the store format, which `trajstore_format` of a root says."""
 
+EXPORTED = "written_by_trajstore"
+"""Attribute of the root of an ordinary Zarr that an export wrote; no run has it."""
+
 OF_RUN = "of_run"
 """Attribute of several runs in one Dataset: what each has of its own."""
 

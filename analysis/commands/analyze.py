@@ -159,9 +159,7 @@ def print_description(facts: dict[str, Any]) -> None:
 def _print_census(name: str, labels: dict[str, list[str]], values: list[Any]) -> None:
     """Print a table of counts: the labels of its last dimension are the columns."""
     *dims, last = labels
-    printed = table(name, *dims, *labels[last])
-    for column in printed.columns[: len(dims)]:
-        column.justify = "left"
+    printed = table(name, *dims, *labels[last], words=(0, *range(len(dims))))
     for place in itertools.product(*(range(len(labels[dim])) for dim in dims)):
         row: Any = values
         for at in place:

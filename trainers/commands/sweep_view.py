@@ -113,10 +113,9 @@ def sweep_facts(jobs: Sequence[Job], threads: int) -> dict[str, Any]:
 
 
 def _table() -> Any:
-    printed = table("", "run", "became of it", "rows", "of", "took")
+    printed = table("", "run", "became of it", "rows", "of", "took", words=(0, 1))
     printed.columns[0].no_wrap = False  # a name goes on below rather than being cut
     printed.columns[0].overflow = "fold"
-    printed.columns[1].justify = "left"
     return printed
 
 

@@ -26,27 +26,23 @@ def sentences(command: Callable[P, None]) -> Callable[P, None]:
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
-        except TrajstoreError as error:
+        except (TrajstoreError, OSError, MemoryError, KeyboardInterrupt) as error:
             if click.get_current_context().find_root().params["debug"]:
                 raise
-            _fail(str(error), error.exit_code)
-        except OSError as error:
-            if click.get_current_context().find_root().params["debug"]:
-                raise
-            where = f" {error.filename}" if error.filename else ""
-            _fail(f"the system refused{where}: {error.strerror or error}", 1)
-        except MemoryError as error:
-            if click.get_current_context().find_root().params["debug"]:
-                raise
-            _fail(f"there is not as much memory as this takes: {error or 'out of memory'}", 1)
-        except KeyboardInterrupt:
-            if click.get_current_context().find_root().params["debug"]:
-                raise
-            _fail("stopped by Ctrl-C", 128 + signal.SIGINT)
+            sentence, code = _in_words(error)
+            err.print(Text(f"trajstore: {sentence}"))
+            sys.exit(code)
 
     return wrapped
 
 
-def _fail(sentence: str, code: int) -> None:
-    err.print(Text(f"trajstore: {sentence}"))
-    sys.exit(code)
+def _in_words(error: BaseException) -> tuple[str, int]:
+    """Sentence and exit code of an error."""
+    if isinstance(error, TrajstoreError):
+        return str(error), error.exit_code
+    if isinstance(error, OSError):
+        where = f" {error.filename}" if error.filename else ""
+        return f"the system refused{where}: {error.strerror or error}", 1
+    if isinstance(error, MemoryError):
+        return f"there is not as much memory as this takes: {error or 'out of memory'}", 1
+    return "stopped by Ctrl-C", 128 + signal.SIGINT

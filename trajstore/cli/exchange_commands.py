@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from trajstore.exchange.guessing.detect_arrays import Detection
 
 __all__ = ["export", "import_"]
+
+_MEMORY = partial(
+    click.option, "--memory", default=EXCHANGE_MEMORY, show_default=True, metavar="SIZE"
+)
 
 
 @click.command()
@@ -45,13 +50,7 @@ __all__ = ["export", "import_"]
 @click.option("--tokens", metavar="TOKENS", help="all, dead, live, ids such as 1,2,3, or a FILE.")
 @click.option("--vars", "variables", metavar="W,grad,…", help="Variables; default: all.")
 @click.option("--block-rows", type=int, help="Rows of a chunk (zarr) or a block (run).")
-@click.option(
-    "--memory",
-    default=EXCHANGE_MEMORY,
-    show_default=True,
-    metavar="SIZE",
-    help="For the rows that zarr and run hold.",
-)
+@_MEMORY(help="For the rows that zarr and run hold.")
 @click.option("--overwrite", is_flag=True, help="Replace what is there.")
 @JSON
 @sentences
@@ -144,13 +143,7 @@ def _format_of(output: str) -> str:
     help="A file that tells the dead tokens: masks, lists of ids, or counts of occurrences.",
 )
 @click.option("--block-rows", type=int, help="Rows of a block; default: planned from the memory.")
-@click.option(
-    "--memory",
-    default=EXCHANGE_MEMORY,
-    show_default=True,
-    metavar="SIZE",
-    help="For the buffer of the writer.",
-)
+@_MEMORY(help="For the buffer of the writer.")
 @click.option("--overwrite", is_flag=True, help="Replace a run that is there.")
 @JSON
 @sentences
@@ -248,9 +241,7 @@ def _preview(file: str, given: dict[str, Any], *, as_json: bool) -> None:
 
 def _print_matches(lines: Iterable[Detection]) -> None:
     """Print what each array and number of a file was taken for."""
-    printed = table("", "in the file", "type", "shape", "taken as", "")
-    for column in printed.columns[1:]:
-        column.justify = "left"
+    printed = table("", "in the file", "type", "shape", "taken as", "", words=range(5))
     for line in lines:
         shape = "×".join(map(str, line.shape)) or "—"
         kind = Text(line.kind) if line.kind else Text("left out", style="dim")
@@ -279,12 +270,10 @@ def _print_importable(*, as_json: bool) -> None:
     out.print("Read are", style="bold")
     for name, what in FORMATS.items():
         out.print(Text(f"  {name}: {what}"))
-    printed = table("Arrays", "taken as", "dimensions", "names in use")
+    printed = table("Arrays", "taken as", "dimensions", "names in use", words=range(3))
     for kind in ARRAY_KINDS.values():
         names = [name for name in kind.names if name != "steps_of_the_names"]
         printed.add_row(kind.name, ", ".join(kind.dims), Text(", ".join(names)))
-    for column in printed.columns[1:]:
-        column.justify = "left"
     print_table(printed)
     out.print(
         Text(
@@ -293,10 +282,8 @@ def _print_importable(*, as_json: bool) -> None:
             "(step, token, hidden) that is alone needs no name; uint16 are the bits of bfloat16."
         )
     )
-    printed = table("Numbers", "name", "names in use", "goes to")
+    printed = table("Numbers", "name", "names in use", "goes to", words=range(3))
     for scalar in SCALARS.values():
         printed.add_row(scalar.name, ", ".join(scalar.names), ".".join(scalar.paths[0]))
-    for column in printed.columns[1:]:
-        column.justify = "left"
     print_table(printed)
     out.print(Text(f"Layouts, of exports and imports: {', '.join(EXPORT_LAYOUTS)}"))

@@ -110,7 +110,9 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
 
 def print_runs(found: dict[str, dict[str, Any]]) -> None:
     """Print a line about each of several runs."""
-    printed = table("", "run", "status", "rows", "last step", "tokens", "on disk", "ratio")
+    printed = table(
+        "", "run", "status", "rows", "last step", "tokens", "on disk", "ratio", words=(0, 1)
+    )
     for run, facts in found.items():
         _, on_disk, ratio = _sizes(facts)
         last = "" if facts["steps"] is None else f"{facts['steps']['last']:,}"
@@ -119,7 +121,6 @@ def print_runs(found: dict[str, dict[str, Any]]) -> None:
         printed.add_row(run, _status(facts), *row)
     printed.columns[0].no_wrap = False  # a path goes on below rather than being cut
     printed.columns[0].overflow = "fold"
-    printed.columns[1].justify = "left"
     print_table(printed)
 
 

@@ -140,9 +140,9 @@ def print_verification(found: Verification) -> None:
     from trajstore.store.storage.remote_path import key_within
 
     if found.problems:
-        printed = table("Problems", "array", "block", "bytes", "file", "what is wrong")
-        for column in printed.columns[3:]:
-            column.justify = "left"
+        printed = table(
+            "Problems", "array", "block", "bytes", "file", "what is wrong", words=(0, 3, 4)
+        )
         for problem in found.problems:
             span = "" if problem.first_byte is None else f"{problem.first_byte}–{problem.stop_byte}"
             printed.add_row(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import IO, Any
 
 import click
@@ -113,11 +113,11 @@ for _console in (out, err):
         _console.width = 160  # in a file or a pipe, tables are not squeezed
 
 
-def table(title: str, *columns: str) -> PlainTable:
-    """Empty table; all columns but the first, whose names are never cut, hold numbers."""
+def table(title: str, *columns: str, words: Container[int] = (0,)) -> PlainTable:
+    """Empty table. The first column, whose names are never cut, and `words` hold no numbers."""
     made = PlainTable(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for number, column in enumerate(columns):
-        made.add_column(column, justify="right" if number else "left", no_wrap=number == 0)
+        made.add_column(column, justify="left" if number in words else "right", no_wrap=number == 0)
     return made
 
 

@@ -88,7 +88,8 @@ def facts(run: str, look: Look) -> dict[str, Any]:
 def sparkline(curve: BoundedCurve, width: int, *, log: bool = False, plain: bool = False) -> str:
     """A curve in as many characters, from its least mean to its largest; blank where it has none.
 
-    >>>     >>> curve = BoundedCurve()
+    >>> from trajstore.watching.measures import BoundedCurve
+    >>> curve = BoundedCurve()
     >>> curve.add(0, [1, 10, 100, float("nan"), 1000])
     >>> sparkline(curve, 5, log=True, plain=True)
     '_-+ #'

@@ -53,8 +53,8 @@ def _of_text(value: Any) -> Any:
 
 def numbers_of_steps(
     files: Sequence[Mapping[str, Any]], name: Callable[[int], str]
-) -> tuple[dict[str, tuple[int, Array]], dict[str, str]]:
-    """Numbers that differ from file to file, by key, with the first file that has them; the rest.
+) -> tuple[dict[str, Array], dict[str, str]]:
+    """Numbers that differ from file to file, by key; and what else differs.
 
     A number that the first file alone lacks begins with the second, as arrays may; where others
     lack it, its row is NaN.
@@ -68,12 +68,12 @@ def numbers_of_steps(
 
     Returns
     -------
-    series : dict of str to (int, ndarray)
+    series : dict of str to ndarray
     left_out : dict of str to str
         What differs and has no row per file, and why; and the rows that are NaN.
     """
     common = common_numbers(files)
-    series: dict[str, tuple[int, Array]] = {}
+    series: dict[str, Array] = {}
     left: dict[str, str] = {}
     for key in dict.fromkeys(key for each in files for key in each):
         if key in common or "." in key or "/" in key:
@@ -87,10 +87,10 @@ def numbers_of_steps(
         elif any(isinstance(value, int) and abs(value) >= _LARGEST for value in held):
             left[key] = "a number too large"
         elif not absent and all(isinstance(value, int) for value in held):
-            series[key] = first, np.array(values[first:], np.int64)
+            series[key] = np.array(values[first:], np.int64)
         else:
             rows = [math.nan if value is None else float(value) for value in values[first:]]
-            series[key] = first, np.array(rows, np.float64)
+            series[key] = np.array(rows, np.float64)
             if absent:
                 names = ", ".join(name(place) for place in absent[:_MOST_NAMED])
                 more = " …" if len(absent) > _MOST_NAMED else ""

@@ -121,8 +121,7 @@ class StepFolder(OpenedFile):
         super().__init__(path, is_folder=True)
         self._opened = opened
         self._entries = step_entries(path, self.passed_over)
-        self._once: dict[str, Array] = {}
-        self._series: dict[str, tuple[int, Array]] = {}
+        self._held: dict[str, Array] = {}
         self._cache: OrderedDict[int, ArrayFile] = OrderedDict()
         try:
             self._kinds = self._agreed()
@@ -131,21 +130,21 @@ class StepFolder(OpenedFile):
         except BaseException:
             self._close()
             raise
-        self.keys = (STEPS, *self._kinds, *self._once, *self._series)
+        self.keys = (STEPS, *self._kinds, *self._held)
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Shape of an array, its rows first."""
         if key == STEPS:
             return (len(self._entries),)
-        if key in self._once or key in self._series:
-            return (self._once[key] if key in self._once else self._series[key][1]).shape
+        if key in self._held:
+            return self._held[key].shape
         shape, _, first = self._kinds[key]
         return (len(self._entries) - first, *shape)
 
     def dtype(self, key: str) -> str:
         """Type of an array."""
-        if key in self._once or key in self._series:
-            return (self._once[key] if key in self._once else self._series[key][1]).dtype.name
+        if key in self._held:
+            return self._held[key].dtype.name
         return "int64" if key == STEPS else self._kinds[key][1]
 
     def read(
@@ -162,11 +161,9 @@ class StepFolder(OpenedFile):
             raise FormatError(f"{self.path}: {key} of a folder has no axis before its steps")
         if key == STEPS:
             return np.array([step for step, _ in self._entries], np.int64)[start:stop]
-        if key in self._once:
-            return self._once[key][start:stop]
-        if key in self._series:
-            rows_of_it = self._series[key][1][start:stop]
-            return rows_of_it.view(np.uint64) if _is_float(rows_of_it) else rows_of_it
+        if key in self._held:
+            held = self._held[key][start:stop]
+            return held.view(np.uint64) if _is_float(held) else held
         first = self._kinds[key][2]
         rows = range(len(self._entries) - first)[start:stop]
         read = [self._file(row + first).read(self._name(row + first, key)) for row in rows]
@@ -220,12 +217,13 @@ class StepFolder(OpenedFile):
         for key, values in tables.items():
             del kinds[key]
             if values.ndim:
-                self._once[key] = values
+                self._held[key] = values
             elif np.isfinite(values):
                 attributes = [each | {key: plain_number(values[()])} for each in attributes]
         self.attributes = common_numbers(attributes)
         series, left = numbers_of_steps(attributes, lambda row: self._entries[row][1].name)
-        self._series = {key: each for key, each in series.items() if key not in kinds}
+        taken = kinds.keys() | self._held.keys()
+        self._held |= {key: rows for key, rows in series.items() if key not in taken}
         self.passed_over |= left
         for (key, why), names in unread.items():
             more = f" and {len(names) - 1} more files" if len(names) > 1 else ""
@@ -252,8 +250,8 @@ class StepFolder(OpenedFile):
         logged, left = logged_rows(self.path, self._entries)
         self.passed_over |= left
         for key, rows in logged.items():
-            if key not in self._kinds and key not in self._series and key not in self.attributes:
-                self._series[key] = 0, rows
+            if not any(key in there for there in (self._kinds, self._held, self.attributes)):
+                self._held[key] = rows
 
     def _close(self) -> None:
         while self._cache:

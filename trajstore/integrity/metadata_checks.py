@@ -21,7 +21,7 @@ from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.duplicate_metadata import agreed_lengths, choose_documents
 from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import check_attributes, settle_announced
-from trajstore.schema import MODEL, STEP, TRAJECTORIES, VARIABLES, coordinate
+from trajstore.schema import EXPORTED, MODEL, STEP, TRAJECTORIES, VARIABLES, coordinate
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.open_group import runs_beside
 from trajstore.store.reading.run_info import object_sizes
@@ -80,12 +80,15 @@ def check_metadata(path: RunPath) -> CheckedMetadata:
 def _is_of_trajstore(found: CheckedMetadata) -> bool:
     """Whether anything says that it is a run: others call their arrays step and W, too.
 
+    An exported Zarr has arrays of a run, and an attribute that says who wrote it.
     A result of an analysis has the run's coordinates, and ``step`` with its copy of the root's
     attributes, and does not hold the recorded parameter. An exported Zarr holds it, in codecs
     that are not of a run.
     """
     if "trajstore_format" in found.attributes:
         return True
+    if EXPORTED in found.attributes:
+        return False
     documents = {**(found.consolidated() or {}), **found.own}
     trajectories = [documents[name] for name in TRAJECTORIES if name in documents]
     if not trajectories:
@@ -100,7 +103,7 @@ def _no_run(found: CheckedMetadata, text: str) -> str:
     inside = sorted(_runs_in(found))
     if inside:
         return f"{text} {what}, and has runs in it: name one of {', '.join(inside[:9])}"
-    return f"{text} {what}: it has no trajstore_format, and no array of a run"
+    return f"{text} {what}: it has no trajstore_format"
 
 
 def _runs_in(found: CheckedMetadata) -> list[str]:

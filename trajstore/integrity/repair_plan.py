@@ -75,7 +75,7 @@ def plan_repair(checked: CheckedRun) -> RepairPlan:
             removed=(),
             sweeps=False,
             actions=(),
-            unrepaired=tuple(map(str, checked.problems)),
+            unrepaired=tuple(map(str, checked.found.problems)),
         )
     lost = _lost_blocks(checked)
     rows = min((row for row, _ in lost), default=metadata.rows)
@@ -84,8 +84,8 @@ def plan_repair(checked: CheckedRun) -> RepairPlan:
     digests, on_digests = _digests(checked, rows, attributes, changed=bool(on_attributes))
     changed = _changed_documents(metadata, rows, attributes, status, digests)
     beyond = [path for paths in find_leftovers(metadata, rows).beyond.values() for path in paths]
-    broken = list(dict.fromkeys(p.path for p in checked.problems if p.remedy == "remove"))
-    lasting = [problem for problem in checked.problems if _is_lasting(metadata, problem)]
+    broken = list(dict.fromkeys(p.path for p in checked.found.problems if p.remedy == "remove"))
+    lasting = [problem for problem in checked.found.problems if _is_lasting(metadata, problem)]
     return RepairPlan(
         rows=rows,
         documents={
@@ -111,7 +111,7 @@ def _lost_blocks(checked: CheckedRun) -> list[tuple[int, Problem]]:
     arrays = checked.metadata.arrays
     return [
         (problem.block * block_rows(arrays[problem.array]), problem)
-        for problem in checked.problems
+        for problem in checked.found.problems
         if problem.remedy == "cut" and problem.array is not None and problem.block is not None
     ]
 
@@ -281,7 +281,7 @@ def _on_documents(
         what = key_within(path, metadata.path)
         reasons = [
             problem.message
-            for problem in checked.problems
+            for problem in checked.found.problems
             if problem.path == path and problem.remedy == "rewrite"
         ]
         own = metadata.own.get(path.parent.name) if path.parent != metadata.path else None
@@ -311,7 +311,7 @@ def _on_removed(
         count = len(checked.leftovers.temporaries)
         yield f"temporaries of writes that did not end are removed ({count})"
     for path in broken:
-        faults = [problem.message for problem in checked.problems if problem.path == path]
+        faults = [problem.message for problem in checked.found.problems if problem.path == path]
         yield f"{path.parent.name}/{path.name} is removed: {'; '.join(faults)}"
 
 

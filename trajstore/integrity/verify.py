@@ -88,20 +88,15 @@ class CheckedRun:
     leftovers : Leftovers
     read : CheckedChunks
         What the arrays hold.
-    problems : tuple of Problem
-        Of the documents first, then of what the arrays hold, then of the checkpoints.
-    notes : tuple of str
-    shards, chunks, bytes : int
+    found : Verification
+        Its problems are those of the documents first, then of what the arrays hold, then of the
+        checkpoints.
     """
 
     metadata: CheckedMetadata
     leftovers: Leftovers
     read: CheckedChunks
-    problems: tuple[Problem, ...]
-    notes: tuple[str, ...]
-    shards: int
-    chunks: int
-    bytes: int
+    found: Verification
 
 
 def verify(
@@ -149,17 +144,7 @@ def verify(
     """
     if threads is not None and threads < 1:
         raise InvalidArgument(f"got {threads} threads, expected at least 1")
-    checked = check_run(path, threads=threads, on_progress=on_progress)
-    return Verification(
-        path=checked.metadata.path,
-        problems=checked.problems,
-        notes=checked.notes,
-        rows=checked.metadata.rows,
-        arrays=len(checked.metadata.arrays),
-        shards=checked.shards,
-        chunks=checked.chunks,
-        bytes=checked.bytes,
-    )
+    return check_run(path, threads=threads, on_progress=on_progress).found
 
 
 def check_run(
@@ -175,9 +160,10 @@ def check_run(
     """
     for _ in range(_ATTEMPTS):
         checked = _check_once(path, threads, on_progress)
-        if not checked.problems or not is_outdated(checked.metadata):
+        found = checked.found
+        if found.clean or not is_outdated(checked.metadata):
             break
-    if checked.problems and isinstance(place := checked.metadata.path, Path) and not place.exists():
+    if not found.clean and isinstance(place := found.path, Path) and not place.exists():
         raise RunNotFound(f"{place} has gone while it was looked at: moved, removed or unmounted")
     return checked
 
@@ -192,11 +178,9 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
     sound = not coordinates.problems
     fingerprint = check_fingerprint(metadata, chunks) if sound else []
     whole = sound and not metadata.problems and not chunks.problems
-    cells = _check_cells(metadata.path) if whole and _has_both(metadata) else []
-    return CheckedRun(
-        metadata=metadata,
-        leftovers=leftovers,
-        read=chunks,
+    cells = _check_cells(metadata.path) if whole and "cells" in metadata.arrays else []
+    found = Verification(
+        path=metadata.path,
         problems=(
             *metadata.problems,
             *chunks.problems,
@@ -205,20 +189,14 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
             *cells,
             *checkpoints,
         ),
-        notes=(
-            *metadata.notes,
-            *leftovers.notes(),
-            *chunks.notes,
-            *chunks.row0,
-        ),
+        notes=(*metadata.notes, *leftovers.notes(), *chunks.notes, *chunks.row0),
+        rows=metadata.rows,
+        arrays=len(metadata.arrays),
         shards=chunks.shards,
         chunks=chunks.chunks + coordinates.chunks,
         bytes=chunks.bytes + coordinates.bytes,
     )
-
-
-def _has_both(metadata: CheckedMetadata) -> bool:
-    return {"W", "cells"} <= set(metadata.arrays)
+    return CheckedRun(metadata=metadata, leftovers=leftovers, read=chunks, found=found)
 
 
 def _check_cells(path: Location) -> list[Problem]:
@@ -232,15 +210,14 @@ def _check_cells(path: Location) -> list[Problem]:
     where = path / "cells" / DOCUMENT
     try:
         run = open_tiled(path)
-        found = _wrong_cells(run) if {"W", "cells"} <= set(run.series) else None
+        if not {"W", "cells"} <= run.series.keys():
+            return []
+        count, step, token = _wrong_cells(run)
     except ObjectStoreError:
         raise
     except (FormatError, OSError) as error:
         message = f"they cannot be held against W: {error}"
         return [Problem(array="cells", path=where, message=message)]
-    if found is None:
-        return []
-    count, step, token = found
     if not count:
         return []
     message = (

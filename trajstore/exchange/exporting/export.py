@@ -20,7 +20,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.exchange.exporting.export_layout import layout_file
 from trajstore.exchange.exporting.export_native import hdf5_file, native_file
 from trajstore.exchange.exporting.export_run import write_run
-from trajstore.exchange.exporting.export_zarr import staged_zarr, write_zarr
+from trajstore.exchange.exporting.export_zarr import check_zarr_target, write_zarr
 from trajstore.exchange.exporting.exported_file import ExportedFile
 from trajstore.exchange.layouts import EXPORT_LAYOUTS, LAYOUTS
 from trajstore.exchange.selection import Selection, Steps, Tokens, select
@@ -28,7 +28,7 @@ from trajstore.formats.hdf5_writing import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
 from trajstore.nearest_name import did_you_mean
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
-from trajstore.store.writing.create import staged_file, staged_run
+from trajstore.store.writing.create import check_local_target, staged_file, staged_run
 from trajstore.threads import Progress
 
 __all__ = ["FORMATS", "Exported", "export"]
@@ -144,13 +144,16 @@ def export(
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     if format in ("zarr", "run"):
-        staged, write = (staged_zarr, write_zarr) if format == "zarr" else (staged_run, write_run)
+        is_zarr = format == "zarr"
+        check, write = (
+            (check_zarr_target, write_zarr) if is_zarr else (check_local_target, write_run)
+        )
         options: dict[str, Any] = {
             "block_rows": block_rows,
             "memory": memory,
             "on_progress": on_progress,
         }
-        with staged(file, overwrite=overwrite) as path:
+        with staged_run(file, overwrite=overwrite, check=check) as path:
             write(path, recorded, selection, **options)
     else:
         content = _content(format, layout, recorded, selection)

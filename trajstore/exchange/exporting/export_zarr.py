@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,31 +21,28 @@ import xarray as xr
 from trajstore.byte_sizes import format_bytes, parse_bytes
 from trajstore.errors import InvalidArgument, RunExists
 from trajstore.exchange.selection import Selection
-from trajstore.schema import STEP, coordinate
+from trajstore.schema import EXPORTED, STEP, coordinate
 from trajstore.store.metadata.fingerprint import CHANGING
 from trajstore.store.reading.tiled_reader import Tile, TiledRun, TiledVariable
 from trajstore.store.storage.remote_path import local_path
-from trajstore.store.writing.create import staged_folder
 from trajstore.strict_json import parse
 from trajstore.threads import Progress, in_parallel
 from trajstore.version import __version__
 
-__all__ = ["staged_zarr", "write_zarr"]
+__all__ = ["check_zarr_target", "write_zarr"]
 
 Array = npt.NDArray[Any]
 
 _OF_THE_STORE = ("trajstore_format", "trajstore_version", "runs", "encoding", "block_rows")
 """Attributes of the root that are true of a run only, beside those that every commit sets."""
 
-_WRITTEN_BY = "written_by_trajstore"
 _MOST_ROWS = 256
 _CHUNK = 4 << 20
 _OPTIONS: dict[str, Any] = {"zarr_format": 3, "consolidated": True, "write_empty_chunks": True}
 
 
-@contextmanager
-def staged_zarr(target: str | os.PathLike[str], *, overwrite: bool) -> Iterator[Path]:
-    """Free path for a Zarr group that becomes `target` when the block ends well.
+def check_zarr_target(target: str | os.PathLike[str], *, overwrite: bool) -> Path:
+    """Where a Zarr group may be made.
 
     Raises
     ------
@@ -56,31 +50,14 @@ def staged_zarr(target: str | os.PathLike[str], *, overwrite: bool) -> Iterator[
         If something is there and `overwrite` is not set, or it is a run, or no export.
     """
     path = local_path(target).absolute()
-    _check(path, overwrite=overwrite)
-    with staged_folder(path) as folder:
-        new, old = folder / "new", folder / "old"
-        yield new
-        _check(path, overwrite=overwrite)
-        if path.exists():
-            path.rename(old)
-        try:
-            new.rename(path)
-        except OSError:
-            if old.exists():
-                old.rename(path)
-            raise
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _check(path: Path, *, overwrite: bool) -> None:
     if not path.exists() and not path.is_symlink():
-        return
+        return path
     if not overwrite:
         raise RunExists(
             f"{path} is already there; choose another path, or overwrite it (--overwrite)"
         )
     try:
-        ours = _WRITTEN_BY in parse((path / "zarr.json").read_text())["attributes"]
+        ours = EXPORTED in parse((path / "zarr.json").read_text())["attributes"]
     except (OSError, ValueError, KeyError, TypeError):
         ours = False
     if path.is_symlink() or not ours:
@@ -88,6 +65,7 @@ def _check(path: Path, *, overwrite: bool) -> None:
             f"{path} is not an exported Zarr, so it is not overwritten; choose another path (to "
             "rechunk a run in place, use --format run)"
         )
+    return path
 
 
 def write_zarr(
@@ -213,7 +191,7 @@ def _empty(run: TiledRun, selection: Selection, shapes: dict[str, tuple[int, ...
         },
         coords=coordinates,
         attrs={name: value for name, value in run.attributes.items() if name not in dropped}
-        | {_WRITTEN_BY: __version__},
+        | {EXPORTED: __version__},
     )
 
 

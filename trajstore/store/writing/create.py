@@ -235,6 +235,7 @@ def staged_run(
     *,
     overwrite: bool = False,
     on_place: Callable[[], object] | None = None,
+    check: Callable[..., Path] = check_local_target,
 ) -> Iterator[Path]:
     """Free path for a new run that becomes `target` when the block ends well.
 
@@ -246,18 +247,20 @@ def staged_run(
     on_place : callable, optional
         Called when the new run is in its place, before the old one is removed; where it fails, the
         old one is put back.
+    check : callable, optional
+        Called with the target and `overwrite`, before and after; returns the path to make.
 
     Raises
     ------
     RunExists
         If something is there and `overwrite` is not set, or it is not a run.
     """
-    path = check_local_target(target, overwrite=overwrite)
+    path = check(target, overwrite=overwrite)
     with staged_folder(path) as folder:
         new, old = folder / "new", folder / "old"
         try:
             yield new
-            check_target(path, overwrite=overwrite)
+            check(path, overwrite=overwrite)
             if path.exists():
                 _replace(path, new, old=old, keep=True)
             else:

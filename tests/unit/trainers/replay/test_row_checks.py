@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,16 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_run(path, dtype=torch.bfloat16, steps=9, record=("all", "cells", *SUMMARIES))
 
 
+@contextmanager
+def flipped(path: Path, name: str, where: tuple[int, ...], bit: int) -> Iterator[None]:
+    """The run of all tests with one bit flipped, which is put back also where a test fails."""
+    flip(path, name, where, bit)
+    try:
+        yield
+    finally:
+        flip(path, name, where, bit)
+
+
 def test_a_sound_run_agrees_with_itself(recorded: Path) -> None:
     found = replay(recorded)
     assert found.clean
@@ -34,9 +46,8 @@ def test_a_sound_run_agrees_with_itself(recorded: Path) -> None:
 @pytest.mark.parametrize("name", [*SUMMARIES, "cells"])
 def test_what_is_made_of_an_array_is_held_against_it(name: str, recorded: Path) -> None:
     where = (3, 1, 2) if name == "cells" else (3, 1)
-    flip(recorded, name, where, 4)
-    found = replay(recorded)
-    flip(recorded, name, where, 4)
+    with flipped(recorded, name, where, 4):
+        found = replay(recorded)
     (finding,) = found.findings
     assert (finding.kind, finding.variable, finding.step) == ("inconsistent", name, 3)
     assert (finding.token, finding.hidden) == (1, 2 if name == "cells" else None)
@@ -44,17 +55,15 @@ def test_what_is_made_of_an_array_is_held_against_it(name: str, recorded: Path) 
 
 
 def test_an_altered_array_accounts_for_what_is_made_of_it(recorded: Path) -> None:
-    flip(recorded, "W", (3, 1, 2), 12)
-    found = replay(recorded)
-    flip(recorded, "W", (3, 1, 2), 12)
+    with flipped(recorded, "W", (3, 1, 2), 12):
+        found = replay(recorded)
     assert [finding.kind for finding in found.findings] == ["mismatch", "mismatch"]
 
 
 def test_a_gradient_that_is_rounded_away_shows_in_its_length(recorded: Path) -> None:
     # Tokens that never occur have gradients that Adam's epsilon swallows; any step sees the rest.
-    flip(recorded, "grad", (5, 1, 2), 0)
-    found = replay(recorded)
-    flip(recorded, "grad", (5, 1, 2), 0)
+    with flipped(recorded, "grad", (5, 1, 2), 0):
+        found = replay(recorded)
     assert not found.clean
     assert found.findings[0].step == 5
     assert found.variables["grad_token_norm"].differing == 1
@@ -62,9 +71,8 @@ def test_a_gradient_that_is_rounded_away_shows_in_its_length(recorded: Path) -> 
 
 @pytest.mark.parametrize("name", ["clip_coef", "grad_norm"])
 def test_clipping_is_held_against_the_norm(name: str, recorded: Path) -> None:
-    flip(recorded, name, (4,), 5)
-    found = replay(recorded).findings
-    flip(recorded, name, (4,), 5)
+    with flipped(recorded, name, (4,), 5):
+        found = replay(recorded).findings
     first = found[0]
     assert (first.kind, first.variable, first.step) == ("inconsistent", "clip_coef, grad_norm", 4)
     assert {finding.step for finding in found} == {4}

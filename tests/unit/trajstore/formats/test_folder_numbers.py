@@ -21,14 +21,14 @@ def test_what_differs_and_what_does_not() -> None:
     ]
     assert common_numbers(told) == {"seed": 1}
     series, left = numbers_of_steps(told, "file {}".format)
-    assert {key: (first, rows.tolist()) for key, (first, rows) in series.items()} == {
-        "loss": (1, [2, 3.5]),
-        "lr": (1, [0.5, 0.25]),
+    assert {key: rows.tolist() for key, rows in series.items()} == {
+        "loss": [2, 3.5],
+        "lr": [0.5, 0.25],
     }
     assert left == {"note": "no number that is the same in all files"}
     told[2].pop("loss")
     series, left = numbers_of_steps(told, "file {}".format)
-    assert np.isnan(series["loss"][1][1])
+    assert np.isnan(series["loss"][1])
     assert left["loss of file 2"] == "not there, so NaN in the run"
     with_large = [{"n": 1 << 63}, {"n": 2}]
     assert numbers_of_steps(with_large, str) == ({}, {"n": "a number too large"})

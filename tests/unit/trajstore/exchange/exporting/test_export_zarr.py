@@ -15,6 +15,8 @@ from exchange_runs import assert_same_run, write_run
 
 import trajstore
 from trajstore.errors import RunExists
+from trajstore.store.reading.run_info import information
+from trajstore.store.writing.annotated_run import annotate_run
 
 SmallRun = tuple[Path, dict[str, np.ndarray]]
 
@@ -55,6 +57,16 @@ def test_it_is_read_without_trajstore(small_run: SmallRun, tmp_path: Path) -> No
         {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(out / "W")}}
     ).result()
     assert ((store.read().result().view("u4") >> 16) == bits["W"]).all()
+
+
+def test_it_is_no_run(small_run: SmallRun, tmp_path: Path) -> None:
+    out = tmp_path / "out.zarr"
+    trajstore.export(small_run[0], out, format="zarr")
+    for read in (trajstore.verify, trajstore.repair, trajstore.open_run, information):
+        with pytest.raises(trajstore.FormatError, match="a Zarr group, but no run: it has no"):
+            read(out)
+    with pytest.raises(trajstore.FormatError, match="a Zarr group, but no run: it has no"):
+        annotate_run(out, token_text=["?"] * 10)
 
 
 def test_every_bit_pattern_and_a_selection(tmp_path: Path) -> None:
