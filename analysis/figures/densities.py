@@ -9,7 +9,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.figures.axes_marks import log_scale, named, note, with_legend, with_units
-from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.figure import Look, Options, figure
 from trajstore.analysis.figures.style import population_colour
 from trajstore.analysis.motion import ulp_motion, velocity
 from trajstore.analysis.scan.scan import Scan
@@ -129,7 +129,9 @@ def _hops(scan: Scan, options: Options) -> xr.Dataset:
     return counts.assign_attrs(units=distance.attrs["units"])
 
 
-def _draw_hops(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_hops, measures=("ulp_1",), on_lattice=True, overlays=True)
+def hops(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Lengths of the hops from step to step."""
     edges = np.append(data["lower"].values, data["upper"].values[-1:])
     for population in data["population"].values.tolist():
         part = data.sel(population=population)
@@ -179,7 +181,9 @@ def _speed_density(scan: Scan, options: Options) -> xr.Dataset:
     return counts.assign_attrs(units=pace.attrs["units"])
 
 
-def _draw_speed_density(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_speed_density, measures=("step_norm",))
+def speed_density(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Speeds of all tokens at every step."""
     from matplotlib.colors import LogNorm
 
     counts, width = pooled_steps(data["count"])
@@ -207,22 +211,3 @@ def _draw_speed_density(ax: Axes, data: xr.Dataset, look: Look) -> None:
     note(ax, text + (f"; {lost:,} beyond the axis or NaN" if lost else ""))
     ax.set_xlabel("optimizer step")
     ax.set_ylabel(with_units("speed", data.attrs["units"]))
-
-
-hops = Figure(
-    name="hops",
-    title="Lengths of the hops from step to step",
-    collect=_hops,
-    draw=_draw_hops,
-    measures=("ulp_1",),
-    on_lattice=True,
-    overlays=True,
-)
-
-speed_density = Figure(
-    name="speed-density",
-    title="Speeds of all tokens at every step",
-    collect=_speed_density,
-    draw=_draw_speed_density,
-    measures=("step_norm",),
-)
