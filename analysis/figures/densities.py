@@ -12,6 +12,7 @@ from trajstore.analysis.figures.axes_marks import log_scale, named, note, with_l
 from trajstore.analysis.figures.figure import Look, Options, figure
 from trajstore.analysis.figures.style import population_colour
 from trajstore.analysis.motion import ulp_motion, velocity
+from trajstore.analysis.scan.population_statistics import over_groups
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import populations
@@ -89,21 +90,10 @@ def log_histogram(
             "the second power to be larger, and at least one class"
         )
     edges = np.logspace(lowest, highest, round((highest - lowest) * per_decade) + 1)
-    names, groups = populations(da)
-    table = xr.apply_ufunc(
-        _class_counts,
-        da.chunk({"token": -1}) if da.chunks is not None else da,
-        groups,  # no keyword: that would go with each task
-        kwargs={"edges": edges},
-        input_core_dims=[["token"], ["population", "token"]],
-        output_core_dims=[["population", "value_class"]],
-        dask="parallelized",
-        output_dtypes=[np.int64],
-        dask_gufunc_kwargs={
-            "output_sizes": {"population": len(names), "value_class": edges.size + 2}
-        },
-        keep_attrs=False,
-    ).assign_coords(population=names)
+    size = edges.size + 2
+    table = over_groups(
+        _class_counts, da, *populations(da), "value_class", size, np.int64, edges=edges
+    )
     classes = edges.size - 1
     name = da.attrs.get("long_name", da.name or "value")
     counts = table.isel(value_class=slice(None, classes)).assign_coords(

@@ -17,6 +17,7 @@ from dask.highlevelgraph import HighLevelGraph
 from dask.tokenize import tokenize
 
 __all__ = [
+    "field",
     "in_halves",
     "in_turn",
     "last_row",
@@ -72,6 +73,31 @@ def over_hidden(
 
 def _of_only_blocks(*blocks: list[Array], kernel: Callable[..., Array], **options: Any) -> Array:
     return kernel(*(block for (block,) in blocks), **options)
+
+
+def field(measured: da.Array, name: str) -> da.Array:
+    """One field of structured blocks, contiguous; a field with a shape adds its dimensions.
+
+    Parameters
+    ----------
+    measured : dask Array of a structured dtype
+    name : str
+    """
+    kind = measured.dtype[name]
+    ndim = measured.ndim + len(kind.shape)
+    return measured.map_blocks(
+        _field,
+        name,
+        dtype=kind.base,
+        new_axis=list(range(measured.ndim, ndim)) or None,
+        chunks=(*measured.chunks, *((length,) for length in kind.shape)),
+        meta=np.empty((0,) * ndim, kind.base),
+        token=f"field-{name}",
+    )
+
+
+def _field(measured: npt.NDArray[np.void], name: str) -> Array:
+    return np.ascontiguousarray(measured[name])
 
 
 def shared(values: Array) -> Any:
