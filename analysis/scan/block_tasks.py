@@ -22,6 +22,8 @@ __all__ = [
     "in_turn",
     "last_row",
     "last_rows",
+    "of_only_blocks",
+    "only_block",
     "over_hidden",
     "per_row",
     "read_again",
@@ -60,7 +62,7 @@ def over_hidden(
     ndim = arrays[0].ndim
     indexed = [item for array in arrays for item in (array, tuple(range(ndim))[-array.ndim :])]
     return da.blockwise(
-        _of_only_blocks,
+        of_only_blocks,
         tuple(range(ndim - 1)),
         *indexed,
         kernel=kernel,
@@ -71,8 +73,16 @@ def over_hidden(
     )
 
 
-def _of_only_blocks(*blocks: list[Array], kernel: Callable[..., Array], **options: Any) -> Array:
-    return kernel(*(block for (block,) in blocks), **options)
+def of_only_blocks(*blocks: Any, kernel: Callable[..., Array], **options: Any) -> Array:
+    """The kernel of each array's only block: `dask.array.blockwise` gives it in nested lists."""
+    return kernel(*map(only_block, blocks), **options)
+
+
+def only_block(nested: Any) -> Any:
+    """The block in nested lists of one; a block as it is."""
+    while isinstance(nested, list):
+        (nested,) = nested
+    return nested
 
 
 def field(measured: da.Array, name: str) -> da.Array:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.scan import input_checks
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import (
@@ -170,11 +171,7 @@ def by_population(
     """
     if "token" not in da.dims:
         raise InvalidArgument(f"got dimensions {da.dims}, expected token among them")
-    levels = np.atleast_1d(np.asarray(quantiles, np.float64))
-    if not ((levels >= 0) & (levels <= 1)).all():
-        raise InvalidArgument(
-            f"got quantiles {tuple(levels.tolist())}, expected values from 0 to 1"
-        )
+    levels = input_checks.quantile_levels(quantiles)
     members(da)  # says what is missing
     return statistics(da, levels)
 

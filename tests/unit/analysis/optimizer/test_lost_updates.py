@@ -80,7 +80,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+OTHERS = {"AdamW, strong decay", "float32", "float64"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.nightly] * (case in OTHERS)) for case in CASES],
+)
 def test_shares_are_those_of_counting(case):
     ds = trained(*CASES[case])
     got = analysis.moment_stuck(ds.chunk(step=5, token=4)).compute()
