@@ -119,9 +119,7 @@ def alignment(
             f"got of={of!r} and with_={with_!r}, expected two different ones: of among "
             f"{', '.join(VECTORS)}; with_ among {', '.join(PARTNERS)}"
         )
-    levels = np.atleast_1d(np.asarray(quantiles, np.float64))
-    if not ((levels >= 0) & (levels <= 1)).all():
-        raise InvalidArgument(f"got quantiles {quantiles}, expected values from 0 to 1")
+    levels = input_checks.quantile_levels(quantiles)
     names, groups = chosen_populations(scan.ds, population)
     like = "grad" if of == "grad" else "W"
     vectors = _of_tokens(scan, of, like)

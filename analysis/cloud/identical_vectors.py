@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan.block_tasks import in_halves, rows_before, shared
+from trajstore.analysis.scan.block_tasks import field, in_halves, rows_before, shared
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
@@ -336,15 +336,7 @@ def _of_populations(
     }
     result = {}
     for name, long_name in told.items():
-        shape = record[name].shape
-        data = facts.map_blocks(
-            lambda block, name=name: np.ascontiguousarray(block[name]),
-            dtype=record[name].base,
-            new_axis=[2] if shape else None,
-            chunks=(*facts.chunks, *((length,) for length in shape)),
-            meta=np.empty((0,) * (2 + len(shape)), record[name].base),
-            token=f"{name}-{facts.name}",
-        )
+        data = field(facts, name)
         dims = ("step", "population", "rank")[: data.ndim]
         result[name] = xr.DataArray(data, dims=dims, attrs={"long_name": long_name})
     result["events"] = xr.DataArray(

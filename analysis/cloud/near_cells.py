@@ -9,14 +9,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import dask.array as da
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.cloud.identical_vectors import divide, token_labels
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import shared, whole_rows
+from trajstore.analysis.scan.block_tasks import field, shared, whole_rows
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
@@ -291,8 +290,9 @@ def adjacency(
     )
     at = scan.ds["step"][rows]
     result = {}
-    for name, kind, long_name in _RECORD:
-        data = _column(found, "facts", name, len(looked_at), kind)[:, : len(names)]
+    per_group = field(found, "facts")[:, : len(names)]
+    for name, _, long_name in _RECORD:
+        data = field(per_group, name)
         array = xr.DataArray(data, dims=("step", "population"), coords={"step": at})
         array = array.assign_coords(population=names)
         result[name] = array.assign_attrs(long_name=long_name)
@@ -300,8 +300,7 @@ def adjacency(
         ("degree", "number of neighbours"),
         ("connected_component", "connected component, by its smallest token"),
     ):
-        data = _column(found, name, None, tokens, "i8")
-        array = scan.wrap(data, points.variable, rows=rows)
+        array = scan.wrap(field(found, name), points.variable, rows=rows)
         result[name] = array.assign_attrs(long_name=f"{long_name}; -1 outside the population")
     ds = with_lattice_attributes(xr.Dataset(result), lattice, units="1")
     return ds.sel(population=population) if population is not None else ds
@@ -310,18 +309,3 @@ def adjacency(
 def _with_all_last(names: list[str], groups: Groups) -> Groups:
     """The same, and at the end all tokens, of which the numbers per token are."""
     return np.concatenate([groups, np.ones_like(groups[:1])])
-
-
-def _column(found: da.Array, name: str, part: str | None, size: int, kind: str) -> da.Array:
-    def pick(block: Array) -> Array:
-        column = block[name] if part is None else block[name][part]
-        return np.ascontiguousarray(column)
-
-    return found.map_blocks(
-        pick,
-        new_axis=[1],
-        chunks=(found.chunks[0], (size,)),
-        dtype=np.dtype(kind),
-        meta=np.empty((0, 0), kind),
-        token=f"adjacency-{name}-{part}-{found.name}",
-    )

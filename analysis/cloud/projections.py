@@ -13,6 +13,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.block_tasks import of_only_blocks
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -99,12 +100,13 @@ def projection(scan: Scan, axes: Axes = "centroid") -> xr.Dataset:
     data = data[None] if data.ndim == 2 else data
     data = data.rechunk((lengths, -1, -1))
     made = da.blockwise(
-        _project_only,
+        of_only_blocks,
         "stc",
         blocks,
         "sth",
         data,
         "sah",
+        kernel=_project,
         new_axes={"c": count + 1},
         dtype=np.float64,
         align_arrays=False,
@@ -122,10 +124,6 @@ def projection(scan: Scan, axes: Axes = "centroid") -> xr.Dataset:
             ),
         }
     )
-
-
-def _project_only(blocks: list[Array], axes: list[list[Wide]]) -> Wide:
-    return _project(blocks[0], axes[0][0])
 
 
 def _directions(scan: Scan, axes: Axes) -> xr.DataArray:

@@ -12,7 +12,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.collective import per_population
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import read_again
+from trajstore.analysis.scan.block_tasks import of_only_blocks, read_again
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.running_state import fold_rows
 from trajstore.analysis.scan.scan import Scan
@@ -117,9 +117,9 @@ def _with_first(made: Wide, first: Wide) -> Wide:
     return np.concatenate([made[:1], [variances], first[None], others[:-1]])
 
 
-def _scores(W: Array, axes: Wide, count: int, dtype: npt.DTypeLike) -> Array:
+def _scores(W: Array, axes: Wide, count: int, out: npt.DTypeLike) -> Array:
     """Coordinates along the first axes about the mean, (step, token, component)."""
-    result = np.empty((*W.shape[:2], count), dtype)
+    result = np.empty((*W.shape[:2], count), out)
     along = np.empty(W.shape[1:])
     with np.errstate(invalid="ignore", over="ignore"):
         for row, vectors in enumerate(W):
@@ -204,13 +204,14 @@ def pca(
         )  # fmt: skip
     dtype = result_dtype(blocks.dtype)
     scores = da.blockwise(
-        _scores_of_only,
+        of_only_blocks,
         "stc",
         # Read a second time, when the basis is known: all blocks would wait for it otherwise.
         read_again(blocks, made),
         "sth",
         made,
         "ah",
+        kernel=_scores,
         count=components,
         out=dtype,
         new_axes={"c": components},
@@ -293,12 +294,6 @@ def _first_axis(scan: Scan, name: str) -> da.Array:
 
 def _both_ranks(spectrum: Wide) -> Wide:
     return np.array(_ranks(spectrum))
-
-
-def _scores_of_only(
-    blocks: list[Array], axes: list[list[Wide]], count: int, out: npt.DTypeLike
-) -> Array:
-    return _scores(blocks[0], axes[0][0], count, out)
 
 
 def _inertia_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:

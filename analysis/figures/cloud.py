@@ -19,7 +19,7 @@ from trajstore.analysis.figures.axes_marks import (
     with_legend,
     with_units,
 )
-from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.figure import Look, Options, figure
 from trajstore.analysis.figures.style import population_colour, shades
 from trajstore.analysis.motion import collective
 from trajstore.analysis.scan.scan import Scan
@@ -36,7 +36,9 @@ def _centroid(scan: Scan, options: Options) -> xr.Dataset:
     return collective.centroid(scan, shown)[["centroid_norm", "mean_radius"]]
 
 
-def _draw_centroid(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_centroid, rows=1, reading="rows", overlays=True, averages=True)
+def centroid(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Centre of the tokens, and their distance from it."""
     labels = {"centroid_norm": "norm of their centre", "mean_radius": "mean distance from it"}
     population_curves(ax, data, look, labels)
     along_steps(ax, "length", data["centroid_norm"].attrs["units"])
@@ -71,7 +73,9 @@ def _trajectory(scan: Scan, options: Options) -> xr.Dataset:
     )
 
 
-def _draw_trajectory(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_trajectory, rows=1, scales=False, reading="plane")
+def trajectory(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Paths of the tokens in the plane of their largest spread."""
     position = data["position"].transpose("component", "step", "token")
     few = position.sizes["token"] <= _LINES
     # Live tokens first: the dead ones, mostly together in one place, lie above them.
@@ -172,7 +176,9 @@ def _spectrum(scan: Scan, population: str, rows: str) -> xr.Dataset:
     )
 
 
-def _draw_spectrum(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_spectra, rows=1, overlays=True, reading="plane")
+def spectrum(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Variance of the tokens along their principal axes."""
     values = data["spectrum"].transpose("population", "rows", "principal").values
     numbers = np.arange(1, values.shape[2] + 1)
     lines = (look.line, "-." if look.second else ":")
@@ -202,7 +208,9 @@ def _clusters(scan: Scan, options: Options) -> xr.Dataset:
     return xr.Dataset({"vectors": vectors, "largest": largest})
 
 
-def _draw_clusters(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_clusters, rows=1, on_lattice=True, overlays=True, averages=True, reading="identical")
+def clusters(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Tokens that have become identical."""
     labels = {"vectors": "different vectors", "largest": "tokens that share the commonest"}
     population_curves(ax, data, look, labels)
     ax.set_yscale("log")
@@ -210,47 +218,3 @@ def _draw_clusters(ax: Axes, data: xr.Dataset, look: Look) -> None:
     along_steps(ax, "number of vectors, or of tokens")
     spread_note(ax, look)
     with_legend(ax)
-
-
-centroid = Figure(
-    name="centroid",
-    title="Centre of the tokens, and their distance from it",
-    collect=_centroid,
-    draw=_draw_centroid,
-    rows=1,
-    reading="rows",
-    overlays=True,
-    averages=True,
-)
-
-trajectory = Figure(
-    name="trajectory",
-    title="Paths of the tokens in the plane of their largest spread",
-    collect=_trajectory,
-    draw=_draw_trajectory,
-    rows=1,
-    scales=False,
-    reading="plane",
-)
-
-spectrum = Figure(
-    name="spectrum",
-    title="Variance of the tokens along their principal axes",
-    collect=_spectra,
-    draw=_draw_spectrum,
-    rows=1,
-    overlays=True,
-    reading="plane",
-)
-
-clusters = Figure(
-    name="clusters",
-    title="Tokens that have become identical",
-    collect=_clusters,
-    draw=_draw_clusters,
-    rows=1,
-    on_lattice=True,
-    overlays=True,
-    averages=True,
-    reading="identical",
-)

@@ -9,9 +9,10 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.figures.axes_marks import log_scale, named, note, with_legend, with_units
-from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.figure import Look, Options, figure
 from trajstore.analysis.figures.style import population_colour
 from trajstore.analysis.motion import ulp_motion, velocity
+from trajstore.analysis.scan.population_statistics import over_groups
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import populations
@@ -89,21 +90,10 @@ def log_histogram(
             "the second power to be larger, and at least one class"
         )
     edges = np.logspace(lowest, highest, round((highest - lowest) * per_decade) + 1)
-    names, groups = populations(da)
-    table = xr.apply_ufunc(
-        _class_counts,
-        da.chunk({"token": -1}) if da.chunks is not None else da,
-        groups,  # no keyword: that would go with each task
-        kwargs={"edges": edges},
-        input_core_dims=[["token"], ["population", "token"]],
-        output_core_dims=[["population", "value_class"]],
-        dask="parallelized",
-        output_dtypes=[np.int64],
-        dask_gufunc_kwargs={
-            "output_sizes": {"population": len(names), "value_class": edges.size + 2}
-        },
-        keep_attrs=False,
-    ).assign_coords(population=names)
+    size = edges.size + 2
+    table = over_groups(
+        _class_counts, da, *populations(da), "value_class", size, np.int64, edges=edges
+    )
     classes = edges.size - 1
     name = da.attrs.get("long_name", da.name or "value")
     counts = table.isel(value_class=slice(None, classes)).assign_coords(
@@ -129,7 +119,9 @@ def _hops(scan: Scan, options: Options) -> xr.Dataset:
     return counts.assign_attrs(units=distance.attrs["units"])
 
 
-def _draw_hops(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_hops, measures=("ulp_1",), on_lattice=True, overlays=True)
+def hops(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Lengths of the hops from step to step."""
     edges = np.append(data["lower"].values, data["upper"].values[-1:])
     for population in data["population"].values.tolist():
         part = data.sel(population=population)
@@ -179,7 +171,9 @@ def _speed_density(scan: Scan, options: Options) -> xr.Dataset:
     return counts.assign_attrs(units=pace.attrs["units"])
 
 
-def _draw_speed_density(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_speed_density, measures=("step_norm",))
+def speed_density(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Speeds of all tokens at every step."""
     from matplotlib.colors import LogNorm
 
     counts, width = pooled_steps(data["count"])
@@ -207,22 +201,3 @@ def _draw_speed_density(ax: Axes, data: xr.Dataset, look: Look) -> None:
     note(ax, text + (f"; {lost:,} beyond the axis or NaN" if lost else ""))
     ax.set_xlabel("optimizer step")
     ax.set_ylabel(with_units("speed", data.attrs["units"]))
-
-
-hops = Figure(
-    name="hops",
-    title="Lengths of the hops from step to step",
-    collect=_hops,
-    draw=_draw_hops,
-    measures=("ulp_1",),
-    on_lattice=True,
-    overlays=True,
-)
-
-speed_density = Figure(
-    name="speed-density",
-    title="Speeds of all tokens at every step",
-    collect=_speed_density,
-    draw=_draw_speed_density,
-    measures=("step_norm",),
-)

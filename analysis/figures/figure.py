@@ -29,6 +29,7 @@ __all__ = [
     "Options",
     "check_matplotlib",
     "compute_together",
+    "figure",
     "prepared",
     "run_name",
     "run_system",
@@ -321,6 +322,25 @@ class Figure:
             )
             self.draw(ax, mean, look)
         _scale(ax, log)
+
+
+def figure(
+    collect: Callable[[Scan, Options], xr.Dataset], **traits: Any
+) -> Callable[[Callable[[Axes, xr.Dataset, Look], None]], Figure]:
+    """Make a `Figure` of the function that draws it: its name, and its docstring as the title.
+
+    Parameters
+    ----------
+    collect : callable
+    **traits
+        The other attributes of `Figure`.
+    """
+
+    def decorate(draw: Callable[[Axes, xr.Dataset, Look], None]) -> Figure:
+        name, title = draw.__name__.replace("_", "-"), (draw.__doc__ or "").rstrip(".")
+        return Figure(name=name, title=title, collect=collect, draw=draw, **traits)
+
+    return decorate
 
 
 def _check_axes(ax: object) -> None:

@@ -18,7 +18,7 @@ from trajstore.analysis.figures.axes_marks import (
     with_legend,
     with_units,
 )
-from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.figure import Figure, Look, Options, figure
 from trajstore.analysis.figures.style import POPULATION_COLOURS, population_colour, shades
 from trajstore.analysis.motion import collective, norms, resume_seams, velocity
 from trajstore.analysis.motion.autocorrelation import autocorrelation as autocorrelation_at
@@ -94,7 +94,9 @@ def _bulk_thermal(scan: Scan, options: Options) -> xr.Dataset:
     return collective.bulk_thermal(scan, shown)[["bulk_speed", "thermal_speed"]]
 
 
-def _draw_bulk_thermal(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_bulk_thermal, reading="rows")
+def bulk_thermal(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Motion as a body against motion about it."""
     steps = data["step"].values
     any_shown = False
     for population in data["population"].values.tolist():
@@ -169,7 +171,9 @@ def _autocorrelation(scan: Scan, options: Options) -> xr.Dataset:
     return found[["autocorrelation"]].sel(population=shown)
 
 
-def _draw_autocorrelation(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_autocorrelation, rows=3, overlays=True, reading="lags")
+def autocorrelation(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """How long motion keeps its direction."""
     values = data["autocorrelation"].transpose("population", "lag").values
     for population, curve in zip(data["population"].values.tolist(), values, strict=True):
         ax.plot(
@@ -198,7 +202,9 @@ def _seams(scan: Scan, options: Options) -> xr.Dataset:
     return resume_seams.seams(scan, threshold=_THRESHOLD)
 
 
-def _draw_seams(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_seams, measures=("step_norm",), scales=False, of_populations=False)
+def seams(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Seams: steps at which the run does not go on as it was."""
     steps, scores = data["step"].values, data["seam_score"].values
     at = np.flatnonzero(data["seam"].values)
     ax.plot(steps, scores, color=look.style.ink, lw=0.8, label="score of a step")
@@ -248,32 +254,4 @@ speed = Figure(
     measures=("step_norm",),
     overlays=True,
     averages=True,
-)
-
-bulk_thermal = Figure(
-    name="bulk-thermal",
-    title="Motion as a body against motion about it",
-    collect=_bulk_thermal,
-    draw=_draw_bulk_thermal,
-    reading="rows",
-)
-
-autocorrelation = Figure(
-    name="autocorrelation",
-    title="How long motion keeps its direction",
-    collect=_autocorrelation,
-    draw=_draw_autocorrelation,
-    rows=3,
-    overlays=True,
-    reading="lags",
-)
-
-seams = Figure(
-    name="seams",
-    title="Seams: steps at which the run does not go on as it was",
-    collect=_seams,
-    draw=_draw_seams,
-    measures=("step_norm",),
-    scales=False,
-    of_populations=False,
 )

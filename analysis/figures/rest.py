@@ -16,7 +16,7 @@ from trajstore.analysis.figures.axes_marks import (
     spread_note,
     with_legend,
 )
-from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.figure import Look, Options, figure
 from trajstore.analysis.figures.style import REGIME_COLOURS, REGIME_MEANINGS, population_colour
 from trajstore.analysis.motion import freezing, rest_layers, ulp_motion
 from trajstore.analysis.scan.consecutive_rows import REGIMES
@@ -53,7 +53,9 @@ def _freeze(scan: Scan, options: Options) -> xr.Dataset:
     return facts[["still_fraction", "frozen_fraction"]].sel(population=shown)
 
 
-def _draw_freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_freeze, measures=("moved",), on_lattice=True, overlays=True, averages=True)
+def freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Share of the tokens that never move again."""
     labels = {
         "frozen_fraction": "will not move again",
         "still_fraction": "did not move at this step",
@@ -71,7 +73,9 @@ def _last_motion(scan: Scan, options: Options) -> xr.Dataset:
     return _of_tokens(facts[["last_motion"]], scan, options)
 
 
-def _draw_last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_last_motion, measures=("moved",), on_lattice=True, overlays=True)
+def last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """When the tokens moved for the last time."""
     first, last = int(data["first_step"]), int(data["last_step"])
     edges = np.linspace(first, last, min(_BINS, max(1, last - first)) + 1)
     for population in data["population"].values.tolist():
@@ -100,7 +104,9 @@ def _lifecycle(scan: Scan, options: Options) -> xr.Dataset:
     return _of_tokens(ulp_motion.lifecycle(scan, options.lattice), scan, options)
 
 
-def _draw_lifecycle(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_lifecycle, measures=("regime",), on_lattice=True)
+def lifecycle(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """The way into rest: last jumps, last local moves, last hops."""
     first = int(data["first_step"])
     for population in data["population"].values.tolist():
         member = data["member"].sel(population=population).values
@@ -124,7 +130,11 @@ def _stratigraphy(scan: Scan, options: Options) -> xr.Dataset:
     return rest_layers.stratigraphy(scan, of, options.lattice)  # type: ignore[arg-type]
 
 
-def _draw_stratigraphy(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(
+    _stratigraphy, measures=("regime", "moved"), on_lattice=True, scales=False, of_populations=False
+)
+def stratigraphy(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Tokens in the order in which they came to rest."""
     from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm
     from matplotlib.patches import Patch
 
@@ -181,45 +191,3 @@ def _draw_populations(ax: Axes, dead: npt.NDArray[Any], depths: npt.NDArray[Any]
     shares = LinearSegmentedColormap.from_list("shares", list(colours.values()))
     strip.pcolormesh([0, 1], depths, dead[:, None], cmap=shares, vmin=0, vmax=1, rasterized=True)
     return [Patch(color=colour, label=f"strip: {named(name)}") for name, colour in colours.items()]
-
-
-freeze = Figure(
-    name="freeze",
-    title="Share of the tokens that never move again",
-    collect=_freeze,
-    draw=_draw_freeze,
-    measures=("moved",),
-    on_lattice=True,
-    overlays=True,
-    averages=True,
-)
-
-last_motion = Figure(
-    name="last-motion",
-    title="When the tokens moved for the last time",
-    collect=_last_motion,
-    draw=_draw_last_motion,
-    measures=("moved",),
-    on_lattice=True,
-    overlays=True,
-)
-
-lifecycle = Figure(
-    name="lifecycle",
-    title="The way into rest: last jumps, last local moves, last hops",
-    collect=_lifecycle,
-    draw=_draw_lifecycle,
-    measures=("regime",),
-    on_lattice=True,
-)
-
-stratigraphy = Figure(
-    name="stratigraphy",
-    title="Tokens in the order in which they came to rest",
-    collect=_stratigraphy,
-    draw=_draw_stratigraphy,
-    measures=("regime", "moved"),
-    on_lattice=True,
-    scales=False,
-    of_populations=False,
-)

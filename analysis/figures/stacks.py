@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import xarray as xr
 
 from trajstore.analysis.figures.axes_marks import along_steps, named, with_legend
-from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.figure import Look, Options, figure
 from trajstore.analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, REGIME_MEANINGS
 from trajstore.analysis.motion import ulp_motion
 from trajstore.analysis.optimizer import freeze_causes
@@ -59,7 +59,9 @@ def _regimes(scan: Scan, options: Options) -> xr.Dataset:
     return _census(ulp_motion.regimes(scan, options.lattice)["census"], scan, options)
 
 
-def _draw_regimes(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_regimes, measures=("regime",), on_lattice=True, scales=False)
+def regimes(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Regimes of motion."""
     _draw(ax, data, REGIME_COLOURS, REGIME_MEANINGS)
     with_legend(ax)
 
@@ -71,7 +73,9 @@ def _causes(scan: Scan, options: Options) -> xr.Dataset:
     return census.assign(lr=scan.ds["lr"].isel(step=slice(1, None)))
 
 
-def _draw_causes(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_causes, on_lattice=True, reading="moments", scales=False)
+def causes(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Why tokens do not move."""
     _draw(ax, data, CAUSE_COLOURS, {})
     right = ax.twinx()
     steps, rates = data["step"].values, data["lr"].values
@@ -80,24 +84,3 @@ def _draw_causes(ax: Axes, data: xr.Dataset, look: Look) -> None:
     right.set_ylim(bottom=0)
     right.margins(x=0)
     with_legend(ax, right)
-
-
-regimes = Figure(
-    name="regimes",
-    title="Regimes of motion",
-    collect=_regimes,
-    draw=_draw_regimes,
-    measures=("regime",),
-    on_lattice=True,
-    scales=False,
-)
-
-causes = Figure(
-    name="causes",
-    title="Why tokens do not move",
-    collect=_causes,
-    draw=_draw_causes,
-    on_lattice=True,
-    reading="moments",
-    scales=False,
-)

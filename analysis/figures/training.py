@@ -15,7 +15,7 @@ from trajstore.analysis.figures.axes_marks import (
     spread_note,
     with_legend,
 )
-from trajstore.analysis.figures.figure import Figure, Look, Options
+from trajstore.analysis.figures.figure import Look, Options, figure
 from trajstore.analysis.figures.style import CAUSE_COLOURS, POPULATION_COLOURS
 from trajstore.analysis.model import logit_statistics
 from trajstore.analysis.optimizer import underflow_line
@@ -34,7 +34,9 @@ def _loss(scan: Scan, options: Options) -> xr.Dataset:
     return scan.ds[["loss"]]
 
 
-def _draw_loss(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_loss, rows=1, overlays=True, averages=True, of_populations=False)
+def loss(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Training loss."""
     steps, values = data["step"].values, data["loss"].values
     colour = look.style.second if look.second else look.style.ink
     if look.spread is not None:
@@ -67,7 +69,9 @@ def _logits(scan: Scan, options: Options) -> xr.Dataset:
     return logit_statistics.logit_stats(scan).isel(step=slice(1, None))
 
 
-def _draw_logits(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_logits, scales=False, of_populations=False)
+def logits(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """What the model predicts, of the logits that are recorded."""
     steps = data["step"].values
     ax.fill_between(
         steps,
@@ -99,7 +103,9 @@ def _moments(scan: Scan, options: Options) -> xr.Dataset:
     return plane.assign(lr=scan.ds["lr"].isel(step=-1))
 
 
-def _draw_moments(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_moments, reading="last row")
+def moments(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Adam's moments, and the line of underflow."""
     from matplotlib.colors import LogNorm
 
     counts = data["count"].transpose("size_class", "root_class").values
@@ -161,7 +167,9 @@ def _parameters(scan: Scan, options: Options) -> xr.Dataset:
     return xr.Dataset({"lost": thinned}, attrs={"every": every})
 
 
-def _draw_parameters(ax: Axes, data: xr.Dataset, look: Look) -> None:
+@figure(_parameters, scales=False, of_populations=False)
+def parameters(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Updates of the model's parameters that rounding left undone."""
     lost = data["lost"].transpose("parameter", "step")
     steps, places = data["step"].values, np.arange(lost.sizes["parameter"])
     mesh = ax.pcolormesh(
@@ -183,41 +191,3 @@ def _draw_parameters(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.set_ylabel("parameter")
     if data.attrs["every"] > 1:
         note(ax, f"every {data.attrs['every']}th step")
-
-
-loss = Figure(
-    name="loss",
-    title="Training loss",
-    collect=_loss,
-    draw=_draw_loss,
-    rows=1,
-    overlays=True,
-    averages=True,
-    of_populations=False,
-)
-
-logits = Figure(
-    name="logits",
-    title="What the model predicts, of the logits that are recorded",
-    collect=_logits,
-    draw=_draw_logits,
-    scales=False,
-    of_populations=False,
-)
-
-moments = Figure(
-    name="moments",
-    title="Adam's moments, and the line of underflow",
-    collect=_moments,
-    draw=_draw_moments,
-    reading="last row",
-)
-
-parameters = Figure(
-    name="parameters",
-    title="Updates of the model's parameters that rounding left undone",
-    collect=_parameters,
-    draw=_draw_parameters,
-    scales=False,
-    of_populations=False,
-)

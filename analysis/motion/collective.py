@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan.block_tasks import in_turn, rows_before, shared
+from trajstore.analysis.scan.block_tasks import field, in_turn, rows_before, shared
 from trajstore.analysis.scan.consecutive_rows import tiles
 from trajstore.analysis.scan.lattice_points import Points, with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
@@ -140,15 +140,7 @@ def per_population(
     rows = slice(1, None) if motion else slice(None)
     result = {}
     for name, (_, long_name, units) in facts.items():
-        kind = dtype[name]
-        data = measured.map_blocks(
-            lambda block, name=name: np.ascontiguousarray(block[name]),
-            dtype=kind.base,
-            new_axis=[2] if kind.shape else None,
-            chunks=(*measured.chunks, *((length,) for length in kind.shape)),
-            meta=np.empty((0,) * (2 + len(kind.shape)), kind.base),
-            token=f"{name}-{measured.name}",
-        )[rows]
+        data = field(measured, name)[rows]
         array = xr.DataArray(
             data,
             dims=("step", "population", vector)[: data.ndim],

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.collective import centroid
-from trajstore.analysis.scan.block_tasks import rows_before
+from trajstore.analysis.scan.block_tasks import of_only_blocks, rows_before
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.running_state import fold_tokens
 from trajstore.analysis.scan.scan import Scan
@@ -217,7 +217,7 @@ def radial_tangential(scan: Scan, about: str = "origin", population: str = "all"
 
     def part(across: bool) -> da.Array:
         return da.blockwise(
-            _of_only,
+            of_only_blocks,
             "st",
             blocks,
             "sth",
@@ -226,6 +226,7 @@ def radial_tangential(scan: Scan, about: str = "origin", population: str = "all"
             da.from_array(spacing, chunks=by_row),
             "s",
             *centres,
+            kernel=_split_motion,
             across=across,
             out=dtype,
             dtype=dtype,
@@ -245,12 +246,3 @@ def radial_tangential(scan: Scan, about: str = "origin", population: str = "all"
             for name, (across, long_name) in told.items()
         }
     )
-
-
-def _of_only(
-    now: list[Array], boundary: list[Array], spacing: Wide, centres: Any, first: Any, **options: Any
-) -> Array:
-    """The kernel, of the only chunk along hidden of each."""
-    if centres is not None:
-        centres, first = centres[0], first[0]
-    return _split_motion(now[0], boundary[0], spacing, centres, first, **options)

@@ -12,7 +12,7 @@ import xarray as xr
 
 from trajstore.analysis.optimizer.adam_rule import AdamRule, next_weights
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import in_turn, over_hidden
+from trajstore.analysis.scan.block_tasks import field, in_turn, over_hidden
 from trajstore.analysis.scan.consecutive_rows import changed_vectors, moved_vectors, tiles
 from trajstore.analysis.scan.lattice_points import lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
@@ -368,13 +368,7 @@ def freeze_cause(
     evidence = in_turn(measured, W.boundaries)
 
     def anywhere(name: str) -> da.Array:
-        flags = evidence.map_blocks(
-            lambda block: np.ascontiguousarray(block[name]),
-            dtype=bool,
-            meta=np.empty((0, 0), bool),
-            token=f"{name}-{evidence.name}",
-        )
-        return flags.any(axis=1, keepdims=True)
+        return field(evidence, name).any(axis=1, keepdims=True)
 
     def column(values: Array) -> da.Array:
         return da.from_array(values[:, None], chunks=(evidence.chunks[0], (1,)))

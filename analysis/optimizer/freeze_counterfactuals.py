@@ -14,7 +14,15 @@ from trajstore.analysis.optimizer.adam_rule import AdamRule, next_weights
 from trajstore.analysis.optimizer.moment_rule import MOMENTS
 from trajstore.analysis.optimizer.moments import Recurrence
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import last_rows, over_hidden, per_row, shared, waiting
+from trajstore.analysis.scan.block_tasks import (
+    last_rows,
+    of_only_blocks,
+    only_block,
+    over_hidden,
+    per_row,
+    shared,
+    waiting,
+)
 from trajstore.analysis.scan.consecutive_rows import tiles
 from trajstore.analysis.scan.lattice_points import chosen_type
 from trajstore.analysis.scan.population_statistics import count_by_population
@@ -195,7 +203,7 @@ def _facts(recurrence: Recurrence, rule: AdamRule, window: int) -> da.Array:
         arrays += [(live[moment].blocks[number], "sxh") for moment in MOMENTS]
         arrays += [(per_row(block, values[start : start + rows]), "sxy") for values in by_row]
         facts = da.blockwise(
-            _of_only_blocks,
+            of_only_blocks,
             "ztf",
             facts,
             "ztf",
@@ -216,17 +224,6 @@ def _facts(recurrence: Recurrence, rule: AdamRule, window: int) -> da.Array:
         }
         start += rows
     return facts
-
-
-def _of_only_blocks(*blocks: Any, kernel: Any, **options: Any) -> Array:
-    """What `dask.array.blockwise` calls: along what is not in the result, lists of one block."""
-    return np.asarray(kernel(*map(_only, blocks), **options))
-
-
-def _only(nested: Any) -> Any:
-    while isinstance(nested, list):
-        (nested,) = nested
-    return nested
 
 
 @np.errstate(all="ignore")  # NaN and infinity are answers, not mishaps
@@ -358,7 +355,7 @@ def _typical_kernel(norms: Array, live: npt.NDArray[np.bool_]) -> npt.NDArray[np
 def _pick_kernel(moment: Array, typical: Any, first: Any) -> Array:
     """Vector of each row's typical token, (row, 1, hidden); zeros where that is elsewhere."""
     result = np.zeros((len(moment), 1, moment.shape[-1]), moment.dtype)
-    here = _only(typical).ravel() - _only(first).item()
+    here = only_block(typical).ravel() - only_block(first).item()
     rows = np.nonzero((here >= 0) & (here < moment.shape[1]))[0]
     result[rows, 0] = moment[rows, here[rows]]
     return result

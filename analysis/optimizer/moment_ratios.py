@@ -22,7 +22,6 @@ from trajstore.analysis.scan.block_tasks import last_rows, over_hidden, shared, 
 from trajstore.analysis.scan.consecutive_rows import tiles
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import populations
 from trajstore.values.ulp_lattice import unsigned_view
 
@@ -195,9 +194,7 @@ def moment_error(
     >>> error.dims
     ('step',)
     """
-    levels = np.atleast_1d(np.asarray(quantiles, np.float64))
-    if not ((levels >= 0) & (levels <= 1)).all():
-        raise InvalidArgument(f"got quantiles {quantiles}, expected values from 0 to 1")
+    levels = input_checks.quantile_levels(quantiles)
     input_checks.variables(scan.ds, "grad", "clip_coef", *MOMENTS)
     recurrence = Recurrence.of(scan, optimizer, "moment_error")
     names, groups = populations(scan.ds)

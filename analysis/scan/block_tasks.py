@@ -17,10 +17,13 @@ from dask.highlevelgraph import HighLevelGraph
 from dask.tokenize import tokenize
 
 __all__ = [
+    "field",
     "in_halves",
     "in_turn",
     "last_row",
     "last_rows",
+    "of_only_blocks",
+    "only_block",
     "over_hidden",
     "per_row",
     "read_again",
@@ -59,7 +62,7 @@ def over_hidden(
     ndim = arrays[0].ndim
     indexed = [item for array in arrays for item in (array, tuple(range(ndim))[-array.ndim :])]
     return da.blockwise(
-        _of_only_blocks,
+        of_only_blocks,
         tuple(range(ndim - 1)),
         *indexed,
         kernel=kernel,
@@ -70,8 +73,41 @@ def over_hidden(
     )
 
 
-def _of_only_blocks(*blocks: list[Array], kernel: Callable[..., Array], **options: Any) -> Array:
-    return kernel(*(block for (block,) in blocks), **options)
+def of_only_blocks(*blocks: Any, kernel: Callable[..., Array], **options: Any) -> Array:
+    """The kernel of each array's only block: `dask.array.blockwise` gives it in nested lists."""
+    return kernel(*map(only_block, blocks), **options)
+
+
+def only_block(nested: Any) -> Any:
+    """The block in nested lists of one; a block as it is."""
+    while isinstance(nested, list):
+        (nested,) = nested
+    return nested
+
+
+def field(measured: da.Array, name: str) -> da.Array:
+    """One field of structured blocks, contiguous; a field with a shape adds its dimensions.
+
+    Parameters
+    ----------
+    measured : dask Array of a structured dtype
+    name : str
+    """
+    kind = measured.dtype[name]
+    ndim = measured.ndim + len(kind.shape)
+    return measured.map_blocks(
+        _field,
+        name,
+        dtype=kind.base,
+        new_axis=list(range(measured.ndim, ndim)) or None,
+        chunks=(*measured.chunks, *((length,) for length in kind.shape)),
+        meta=np.empty((0,) * ndim, kind.base),
+        token=f"field-{name}",
+    )
+
+
+def _field(measured: npt.NDArray[np.void], name: str) -> Array:
+    return np.ascontiguousarray(measured[name])
 
 
 def shared(values: Array) -> Any:

@@ -19,6 +19,7 @@ __all__ = [
     "check_single_run",
     "hold_only_changes",
     "optimizer_of",
+    "quantile_levels",
     "row_of_step",
     "rows_of_steps",
     "variables",
@@ -145,6 +146,22 @@ def optimizer_of(ds: xr.Dataset, given: Mapping[str, Any] | None) -> Mapping[str
         )
     optimizer: Mapping[str, Any] | None = ds.attrs.get("optimizer")
     return optimizer
+
+
+def quantile_levels(quantiles: Sequence[float] | float) -> npt.NDArray[np.float64]:
+    """Quantiles as an array.
+
+    Raises
+    ------
+    InvalidArgument
+        If one is not from 0 to 1.
+    """
+    levels = np.atleast_1d(np.asarray(quantiles, np.float64))
+    if not ((levels >= 0) & (levels <= 1)).all():
+        raise InvalidArgument(
+            f"got quantiles {tuple(levels.tolist())}, expected values from 0 to 1"
+        )
+    return levels
 
 
 def row_of_step(ds: xr.Dataset, step: int) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.scan import input_checks
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import (
@@ -20,6 +21,7 @@ from trajstore.populations.masks import (
 __all__ = [
     "by_population",
     "count_by_population",
+    "over_groups",
     "statistics",
     "with_mostly_dead",
 ]
@@ -46,6 +48,45 @@ def with_mostly_dead(ds: xr.Dataset) -> xr.Dataset:
     return ds.assign_coords(is_mostly_dead=rare.variable)
 
 
+def over_groups(
+    kernel: Callable[..., npt.NDArray[Any]],
+    da: xr.DataArray,
+    names: Sequence[str],
+    groups: npt.NDArray[np.bool_],
+    dim: str,
+    size: int,
+    dtype: npt.DTypeLike,
+    **options: Any,
+) -> xr.DataArray:
+    """Facts about the tokens of each group, lazy where `da` is: (…, population, `dim`).
+
+    Parameters
+    ----------
+    kernel : callable
+        Of values (…, token), groups (population, token) and options.
+    da : DataArray (…, token)
+    names : sequence of str
+    groups : ndarray of bool (population, token)
+    dim : str
+    size : int
+        Length of `dim`.
+    dtype : dtype
+    """
+    facts: xr.DataArray = xr.apply_ufunc(
+        kernel,
+        da.chunk({"token": -1}) if da.chunks is not None else da,
+        groups,  # no keyword: that would go with each task
+        kwargs=options,
+        input_core_dims=[["token"], ["population", "token"]],
+        output_core_dims=[["population", dim]],
+        dask="parallelized",
+        output_dtypes=[dtype],
+        dask_gufunc_kwargs={"output_sizes": {"population": len(names), dim: size}},
+        keep_attrs=False,
+    )
+    return facts.assign_coords(population=names)
+
+
 def _count(
     values: npt.NDArray[np.int8], groups: npt.NDArray[np.bool_], kinds: int
 ) -> npt.NDArray[np.int64]:
@@ -69,20 +110,7 @@ def count_by_population(da: xr.DataArray, kinds: int, dim: str) -> xr.DataArray:
     -------
     DataArray, int64 (…, population, `dim`)
     """
-    names, groups = populations(da)
-    counts: xr.DataArray = xr.apply_ufunc(
-        _count,
-        da.chunk({"token": -1}) if da.chunks is not None else da,
-        groups,  # no keyword: that would go with each task
-        kwargs={"kinds": kinds},
-        input_core_dims=[["token"], ["population", "token"]],
-        output_core_dims=[["population", dim]],
-        dask="parallelized",
-        output_dtypes=[np.int64],
-        dask_gufunc_kwargs={"output_sizes": {"population": len(names), dim: kinds}},
-        keep_attrs=False,
-    )
-    return counts.assign_coords(population=names)
+    return over_groups(_count, da, *populations(da), dim, kinds, np.int64, kinds=kinds)
 
 
 def _statistics(
@@ -143,11 +171,7 @@ def by_population(
     """
     if "token" not in da.dims:
         raise InvalidArgument(f"got dimensions {da.dims}, expected token among them")
-    levels = np.atleast_1d(np.asarray(quantiles, np.float64))
-    if not ((levels >= 0) & (levels <= 1)).all():
-        raise InvalidArgument(
-            f"got quantiles {tuple(levels.tolist())}, expected values from 0 to 1"
-        )
+    levels = input_checks.quantile_levels(quantiles)
     members(da)  # says what is missing
     return statistics(da, levels)
 
@@ -165,24 +189,12 @@ def statistics(
         If there is no population of that name.
     """
     names, groups = chosen_populations(da, population)
-    if da.chunks is not None:
-        da = da.chunk({"token": -1})
     width = len(_STATISTICS) + levels.size
-    table = xr.apply_ufunc(
-        _statistics,
-        da,
-        groups,  # no keyword: that would go with each task
-        kwargs={"quantiles": levels},
-        input_core_dims=[["token"], ["population", "token"]],
-        output_core_dims=[["population", "statistic"]],
-        dask="parallelized",
-        output_dtypes=[np.float64],
-        dask_gufunc_kwargs={"output_sizes": {"population": len(groups), "statistic": width}},
-        keep_attrs=False,
+    table = over_groups(
+        _statistics, da, names, groups, "statistic", width, np.float64, quantiles=levels
     )
     units = {"units": da.attrs["units"]} if "units" in da.attrs else {}
     name = da.attrs.get("long_name", da.name or "value")
-    table = table.assign_coords(population=names)
 
     def pick(part: int | slice, label: str) -> xr.DataArray:
         picked: xr.DataArray = table.isel(statistic=part).assign_attrs(

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
-from trajstore.analysis.scan.block_tasks import over_hidden, rows_before, shared
+from trajstore.analysis.scan.block_tasks import field, over_hidden, rows_before, shared
 from trajstore.analysis.scan.consecutive_rows import measure_pairs, measure_rows, pair_dtype
 from trajstore.analysis.scan.input_checks import (
     check_every_step,
@@ -58,10 +58,6 @@ def _apply_to_changes(block: Array, kernel: Callable[[Array, Array], Array]) -> 
 def _has_moved(block: Array) -> npt.NDArray[np.bool_]:
     """Whether each vector of changes is other than zero; a NaN is."""
     return np.asarray((block != 0).any(-1))
-
-
-def _field(measured: npt.NDArray[np.void], name: str) -> Array:
-    return np.ascontiguousarray(measured[name])
 
 
 def _rows_of_a_block(array: xr.DataArray) -> int:
@@ -290,11 +286,7 @@ class Scan:
             )
             self._measured[lattice, measures] = points.variable, measured[1:]
         variable, measured = self._measured[lattice, measures]
-        dtype = measured.dtype[measure]
-        data = measured.map_blocks(
-            _field, measure, dtype=dtype, meta=np.empty((0, 0), dtype), token=f"pair-{measure}"
-        )
-        return self.wrap(data, variable, rows=slice(1, None))
+        return self.wrap(field(measured, measure), variable, rows=slice(1, None))
 
     def wrap(
         self,

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.scan.block_tasks import over_hidden
+from trajstore.analysis.scan.block_tasks import field, over_hidden
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.schema import MODEL, VARIABLES
@@ -154,15 +154,12 @@ def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
     a, b = a.isel(step=rows_a), b.isel(step=rows_b)
     table = da.stack([_difference(a[name], b[name]).rechunk(-1) for name in names], axis=1)
 
-    def part(function: Any, dtype: Any) -> da.Array:
-        return table.map_blocks(function, dtype=dtype, meta=np.empty((0, 0), dtype))
-
     differs = xr.DataArray(
-        part(lambda block: np.ascontiguousarray(block["differs"]), bool),
+        field(table, "differs"),
         dims=("step", "variable"),
         coords={"step": steps, "variable": names},
     )
-    distance = differs.copy(data=part(lambda block: np.sqrt(block["square"]), np.float64))
+    distance = differs.copy(data=np.sqrt(field(table, "square")))
     first = xr.apply_ufunc(
         lambda flags: np.where(flags.any(-1), steps[np.argmax(flags, axis=-1)], -1),
         differs,

@@ -66,7 +66,6 @@ def test_neither_chunks_nor_the_scheduler_change_a_bit(name, run):
     expected = {key: array.compute() for key, array in function_result(name, run).items()}
     for chunked, scheduler in (
         (in_blocks(run, 6, 3, 3), "threads"),
-        (in_blocks(run, 1, 11, 6), "sync"),
         (in_blocks_of_their_own(run), "sync"),
     ):
         with dask.config.set(scheduler=scheduler):
@@ -76,8 +75,11 @@ def test_neither_chunks_nor_the_scheduler_change_a_bit(name, run):
                 xr.testing.assert_identical(array, expected[key])
 
 
-def test_together_they_are_what_they_are_alone(run):
-    together = analysis.compute(run.chunk(step=5, token=4), list(QUANTITIES)).compute()
+@pytest.mark.parametrize(
+    "chunks", [{"step": 5, "token": 4}, pytest.param({"step": 1}, marks=pytest.mark.nightly)]
+)
+def test_together_they_are_what_they_are_alone(run, chunks):
+    together = analysis.compute(run.chunk(chunks), list(QUANTITIES)).compute()
     assert together.sizes["step"] == run.sizes["step"]
     for name in QUANTITIES:
         for key, alone in dask.compute(function_result(name, run))[0].items():
@@ -219,9 +221,8 @@ def test_a_quantity_takes_a_dataset_or_a_scan(run):
 @pytest.mark.parametrize("name", QUANTITIES)
 def test_a_single_row_has_no_motion_and_is_no_accident(name, run):
     one = run.isel(step=[0]).chunk()
-    result = analysis.compute(one, [name]).compute()
-    for array in result.data_vars.values():
+    for array in analysis.compute(one, [name]).data_vars.values():
         if "step" in array.dims:
             assert array.sizes["step"] == 1
-    described = describe(analysis.answer(one, [name]))
-    assert described.keys() == set(map(str, analysis.answer(one, [name])))
+    found = analysis.answer(one, [name])
+    assert describe(found).keys() == set(map(str, found))

@@ -77,9 +77,13 @@ def test_a_killed_worker_changes_nothing(client: Any, run: Path) -> None:
     assert not any(client.run(_loaded).values()), "workers need no torch"
 
 
-def test_a_failing_task_is_told_as_ever(client: Any, run: Path) -> None:
+def test_a_failing_task_is_told_as_ever(run: Path) -> None:
     broken = open_run(run).W.map_blocks(lambda block: 1 / 0, template=open_run(run).W)
-    with pytest.raises(ZeroDivisionError):
+    with (
+        distributed.LocalCluster(n_workers=1, processes=False, dashboard_address=None) as cluster,
+        distributed.Client(cluster),
+        pytest.raises(ZeroDivisionError),
+    ):
         compute_all([broken], lambda done, total: None)
 
 
