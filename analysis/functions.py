@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trajstore.accessors import register_accessors
+from trajstore.accessor_registration import register_accessors
 from trajstore.analysis.cloud.alignments import alignment
 from trajstore.analysis.cloud.identical_vectors import clusters
 from trajstore.analysis.cloud.near_cells import adjacency
@@ -32,7 +32,7 @@ from trajstore.analysis.optimizer.moment_ratios import moment_error
 from trajstore.analysis.optimizer.moments import exact_moments
 from trajstore.analysis.optimizer.underflow_line import moment_plane
 from trajstore.analysis.registry import QUANTITIES, answer, compute
-from trajstore.analysis.results.summary_tables import summary
+from trajstore.analysis.results.run_summary import summary
 from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.analysis.scan.population_statistics import by_population
 from trajstore.analysis.several.divergence import divergence

@@ -104,7 +104,7 @@ def blamed_by_hand(ds: xr.Dataset, window: int) -> dict[str, np.ndarray]:
 
     The change that Adam makes of two moments is the package's own, which has tests against torch.
     """
-    from trajstore.analysis.optimizer.adam_rule import AdamRule
+    from trajstore.analysis.optimizer.update_rule import AdamRule
     from trajstore.values.rounding import round_to
     from trajstore.values.ulp_lattice import spacing
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from trajstore import RunWriter
-from trajstore.analysis.optimizer.adam_rule import AdamRule
+from trajstore.analysis.optimizer.update_rule import AdamRule
 from trajstore.values.rounding import round_to
 
 TEXT = "the cat sat on the mat"

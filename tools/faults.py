@@ -43,14 +43,14 @@ def preloaded() -> Path:
 def main() -> int:
     """Try, and print a table."""
     shim = ctypes.CDLL(str(preloaded()))
-    import trials
+    import forked_trials
 
     tries = int(os.environ.get("TRAJSTORE_FAULTS", "600"))
     chance = random.Random(0)
-    commands = trials.WRITING | trials.READING
+    commands = forked_trials.WRITING | forked_trials.READING
     root = Path(tempfile.mkdtemp(prefix="faults-"))
     base, folder = root / "base", root / "work"
-    trials.prepare(base)
+    forked_trials.prepare(base)
     table: dict[str, Counter[str]] = {name: Counter() for name in commands}
     examples: list[str] = []
     for at in range(tries):
@@ -58,12 +58,12 @@ def main() -> int:
         kind = chance.choice(list(KINDS))
         number = chance.choice(KINDS[kind])
         call = chance.randint(1, DEEPEST)
-        trials.fresh(base, folder)
+        forked_trials.fresh(base, folder)
 
         def arm(kind: str = kind, number: int = number, call: int = call) -> None:
             shim.faults_arm(kind.encode(), str(folder).encode(), number, call)
 
-        child = trials.forked(commands[name], folder, arm)
+        child = forked_trials.forked(commands[name], folder, arm)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         said = folder.with_name("said").read_text()
         row = table[name]
@@ -72,8 +72,8 @@ def main() -> int:
         wrong = {
             "tracebacks": ["Traceback" in said or "Exception ignored" in said],
             "silent": [code != 0 and not said.strip()],
-            "leftovers": _avoidable(kind, folder, trials.leftovers_of(folder)),
-            "lost": trials.apart(lambda: trials.faults_of(folder), folder),
+            "leftovers": _avoidable(kind, folder, forked_trials.leftovers_of(folder)),
+            "lost": forked_trials.apart(lambda: forked_trials.faults_of(folder), folder),
         }
         for what, found in wrong.items():
             if any(found):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import trials
+import forked_trials
 from hostile_inputs import FILES, STORES
 
 from trajstore.cli.main import main as command
@@ -71,9 +71,9 @@ def _row(
     folder = root / "work"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    trials.apart(lambda: _made(make, folder), folder)
+    forked_trials.apart(lambda: _made(make, folder), folder)
     begun, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    child = trials.forked(lambda: _measured(arguments, folder), folder, _reset_peak)
+    child = forked_trials.forked(lambda: _measured(arguments, folder), folder, _reset_peak)
     code = _ended(child, begun + MOST_PATIENCE)
     seconds, after = time.monotonic() - begun, resource.getrusage(resource.RUSAGE_CHILDREN)
     processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import forked_trials
 import numpy as np
-import trials
 
 Making = Callable[[Path], None]
 
@@ -23,7 +23,7 @@ W = np.zeros((10, 6, 4), "f4")
 
 
 def _run(folder: Path, change: Callable[[Path], None] = lambda run: None) -> None:
-    trials.create(str(folder / "run.zarr"))
+    forked_trials.create(str(folder / "run.zarr"))
     change(folder / "run.zarr")
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import trials
+import forked_trials
 
 READERS = 4
 LONGEST = 1.5
@@ -46,19 +46,21 @@ def main() -> int:
     chance = random.Random()
     root = Path(tempfile.mkdtemp(prefix="soak-"))
     base, folder = root / "base", root / "work"
-    trials.prepare(base)
-    trials.fresh(base, folder)
+    forked_trials.prepare(base)
+    forked_trials.fresh(base, folder)
     readers = [
-        trials.forked(lambda: _read_on(folder), folder, lambda: None, said=f"reader-{number}")
+        forked_trials.forked(
+            lambda: _read_on(folder), folder, lambda: None, said=f"reader-{number}"
+        )
         for number in range(READERS)
     ]
-    table: dict[str, Counter[str]] = {name: Counter() for name in trials.WRITING}
+    table: dict[str, Counter[str]] = {name: Counter() for name in forked_trials.WRITING}
     examples: list[str] = []
     end = time.monotonic() + 60 * minutes
     while time.monotonic() < end:
-        name = chance.choice(list(trials.WRITING))
+        name = chance.choice(list(forked_trials.WRITING))
         row = table[name]
-        child = trials.forked(trials.WRITING[name], folder, lambda: None)
+        child = forked_trials.forked(forked_trials.WRITING[name], folder, lambda: None)
         time.sleep(chance.uniform(0, LONGEST))  # any moment of its life may be its last
         killed = os.waitpid(child, os.WNOHANG)[0] == 0
         if killed:
@@ -66,16 +68,16 @@ def main() -> int:
             os.waitpid(child, 0)
         row["tries"] += 1
         row["killed"] += killed
-        row["left"] += bool(trials.leftovers_of(folder))
+        row["left"] += bool(forked_trials.leftovers_of(folder))
         # The same command again, to its end, removes what the killed one has left.
-        again = trials.forked(_repeated(name), folder, lambda: None)
+        again = forked_trials.forked(_repeated(name), folder, lambda: None)
         code = os.waitstatus_to_exitcode(os.waitpid(again, 0)[1])
         said = folder.with_name("said").read_text()
         wrong = {
             "tracebacks": ["Traceback" in said],
             "failed": [f"{code}: {said.strip()[-300:]}"] if code else [],
-            "leftovers": trials.leftovers_of(folder),
-            "lost": trials.apart(lambda: trials.faults_of(folder), folder),
+            "leftovers": forked_trials.leftovers_of(folder),
+            "lost": forked_trials.apart(lambda: forked_trials.faults_of(folder), folder),
         }
         for what, found in wrong.items():
             if any(found):
@@ -101,8 +103,8 @@ def main() -> int:
 
 def _repeated(name: str) -> Callable[[], None]:
     if name == "create":
-        return lambda: trials.create("new.zarr", overwrite=True)
-    return trials.WRITING[name]
+        return lambda: forked_trials.create("new.zarr", overwrite=True)
+    return forked_trials.WRITING[name]
 
 
 def _begin_anew(base: Path, folder: Path) -> None:

@@ -5,9 +5,9 @@
 ``compare``
     The command `compare`.
 ``explore``
-    The command that shows a run in a browser: explore.
+    The command `explore`, which shows a run in a browser.
 ``plot``
-    Commands that draw a run, and write a page about it: plot, report.
+    The command `plot`, which draws figures of one run or several.
 ``report``
     The command `report`.
 ``summary``

@@ -1,4 +1,4 @@
-"""Commands that draw a run, and write a page about it: plot, report."""
+"""The command `plot`, which draws figures of one run or several."""
 
 from __future__ import annotations
 

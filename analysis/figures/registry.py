@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from trajstore.analysis.figures.cloud import centroid, clusters, spectrum, trajectory
 from trajstore.analysis.figures.densities import hops, speed_density
 from trajstore.analysis.figures.figure import Figure
+from trajstore.analysis.figures.freezing import freeze, last_motion, lifecycle, stratigraphy
 from trajstore.analysis.figures.motion import (
     autocorrelation,
     bulk_thermal,
@@ -15,8 +16,7 @@ from trajstore.analysis.figures.motion import (
     seams,
     speed,
 )
-from trajstore.analysis.figures.rest import freeze, last_motion, lifecycle, stratigraphy
-from trajstore.analysis.figures.stacks import causes, regimes
+from trajstore.analysis.figures.regimes import causes, regimes
 from trajstore.analysis.figures.training import logits, loss, moments, parameters
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean

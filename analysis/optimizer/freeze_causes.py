@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.optimizer.adam_rule import AdamRule, next_weights
+from trajstore.analysis.optimizer.update_rule import AdamRule, next_weights
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import field, in_turn, over_hidden
 from trajstore.analysis.scan.consecutive_rows import changed_vectors, moved_vectors, tiles

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.optimizer.adam_rule import AdamRule, next_weights
 from trajstore.analysis.optimizer.moment_rule import MOMENTS
 from trajstore.analysis.optimizer.moments import Recurrence
+from trajstore.analysis.optimizer.update_rule import AdamRule, next_weights
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import (
     last_rows,

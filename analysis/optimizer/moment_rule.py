@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trajstore.analysis.optimizer.adam_rule import AdamRule
+from trajstore.analysis.optimizer.update_rule import AdamRule
 from trajstore.compiled_loop import CompiledLoop, memory_of, rows_in_one_piece
 from trajstore.errors import InvalidArgument
 from trajstore.values.rounding import round_to

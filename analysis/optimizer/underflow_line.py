@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.optimizer.adam_rule import AdamRule
+from trajstore.analysis.optimizer.update_rule import AdamRule
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import shared
 from trajstore.analysis.scan.quantity import takes_scan

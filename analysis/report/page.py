@@ -18,7 +18,7 @@ from trajstore.analysis.figures import FIGURES, Options, collect, draw_sheet
 from trajstore.analysis.figures.figure import compute_together, described, prepared, run_system
 from trajstore.analysis.figures.sheet import Collected
 from trajstore.analysis.report.verdicts import evidence, latest, seam_verdict, verdicts
-from trajstore.analysis.results.summary_tables import summary
+from trajstore.analysis.results.run_summary import summary
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import InvalidArgument, MissingExtra, RunExists, VariableNotRecorded
 from trajstore.integrity.verify import verify

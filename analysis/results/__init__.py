@@ -1,7 +1,7 @@
 """Results as tables and files.
 
-``summary_tables``
-    The tables that the notebooks print at their end.
+``run_summary``
+    What `summary` reports, as a Dataset.
 ``write_results``
-    Analysis results to files, block by block: Zarr, NetCDF or CSV, by the ending of the name.
+    Results written to Zarr, NetCDF or CSV, or described in numbers.
 """

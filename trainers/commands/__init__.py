@@ -1,7 +1,7 @@
-"""Commands of the command line that train models.
+"""Commands of the command line that train models, or prepare, label or recompute a training.
 
 ``annotate``
-    The command that tells a run about its tokens afterwards: annotate.
+    The command `annotate`, which labels the tokens of a recorded run.
 ``configuration``
     Options that make the configuration of a training, and that configuration.
 ``fetch``
@@ -15,11 +15,11 @@
 ``recording_progress``
     Progress of a recording.
 ``sweep``
-    The command that records many runs: sweep.
+    The command `sweep`, which records many runs.
 ``sweep_view``
-    What `trajstore sweep` shows: its runs while they are trained, and what became of each.
+    What `sweep` shows: the status of each run.
 ``swept_record``
     `trajstore record` as a sweep starts it: it stops when its standard input ends.
 ``what_if``
-    Commands that carry a run out differently: what-if.
+    The command `what-if`, which applies recorded gradients with other settings.
 """

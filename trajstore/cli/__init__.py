@@ -1,4 +1,7 @@
-"""The command line: each command opens a library object, calls one method, prints the result.
+"""The command line: the program `trajstore`, what its commands share, and seven of them.
+
+The other commands are in `trajstore.analysis.commands` and `trajstore.trainers.commands`. Each
+command opens a library object, calls one method and prints the result.
 
 ``errors``
     Errors of commands: one sentence on standard error, and an exit code.
@@ -13,7 +16,7 @@
 ``options``
     Arguments and options that commands share.
 ``progress``
-    Progress bars on standard error, and commands that SIGTERM ends as Ctrl-C does.
+    Progress bars on standard error.
 ``start``
     The start of the process: Ctrl-C gives a sentence even while modules are imported.
 ``stop_signals``

@@ -28,7 +28,7 @@ from zarr.abc.codec import ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin
 from zarr.abc.store import RangeByteRequest, SuffixByteRequest
 from zarr.storage import LocalStore, StorePath
 
-from trajstore.accessors import register_accessors
+from trajstore.accessor_registration import register_accessors
 from trajstore.codec.block_form import BlockForm, Fetch, FewerRows, Runs, Tail, with_consequence
 from trajstore.codec.block_label import ANYWHERE, digest_of
 from trajstore.codec.codec_chain import Chain

@@ -6,5 +6,5 @@
 from file to file, and what a Trainer logged) each have a class that reads such a file, which is
 checked as a whole before a value of it is read; ``open_file`` finds out which it is.
 ``safetensors`` and ``hdf5_writing`` also write, what ``streamed_tensor`` describes. A new format is
-one such module; what its arrays mean for a run is said in `trajstore.exchange`.
+one such module and an entry in ``open_file``; `trajstore.exchange` decides what its arrays mean.
 """

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from trajstore.errors import FormatError, InvalidArgument, ObjectStoreError, RunNotFound
+from trajstore.integrity.array_checks import check_chunks
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.checkpoint_checks import check_checkpoints
-from trajstore.integrity.chunk_checks import check_chunks
+from trajstore.integrity.chunk_checks import CheckedChunks
 from trajstore.integrity.coordinate_checks import check_coordinates
 from trajstore.integrity.fingerprint_checks import check_fingerprint
 from trajstore.integrity.leftovers import Leftovers, find_leftovers
 from trajstore.integrity.metadata_checks import check_metadata, is_outdated
 from trajstore.integrity.problem import Problem
-from trajstore.integrity.shard_checks import CheckedChunks
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.store.storage.remote_path import Location, RunPath

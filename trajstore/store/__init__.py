@@ -9,7 +9,7 @@
 ``writing``
     Rows in, blocks out, each with an atomic commit; resumed, forked and labeled runs.
 
-Where one step's array goes: `writing.writer` copies it to its place in a block. `block_writer`
-encodes the chunks of a full block and puts one shard per array in place. `commit` then replaces the
-metadata, the root last; from then on readers see the row.
+Where one step's array goes: `writing.writer` copies it to its place in a block. `block_commits`
+hands a full block to `block_writer`, which encodes its chunks and puts one shard per array in
+place. `commit` then replaces the metadata, the root last; from then on readers see the row.
 """

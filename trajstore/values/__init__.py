@@ -1,4 +1,4 @@
-"""What a bfloat16 is, in one place.
+"""The floating-point types of trainers: bits, rounding, spacing, norms.
 
 ``native_types`` has the types a trainer can hold, as bits and as what the store keeps; ``rounding``
 goes from one to another, ``ulp_lattice`` knows the spacing and the order of their values, and

@@ -20,7 +20,7 @@
     The runs of a file, as its user's options have them: the one way from a path to runs.
 ``run_parts``
     Which arrays of a file make which run, where it holds several, or both matrices of a model.
-``run_reading``
+``assembled_run``
     One run of a file, put together of its arrays: steps, tokens, variables, attributes.
 ``token_masks``
     Files of masks, ids or counts: which tokens are dead, for an import or for an existing run.

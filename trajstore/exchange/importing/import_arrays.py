@@ -12,11 +12,11 @@ from trajstore.exchange.guessing.detect_arrays import (
     abridged,
     detect_arrays,
 )
+from trajstore.exchange.importing.assembled_run import RunReading
 from trajstore.exchange.importing.file_numbers import places_of
 from trajstore.exchange.importing.import_options import OTHERS, ImportOptions
 from trajstore.exchange.importing.imported_file import ImportedFile, ImportedRun
 from trajstore.exchange.importing.run_parts import run_parts
-from trajstore.exchange.importing.run_reading import RunReading
 from trajstore.exchange.importing.token_tables import TOKEN_KINDS
 from trajstore.exchange.layouts import HDF5_TEXTS, LAYOUTS, Layout
 from trajstore.formats.array_file import ArrayFile

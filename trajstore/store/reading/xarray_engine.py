@@ -17,7 +17,7 @@ import xarray as xr
 import zarr
 from xarray.backends import BackendEntrypoint, StoreBackendEntrypoint, ZarrStore
 
-from trajstore.accessors import register_accessors
+from trajstore.accessor_registration import register_accessors
 from trajstore.schema import STEP
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.array_reader import stored_array

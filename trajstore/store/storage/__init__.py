@@ -5,13 +5,13 @@
 ``hub_address``
     Addresses on the hub of Hugging Face, as huggingface_hub writes them: ``hf://datasets/…``.
 ``lock``
-    One writer at a time.
+    One writer at a time in a folder.
 ``object_file``
     An object of a run, open to be read in parts: a file, or what an object store holds.
 ``object_requests``
     Requests to obstore: errors in one line, one retry, and a store for zarr.
 ``remote_lock``
-    One writer at a time where there are no file locks: an object that is made only if there is none
+    One writer at a time in an object store.
 ``remote_path``
     Addresses of object stores, with as much of `pathlib.Path` as runs need.
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trajstore.analysis.optimizer.adam_rule import round_to
 from trajstore.analysis.optimizer.moment_rule import MomentRule
+from trajstore.analysis.optimizer.update_rule import round_to
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 torch = pytest.importorskip("torch")

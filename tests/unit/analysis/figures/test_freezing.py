@@ -76,7 +76,7 @@ def test_a_strip_tells_the_dead(run):
 def test_it_says_how_cells_are_pooled(run, monkeypatch):
     pooled = analysis.stratigraphy(run, most_steps=4, most_layers=3)
     monkeypatch.setattr(
-        "trajstore.analysis.figures.rest.rest_layers.stratigraphy", lambda *_: pooled
+        "trajstore.analysis.figures.freezing.rest_layers.stratigraphy", lambda *_: pooled
     )
     ax = FIGURES["stratigraphy"](run, Canvas().subplots())
     expected = "the most common regime of up to 4 tokens × up to 6 steps to a cell"

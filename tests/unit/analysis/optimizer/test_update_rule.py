@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trajstore import analysis, open_run
-from trajstore.analysis.optimizer.adam_rule import AdamRule
+from trajstore.analysis.optimizer.update_rule import AdamRule
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.values.rounding import round_to
 from trajstore.values.ulp_lattice import spacing

@@ -1,0 +1,119 @@
+"""Checks of what the arrays of a run hold: shard by shard, in threads.
+
+Each job has the memory of a few chunks, and brings back what it has found; these are put together
+in the order of the arrays, whichever thread was first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.errors import ObjectStoreError
+from trajstore.integrity.array_json_checks import block_rows, is_series
+from trajstore.integrity.checked_metadata import CheckedMetadata
+from trajstore.integrity.chunk_checks import CheckedChunks, check_shard
+from trajstore.integrity.problem import Problem
+from trajstore.schema import STEP
+from trajstore.store.metadata.object_keys import chunk_key
+from trajstore.store.storage.object_file import size_of
+from trajstore.store.storage.remote_path import REMOTE_REQUESTS, Location, RemotePath
+from trajstore.threads import Progress, in_parallel
+from trajstore.values.native_types import NATIVE_TYPES
+
+__all__ = ["check_chunks"]
+
+Array = npt.NDArray[Any]
+
+Job = Callable[[], CheckedChunks]
+
+
+def check_chunks(
+    metadata: CheckedMetadata,
+    *,
+    threads: int | None = None,
+    on_progress: Progress | None = None,
+) -> CheckedChunks:
+    """Check every chunk of the committed rows.
+
+    Parameters
+    ----------
+    metadata : CheckedMetadata
+    threads : int, optional
+    on_progress : callable, optional
+        Called with the bytes of the shards that are done, and those there are.
+    """
+    total = 0 if on_progress is None else _size_of_shards(metadata)
+    found = CheckedChunks()
+    if isinstance(metadata.path, RemotePath):
+        threads = threads or REMOTE_REQUESTS
+    for part in in_parallel(_jobs(metadata), threads):
+        found.add(part)
+        if on_progress is not None:
+            on_progress(found.bytes, max(found.bytes, total))
+    found.problems += _check_steps(metadata, found.steps)
+    if 0 not in found.steps or found.steps[0][0] != 0:
+        # A run that begins later holds no initial state in its first row.
+        found.row0.clear()
+    return found
+
+
+def _size_of_shards(metadata: CheckedMetadata) -> int:
+    """Bytes of the shards of the committed rows, those that are there."""
+    sizes = metadata.objects
+    keys = [
+        stored.key(block, part)
+        for stored in map(metadata.stored, filter(is_series, metadata.arrays))
+        for block in range(-(-metadata.rows // stored.shard[0]))
+        for part in range(stored.parts)
+    ]
+    if sizes is not None:
+        return sum(sizes.get(key, 0) for key in keys)
+    paths = (metadata.path / key for key in keys)
+    if isinstance(metadata.path, RemotePath):
+        return sum(in_parallel((partial(_size, path) for path in paths), REMOTE_REQUESTS))
+    return sum(map(_size, paths))
+
+
+def _size(path: Location) -> int:
+    """Bytes of an object; 0 of one that is missing, which is a problem of its own."""
+    try:
+        return size_of(path)
+    except ObjectStoreError:
+        raise
+    except OSError:
+        return 0
+
+
+def _jobs(metadata: CheckedMetadata) -> Iterator[Job]:
+    for name in filter(is_series, metadata.arrays):
+        stored = metadata.stored(name)
+        declared = metadata.arrays[name]["attributes"].get("native_dtype")
+        native = NATIVE_TYPES.get(declared, stored.chain.native)
+        finished = metadata.attributes.get("status") == "complete"
+        for block in range(-(-metadata.rows // stored.shard[0])):
+            for part in range(stored.parts):
+                yield partial(check_shard, stored, native, block, part, finished=finished)
+
+
+def _check_steps(metadata: CheckedMetadata, steps: dict[int, Array]) -> Iterator[Problem]:
+    """Steps must increase strictly, from at least 0."""
+    last = -1
+    for first, values in sorted(steps.items()):
+        before = np.concatenate(([last], values[:-1]))
+        wrong = np.flatnonzero(values <= before)
+        if wrong.size:
+            at = int(wrong[0])
+            block = (first + at) // block_rows(metadata.arrays[STEP.name])
+            yield Problem(
+                array=STEP.name,
+                block=block,
+                path=metadata.path / chunk_key(STEP.name, block, 1),
+                message=f"row {first + at} is step {values[at]} after step {before[at]}; steps "
+                "must increase",
+            )
+        last = int(values[-1])
