@@ -7,8 +7,8 @@ several runs. ``registry`` has all of them by name, ``sheet`` several in one pas
 colours, which are the same everywhere, and ``axes_marks`` what is drawn in many places. The
 figures: ``training`` (loss, logits, moments, parameters), ``motion`` (gradients, displacement,
 speed, bulk-thermal, autocorrelation, seams), ``densities`` (hops, speed-density), ``freezing``
-(freeze, last-motion, lifecycle, stratigraphy), ``regimes`` (regimes, causes), and ``cloud`` (centroid,
-trajectory, spectrum, clusters). A new one goes into one of these, and into the registry.
+(freeze, last-motion, lifecycle, stratigraphy), ``regimes`` (regimes, causes), and ``cloud``
+(centroid, trajectory, spectrum, clusters). A new one goes into one of these, and into the registry.
 
 >>> from trajstore.analysis.figures import FIGURES
 >>> FIGURES["gradients"](ds).get_ylabel()

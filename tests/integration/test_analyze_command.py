@@ -199,7 +199,12 @@ def test_computing_on_a_cluster(
         (["freeze", "speed", "--set", "min_still=3"], 2, "single quantity"),
         (["freeze", "--by-population"], 2, "not one number per token"),
         (["freeze", "-o", "motion.txt"], 2, r"\.zarr, \.nc, \.csv"),
-        (["freeze", "--scheduler", "tcp://127.0.0.1:1"], 2, "no dask scheduler answers"),
+        pytest.param(  # it waits ten seconds
+            ["freeze", "--scheduler", "tcp://127.0.0.1:1"],
+            2,
+            "no dask scheduler answers",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_what_is_wrong_is_one_sentence(

@@ -103,7 +103,7 @@ TRAINER = """
 @pytest.mark.parametrize(
     "body",
     [
-        pytest.param(LOOP, id="capture"),
+        pytest.param(LOOP, id="capture", marks=pytest.mark.nightly),
         pytest.param(TRAINER, id="Trainer", marks=pytest.mark.nightly),
     ],
 )

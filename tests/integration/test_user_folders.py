@@ -32,7 +32,11 @@ assert freeze(ds).moves.values.tolist() == [1, 1, 1, 1]
 """
 
 
-@pytest.mark.parametrize("packages", [True, False], ids=["packages", "plain folders"])
+@pytest.mark.parametrize(
+    "packages",
+    [True, pytest.param(False, marks=pytest.mark.nightly)],
+    ids=["packages", "plain folders"],
+)
 def test_folders_of_the_user_and_the_project_are_apart(tmp_path: Path, packages: bool) -> None:
     for name in FOLDERS:
         (tmp_path / name).mkdir()

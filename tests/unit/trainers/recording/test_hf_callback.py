@@ -220,6 +220,7 @@ Trainer(model=TinyModel(), args=arguments, train_dataset=rows, callbacks=[callba
 """
 
 
+@pytest.mark.nightly
 def test_a_script_whose_trainer_fails_leaves_all_whole_rows(tmp_path: Path) -> None:
     """Nobody closes the callback then but the interpreter's end, where pools take no more work."""
     done = subprocess.run(

@@ -148,6 +148,7 @@ with RunWriter.create(
 """
 
 
+@pytest.mark.nightly
 def test_a_forked_child_has_none_and_the_parents_goes_on(tmp_path: Path) -> None:
     command: list[Any] = [sys.executable, "-W", "ignore", "-c", FORKING, tmp_path / "run.zarr"]
     subprocess.run(command, check=True, timeout=120)
