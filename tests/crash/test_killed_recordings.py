@@ -122,7 +122,8 @@ def test_a_training_that_is_killed_once_is_resumed(whole: Any) -> None:
     expected = xr.open_zarr(folder / "whole.zarr").load()
     assert killed(train, path, preset, corpus, CHECKPOINTS, None, after_step=15)
     left = xr.open_zarr(path)
-    assert left.attrs["committed_rows"] >= 12  # blocks of 4 rows, and one that was on its way
+    # One block at least: how far the writer is behind depends on the load of the machine.
+    assert left.attrs["committed_rows"] >= 4
     assert left.W.values.tobytes() == expected.W[: left.sizes["step"]].values.tobytes()
     assert verify(path).clean
     assert not killed(train, path, preset, corpus, CHECKPOINTS, None)
