@@ -20,6 +20,7 @@ import xarray as xr
 from crashing import KillAt, Reader, killed
 
 from trajstore import FormatError, verify
+from trajstore.store.metadata.block_plan import BLOCKS
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.nightly]
@@ -122,8 +123,8 @@ def test_a_training_that_is_killed_once_is_resumed(whole: Any) -> None:
     expected = xr.open_zarr(folder / "whole.zarr").load()
     assert killed(train, path, preset, corpus, CHECKPOINTS, None, after_step=15)
     left = xr.open_zarr(path)
-    # One block at least: how far the writer is behind depends on the load of the machine.
-    assert left.attrs["committed_rows"] >= 4
+    # A block is filled only when one of the buffers is free: at most these hold uncommitted rows.
+    assert left.attrs["committed_rows"] >= 16 - BLOCKS * 4
     assert left.W.values.tobytes() == expected.W[: left.sizes["step"]].values.tobytes()
     assert verify(path).clean
     assert not killed(train, path, preset, corpus, CHECKPOINTS, None)
