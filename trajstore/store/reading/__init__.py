@@ -7,11 +7,11 @@
 ``open_run``
     Opening a run: the Dataset that plain `xr.open_zarr` gives, with checks.
 ``open_runs``
-    Opening many runs: one lazy Dataset along ``run``.
+    Opening many runs: one lazy Dataset along `run`.
 ``run_info``
     What a run is: the facts that `trajstore info` prints.
 ``tiled_reader``
     A run as exporters read it: variables in tiles, small enough to hold and large enough to be fast
 ``xarray_engine``
-    xarray's engine ``trajstore``: a run as a lazy Dataset, `xr.open_dataset(path)`.
+    xarray's engine `trajstore`: a run as a lazy Dataset, `xr.open_dataset(path)`.
 """
