@@ -26,6 +26,8 @@ def test_every_test_is_named_after_a_module_of_its_room(room: Path) -> None:
     folder = ROOT / "tests" / "unit" / room
     modules = {path.stem for path in (ROOT / room).glob("*.py")} | {"facade"}
     tests = [path.stem.removeprefix("test_") for path in folder.glob("test_*.py")]
+    if modules != {"__init__", "facade"}:  # else it holds rooms only
+        assert tests, f"{room} has no tests in {folder}"
     strays = [
         name
         for name in tests
