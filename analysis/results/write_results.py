@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import warnings
 from math import nan
 from pathlib import Path
@@ -17,7 +16,7 @@ import xarray as xr
 from trajstore.analysis.scan.task_progress import Report, compute_all
 from trajstore.errors import InvalidArgument, MissingExtra, RunExists
 from trajstore.store.storage.remote_path import local_path
-from trajstore.store.writing.create import staged_folder
+from trajstore.store.writing.create import move_into_place, staged_folder
 from trajstore.version import __version__
 
 __all__ = ["ENDINGS", "describe", "write_result"]
@@ -185,9 +184,7 @@ def write_result(
         for number, (part, ds) in enumerate(parts.items()):
             new = scratch / f"{number}{target.suffix}"
             compute_all([write(ds, new)], report)
-            if part.is_dir():
-                shutil.rmtree(part)
-            new.replace(part)
+            move_into_place(new, part, old=scratch / f"{number}.old", overwrite=overwrite)
     return list(parts)
 
 

@@ -224,7 +224,7 @@ def print_recorded(
 
 def print_interrupted(path: RunPath, facts: dict[str, Any], *, fsync: bool) -> None:
     """Print, on standard error, how far it came, and the command that goes on."""
-    again = f"trajstore record --resume -o {shlex.quote(str(path))}{' --fsync' * fsync}"
+    again = f"trajstore record --resume -o {shlex.quote(str(path))}{' --no-fsync' * (not fsync)}"
     err.print(
         f"Interrupted after step {facts['steps']['last']}; "
         f"{facts['committed_rows']} rows are whole. Go on with: {again}"

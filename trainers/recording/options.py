@@ -72,7 +72,7 @@ class RecordingOptions:
         readers see a row, and so much a killed process loses. None for whole blocks only, as it is
         where several processes record a parameter that is sharded over them.
     fsync : bool
-        Have every commit survive a loss of power.
+        Have every commit survive a loss of power, not only the death of the process.
     schedule : mapping, optional
         How the learning rate changes, JSON values for the attribute ``optimizer``.
     strict_numerics : bool
@@ -96,7 +96,7 @@ class RecordingOptions:
     overwrite: bool = False
     resume: bool = False
     commit_every: float | None = COMMIT_EVERY
-    fsync: bool = False
+    fsync: bool = True
     schedule: Mapping[str, Any] | None = None
     strict_numerics: bool = False
 

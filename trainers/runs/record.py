@@ -41,7 +41,7 @@ def record(
     tokenizer: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     resume: bool = False,
-    fsync: bool = False,
+    fsync: bool = True,
     strict_numerics: bool = False,
     stop: Callable[[], bool] = lambda: False,
     on_corpus: Callable[[Corpus], None] | None = None,

@@ -351,6 +351,7 @@ def _write(
         attributes=run.attributes | {"imported": origin},
         buffers=1,
         commit_every=None,
+        fsync=False,  # the whole of it is flushed before it gets its name
         **run.coordinates,
         **options,
     ) as writer:

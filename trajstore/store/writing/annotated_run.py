@@ -42,7 +42,6 @@ def annotate_run(
     token_count: npt.ArrayLike | None = None,
     token_text: npt.ArrayLike | None = None,
     overwrite: bool = False,
-    fsync: bool = False,
 ) -> tuple[str, ...]:
     """Add coordinates along ``token`` to a run that is there.
 
@@ -54,8 +53,6 @@ def annotate_run(
         In the order of the run's tokens.
     overwrite : bool
         Replace coordinates that it has.
-    fsync : bool
-        Have it survive a loss of power.
 
     Returns
     -------
@@ -92,13 +89,11 @@ def annotate_run(
     if not wanted:
         raise InvalidArgument("nothing to add: give is_dead, token_count or token_text")
     with staged_run(run, overwrite=True) as new:
-        _make(run, new, wanted, overwrite=overwrite, fsync=fsync)
+        _make(run, new, wanted, overwrite=overwrite)
     return tuple(wanted)
 
 
-def _make(
-    run: Path, new: Path, wanted: Mapping[str, npt.ArrayLike], *, overwrite: bool, fsync: bool
-) -> None:
+def _make(run: Path, new: Path, wanted: Mapping[str, npt.ArrayLike], *, overwrite: bool) -> None:
     stored = resumed_run(run, None, attributes=None, memory=_MEMORY, threads=None)
     root = json.loads((run / DOCUMENT).read_bytes())
     group = open_group(run)
@@ -120,16 +115,16 @@ def _make(
     metadata = RunMetadata(arrays, stored.metadata.attributes)
     replaced = {f"{name}/{DOCUMENT}" for name in arrays} | {DOCUMENT}
     replaced |= {chunk_key(name, 0, 1) for name in wanted}
-    _link(run, new, replaced, fsync=fsync)
+    _link(run, new, replaced)
     for name in wanted:
         (new / name).mkdir(exist_ok=True)
         key = chunk_key(name, 0, 1)
-        put(new / key, [chunks[key]], fsync=fsync)
+        put(new / key, [chunks[key]], fsync=False)
     for name in metadata.names():
-        put(new / name / DOCUMENT, [metadata.array(name, stored.rows)], fsync=fsync)
+        put(new / name / DOCUMENT, [metadata.array(name, stored.rows)], fsync=False)
     held = stored_fingerprints(new, metadata, stored.arrays, stored.layout, stored.rows)
     status = root["attributes"]["status"]
-    put(new / DOCUMENT, [metadata.root(stored.rows, status, held[-1].attributes())], fsync=fsync)
+    put(new / DOCUMENT, [metadata.root(stored.rows, status, held[-1].attributes())], fsync=False)
     _check_kept(new, metadata, run, wanted)
 
 
@@ -158,7 +153,7 @@ def _with_coordinates(document: dict[str, Any], auxiliary: str) -> dict[str, Any
     return document | {"attributes": document["attributes"] | {"coordinates": auxiliary}}
 
 
-def _link(run: Path, new: Path, replaced: set[str], *, fsync: bool) -> None:
+def _link(run: Path, new: Path, replaced: set[str]) -> None:
     """Have all files of a run in another folder, too, but those that are made anew."""
     for parent, folders, files in os.walk(run):
         below = Path(parent).relative_to(run)
@@ -170,7 +165,7 @@ def _link(run: Path, new: Path, replaced: set[str], *, fsync: bool) -> None:
             if source.is_symlink():
                 shutil.copy(source, new / below / name, follow_symlinks=False)
             else:
-                link_or_copy(source, new / below / name, fsync=fsync)
+                link_or_copy(source, new / below / name)
 
 
 def _check_kept(
