@@ -51,7 +51,8 @@ class RecordingOptions:
     logits_mode : {'last', 'mean'}
         Logits at the last position: of the first sequence, or the mean over the step's sequences.
     is_dead, token_count, token_text : array_like, (token,), optional
-        What is known about the whole vocabulary.
+        What is known about the whole vocabulary. Without `is_dead`, tokens that occur 0 times are
+        dead.
     populations : mapping, optional
         Groups of tokens of the whole vocabulary, by name: masks, ids, labels or expressions, as
         `analysis.with_populations` takes them. They may overlap.
