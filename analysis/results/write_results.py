@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Collection
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import move_into_place, staged_folder
 from trajstore.version import __version__
 
-__all__ = ["ENDINGS", "describe", "write_result"]
+__all__ = ["ENDINGS", "check_result_target", "describe", "write_result"]
 
 ENDINGS = (".zarr", ".nc", ".csv")
 
@@ -159,6 +160,28 @@ def write_result(
     MissingExtra
         For NetCDF without h5netcdf.
     """
+    target = check_result_target(path, overwrite=overwrite)
+    parts = {target: result}
+    if target.suffix == ".csv":
+        parts = _tables(result, target)
+        _check_parts(parts, overwrite=overwrite)
+    write = {".zarr": _write_zarr, ".nc": _write_netcdf, ".csv": _write_csv}[target.suffix]
+    with staged_folder(target) as scratch:
+        for number, (part, ds) in enumerate(parts.items()):
+            new = scratch / f"{number}{target.suffix}"
+            compute_all([write(ds, new)], report)
+            move_into_place(new, part, old=scratch / f"{number}.old", overwrite=overwrite)
+    return list(parts)
+
+
+def check_result_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Where a result may be written, as far as that shows before anything is computed.
+
+    Raises
+    ------
+    InvalidArgument, RunExists, MissingExtra
+        As `write_result`; into how many tables a result goes, only the result shows.
+    """
     target = local_path(path)
     if target.suffix not in ENDINGS:
         raise InvalidArgument(
@@ -171,21 +194,20 @@ def write_result(
             raise MissingExtra(
                 "writing NetCDF needs h5netcdf; install trajstore[hdf5], or write .zarr or .csv"
             ) from error
-    parts = _tables(result, target) if target.suffix == ".csv" else {target: result}
+    if target.suffix != ".csv":
+        _check_parts([target], overwrite=overwrite)
+    return target
+
+
+def _check_parts(parts: Collection[Path], *, overwrite: bool) -> None:
     taken = [str(part) for part in parts if part.exists()]
     if taken and not overwrite:
         raise RunExists(
-            f"{', '.join(taken)} is already there; choose another name, or overwrite it"
+            f"{', '.join(taken)} is already there; choose another name, or overwrite it "
+            "(--overwrite)"
         )
     for part in parts:
         _check_replaceable(part)
-    write = {".zarr": _write_zarr, ".nc": _write_netcdf, ".csv": _write_csv}[target.suffix]
-    with staged_folder(target) as scratch:
-        for number, (part, ds) in enumerate(parts.items()):
-            new = scratch / f"{number}{target.suffix}"
-            compute_all([write(ds, new)], report)
-            move_into_place(new, part, old=scratch / f"{number}.old", overwrite=overwrite)
-    return list(parts)
 
 
 def _check_replaceable(path: Path) -> None:

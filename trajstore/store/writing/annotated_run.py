@@ -11,7 +11,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from trajstore.store.writing.create import staged_run
 from trajstore.store.writing.new_run import coordinate_objects, token_coordinates
 from trajstore.store.writing.resumed_run import check_run, resumed_run, stored_fingerprints
 
-__all__ = ["annotate_run"]
+__all__ = ["annotate_run", "check_unlabeled"]
 
 _MEMORY = 1 << 40  # no row is written, so no buffer is made
 
@@ -93,6 +93,21 @@ def annotate_run(
     return tuple(wanted)
 
 
+def check_unlabeled(run: str | os.PathLike[str], coordinates: Iterable[str]) -> None:
+    """Refuse to add coordinates that a run has.
+
+    Raises
+    ------
+    RunNotFound, FormatError
+        If there is no run.
+    RunExists
+        If it has one of them.
+    """
+    taken = sorted(set(open_group(run)) & set(coordinates))
+    if taken:
+        raise RunExists(f"{run} has {', '.join(taken)} already; replace them with --overwrite")
+
+
 def _make(run: Path, new: Path, wanted: Mapping[str, npt.ArrayLike], *, overwrite: bool) -> None:
     stored = resumed_run(run, None, attributes=None, memory=_MEMORY, threads=None)
     root = json.loads((run / DOCUMENT).read_bytes())
@@ -102,9 +117,8 @@ def _make(run: Path, new: Path, wanted: Mapping[str, npt.ArrayLike], *, overwrit
         raise FormatError(
             f"{run} has lost its tokens; see: trajstore verify {shlex.quote(str(run))}"
         )
-    taken = sorted(wanted.keys() & there.keys())
-    if taken and not overwrite:
-        raise RunExists(f"{run} has {', '.join(taken)} already; replace them with --overwrite")
+    if not overwrite:
+        check_unlabeled(run, wanted)
     coordinates = _in_order({**there, **wanted})
     made, chunks = coordinate_objects({name: coordinates[name] for name in wanted})
     before = root["consolidated_metadata"]["metadata"]

@@ -26,6 +26,7 @@ from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, local_path, location
 
 __all__ = [
+    "check_file_target",
     "check_local_target",
     "check_target",
     "create_folder",
@@ -83,6 +84,26 @@ def check_local_target(path: RunPath, *, overwrite: bool = False) -> Path:
             "local folder"
         )
     return target
+
+
+def check_file_target(target: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Where a file may be made.
+
+    Raises
+    ------
+    RunExists
+        If there is a folder, or a file and `overwrite` is not set.
+    InvalidArgument
+        If it is an address.
+    """
+    path = local_path(target)
+    if path.is_dir():
+        raise RunExists(f"{path} is a folder; choose the path of a file")
+    if path.exists() and not overwrite:
+        raise RunExists(
+            f"{path} is already there; choose another path, or overwrite it (--overwrite)"
+        )
+    return path
 
 
 def _check_local(path: RunPath, target: Path) -> None:
@@ -233,15 +254,14 @@ def staged_file(target: str | os.PathLike[str], *, overwrite: bool = False) -> I
     RunExists
         If there is a folder, or a file and `overwrite` is not set.
     """
-    path = local_path(target)
-    _check_file(path, overwrite=overwrite)
+    path = check_file_target(target, overwrite=overwrite)
     make_folder(path.parent)
     partial = _beside(path)
     with _alone(path):
         try:
             partial.write_bytes(b"")
             yield partial
-            _check_file(path, overwrite=overwrite)
+            check_file_target(path, overwrite=overwrite)
             flush([partial])
             partial.replace(path)
             flush([path.parent])
@@ -323,15 +343,6 @@ def _alone(path: Path) -> Iterator[None]:
     with RunLock.acquire(path):
         sweep(path)
         yield
-
-
-def _check_file(path: Path, *, overwrite: bool) -> None:
-    if path.is_dir():
-        raise RunExists(f"{path} is a folder; choose the path of a file")
-    if path.exists() and not overwrite:
-        raise RunExists(
-            f"{path} is already there; choose another path, or overwrite it (--overwrite)"
-        )
 
 
 def _beside(path: Path) -> Path:

@@ -181,3 +181,10 @@ def test_what_is_exported_and_imported_survives_a_loss_of_power(
     trajstore.import_file(tmp_path / "safetensors" / "f", tmp_path / "new" / "run.zarr")
     assert disk.survives(tmp_path / "new" / "run.zarr", below=tmp_path)
     assert disk.early == []
+
+
+def test_a_file_that_is_there_is_refused_before_the_run_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("mine")
+    for format in ("safetensors", "zarr", "run"):
+        with pytest.raises(RunExists):
+            trajstore.export(tmp_path / "no.zarr", tmp_path / "f", format=format)
