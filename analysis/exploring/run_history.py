@@ -247,7 +247,7 @@ def _measure(
     questions: dict[str, Callable[[], xr.DataArray]] = {
         "cause": lambda: freeze_cause(pairs),
         "gradient": lambda: _band(grad_norms(whole), shown),
-        "displacement": lambda: _band(displacement(far, since=int(whole.steps[0])), shown),
+        "displacement": lambda: _band(displacement(far), shown),
         "loss": lambda: _scalar(ds, "loss"),
     }
     position = scores_along_axes(whole, plane).astype(np.float32)

@@ -43,7 +43,7 @@ def _of_tokens(facts: xr.Dataset, scan: Scan, options: Options) -> xr.Dataset:
     shown = options.populations(scan)
     _, members = chosen_populations(scan.ds, shown)
     return facts.assign(member=(("population", "token"), members)).assign_coords(
-        population=shown, first_step=int(scan.steps[0]), last_step=int(scan.steps[-1])
+        population=shown, first_step=int(scan.window[0]), last_step=int(scan.window[-1])
     )
 
 

@@ -72,7 +72,7 @@ def ulp(W: xr.DataArray | xr.Dataset | Scan, lattice: str = "native") -> xr.Data
         W = Scan(W)
     if isinstance(W, Scan):
         cells = W.lattice_type(lattice) and "W" not in W.ds
-        W = W.variable("cells" if cells else "W")
+        W = W.in_window(W.variable("cells" if cells else "W"))
     native = native_dtype(W)
     chosen = chosen_type(lattice, native)
     name = str(W.name or "W")  # in a task W itself would go along

@@ -18,4 +18,6 @@
     A Dataset prepared for scans: blocks of rows, and the last row of the block before each.
 ``task_progress``
     Computing, and telling how far it is: on dask's local schedulers, and on clusters.
+``window``
+    Windows of steps: what of a run is shown, or all that is looked at.
 """

@@ -16,6 +16,7 @@ from trajstore.analysis.registry import QUANTITIES
 from trajstore.analysis.results.write_results import describe
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.exchange.selection import select_part
 
 ADAM = {
     "class": "torch.optim.adamw.AdamW",
@@ -111,7 +112,7 @@ def test_a_lattice_that_nobody_knows_of_is_refused(run):
     for names in (["speed"], ["speed", "grad_norms"]):
         with pytest.raises(InvalidArgument, match=r"lattice='float16' with speed.*freeze_cause"):
             analysis.answer(run, names, lattice="float16")
-    with pytest.raises(InvalidArgument, match="two lattices, 'float16' and 'float32'"):
+    with pytest.raises(InvalidArgument, match="lattice twice, 'float16' and 'float32'"):
         analysis.answer(run, ["freeze"], ["lattice=float32"], lattice="float16")
     with pytest.raises(InvalidArgument, match="lattice='int8'"):
         analysis.answer(run, ["freeze"], ["lattice=int8"])
@@ -216,6 +217,33 @@ def test_a_quantity_takes_a_dataset_or_a_scan(run):
     parameters = inspect.signature(analysis.freeze).parameters
     assert list(parameters) == ["ds", "min_still", "lattice"]
     assert analysis.freeze(Scan(run), 2).identical(analysis.freeze(ds=run, min_still=2))
+
+
+@pytest.mark.parametrize("steps", ["9:17", "2:20:3"])
+@pytest.mark.parametrize("name", sorted(QUANTITIES.keys() - {"autocorrelation", "path_efficiency"}))
+def test_a_window_shows_what_the_whole_run_gives(name, steps, run):
+    expected = analysis.compute(run, [name]).compute()
+    shown = select_part(run, steps=steps)["step"]
+    got = analysis.compute(run.chunk(step=5), [name], steps=steps).compute()
+    assert list(got) == list(expected)
+    for key, array in expected.items():
+        wanted = array.sel(step=shown) if "step" in array.dims else array
+        xr.testing.assert_identical(got[key], wanted)
+
+
+@pytest.mark.parametrize("name", QUANTITIES)
+def test_within_a_window_there_are_no_other_rows(name, run):
+    part = run.isel(step=slice(9, 17))
+    got = analysis.compute(run, [name], steps="9:17", within=True)
+    xr.testing.assert_identical(got, analysis.compute(part, [name]))
+    if QUANTITIES[name].of_window:
+        shown = analysis.compute(run, [name], steps="9:17")
+        xr.testing.assert_identical(shown, got)
+
+
+def test_within_needs_a_window(run):
+    with pytest.raises(InvalidArgument, match="within without steps"):
+        analysis.answer(run, ["freeze"], within=True)
 
 
 @pytest.mark.parametrize("name", QUANTITIES)
