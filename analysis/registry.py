@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
@@ -40,12 +40,14 @@ from trajstore.analysis.scan.input_checks import RUN
 from trajstore.analysis.scan.population_statistics import by_population as statistics_by_population
 from trajstore.analysis.scan.quantity import ALONE, QUANTITIES, Quantity
 from trajstore.analysis.scan.scan import Scan
-from trajstore.analysis.scan.window import windowed_scan
+from trajstore.analysis.scan.window import rows_of_window, windowed_scan
 from trajstore.analysis.several.divergence import divergence
 from trajstore.analysis.several.many_runs import over_runs
 from trajstore.errors import InvalidArgument
-from trajstore.exchange.selection import Steps, select_part
 from trajstore.nearest_name import did_you_mean
+
+if TYPE_CHECKING:
+    from trajstore.exchange.selection import Steps
 
 __all__ = ["ACROSS_RUNS", "ALONE", "QUANTITIES", "answer", "compute"]
 
@@ -286,7 +288,7 @@ def _answer_of_runs(
     if across and (len(names) > 1 or assignments or by_population or lattice != "native"):
         raise InvalidArgument(f"{across[0]} is asked by itself, and has no options")
     if across:
-        return ACROSS_RUNS[across[0]](select_part(ds, steps=seen["steps"]))
+        return ACROSS_RUNS[across[0]](rows_of_window(ds, seen["steps"]))
     options = {"by_population": by_population, "lattice": lattice, **seen}
     found: xr.Dataset = over_runs(ds, answer, names, assignments, **options)
     return found

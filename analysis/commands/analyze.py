@@ -8,6 +8,7 @@ from typing import Any
 import click
 from rich.text import Text
 
+from trajstore.analysis.commands.step_options import STEPS, STILLNESS, WITHIN
 from trajstore.cli.errors import sentences
 from trajstore.cli.options import (
     COMMON_STEPS,
@@ -64,6 +65,9 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
     metavar="NAME=VALUE",
     help="An option of a single quantity, such as since=previous. Repeatable.",
 )
+@STEPS
+@WITHIN
+@STILLNESS
 @COMMON_STEPS
 @click.option("--by-population", is_flag=True, help="Statistics over each population.")
 @LATTICE
@@ -76,6 +80,9 @@ def analyze(
     words: tuple[str, ...],
     output: str | None,
     assignments: tuple[str, ...],
+    steps: str | None,
+    within: bool,
+    min_still: int | None,
     common_steps: bool,
     by_population: bool,
     lattice: str,
@@ -92,6 +99,7 @@ def analyze(
     Example:
       trajstore analyze --list
       trajstore analyze gatsby.zarr freeze
+      trajstore analyze gatsby.zarr freeze --steps 100:200 --within --min-still 10
       trajstore analyze gatsby.zarr grad_norms --by-population -o grad_norms.csv
       trajstore analyze gatsby.zarr displacement --set since=previous -o steps.nc
       trajstore analyze gatsby.zarr grad_norms freeze regimes -o motion.zarr
@@ -115,7 +123,14 @@ def analyze(
         opened(runs, common_steps=common_steps), given_populations(populations)
     )
     result = analysis.answer(
-        ds, quantities, assignments, by_population=by_population, lattice=lattice
+        ds,
+        quantities,
+        assignments,
+        by_population=by_population,
+        lattice=lattice,
+        steps=steps,
+        within=within,
+        min_still=min_still,
     )
     with AnalysisProgress(scheduler) as progress:
         if output is not None:
@@ -129,6 +144,10 @@ def analyze(
         print_description(facts)
         sizes = {name: int(mask.sum()) for name, mask in own_masks(ds).items()}
         print_notes(without_tokens(sizes))
+        if steps is not None and not within:
+            print_notes(
+                ["every value is that of the whole run; --within computes from --steps alone"]
+            )
     elif as_json:
         print_json({"files": [str(file) for file in files], "variables": [*map(str, result)]})
     else:

@@ -12,17 +12,19 @@ import xarray as xr
 
 from trajstore.analysis.figures.across_runs import Group, mean_and_spread, run_groups
 from trajstore.analysis.figures.style import STYLES, Style, style
+from trajstore.analysis.motion.stillness import MIN_STILL
 from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.scan.task_progress import Report, compute_all
 from trajstore.analysis.scan.window import windowed_scan
 from trajstore.analysis.several.many_runs import each_run
 from trajstore.errors import InvalidArgument, MissingExtra
-from trajstore.exchange.selection import Steps
 from trajstore.nearest_name import did_you_mean
 from trajstore.populations.masks import check_dataset, populations
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from trajstore.exchange.selection import Steps
 
 __all__ = [
     "MOST_GROUPS",
@@ -65,6 +67,8 @@ class Options:
         Window that is shown, of facts of the whole run.
     within : bool
         Compute everything from the rows of the window alone.
+    min_still : int
+        Steps without motion that make a token frozen, as for `analysis.freeze`.
     """
 
     population: str | None = None
@@ -73,6 +77,7 @@ class Options:
     plane: str = "principal"
     steps: Steps = None
     within: bool = False
+    min_still: int = MIN_STILL
 
     def __post_init__(self) -> None:
         for name, known in (("colour", ("regime", "hop")), ("plane", ("principal", "hidden_mean"))):
@@ -235,7 +240,8 @@ class Figure:
         log : {'none', 'x', 'y', 'xy'}, optional
             Which axes are logarithmic; by default what suits the figure.
         **options
-            Of `Options`: ``population``, ``lattice``, ``colour``, ``plane``, ``steps``, ``within``.
+            Of `Options`: ``population``, ``lattice``, ``colour``, ``plane``, ``steps``, ``within``,
+            ``min_still``.
 
         Returns
         -------

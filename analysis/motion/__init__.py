@@ -16,6 +16,8 @@
     Tokens × steps as layers: the tokens in the order in which they came to rest.
 ``resume_seams``
     Steps at which a history does not continue itself.
+``stillness``
+    How long a token is still before it counts as frozen.
 ``ulp_motion``
     Motion on the lattice of a type: hops, regimes, and the way into rest.
 ``velocity``

@@ -129,8 +129,8 @@ def displacement(scan: Scan, since: int | Literal["first", "previous"] = "first"
         With ``W`` (step, token, hidden), or ``delta`` of every step: of a run that holds no W, the
         changes are added up in float64, and are as exact as the file has them.
     since : int, 'first' or 'previous'
-        Step number of the reference, the first row, or the row before each. For ``'previous'`` a stored
-        ``W_step_norm`` is used where every row of the run is there.
+        Step number of the reference, the first row, or the row before each. For ``'previous'`` a
+        stored ``W_step_norm`` is used where every row of the run is there.
 
     Returns
     -------

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import xarray as xr
 
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
-from trajstore.exchange.selection import Steps, select_part
 
-__all__ = ["windowed_scan"]
+if TYPE_CHECKING:
+    from trajstore.exchange.selection import Steps
+
+__all__ = ["rows_of_window", "windowed_scan"]
+
+
+def rows_of_window(ds: xr.Dataset, steps: Steps) -> xr.Dataset:
+    """Rows of a Dataset that are in a window, as `select_part` chooses them."""
+    if steps is None:
+        return ds
+    from trajstore.exchange.selection import select_part  # which loads zarr
+
+    return select_part(ds, steps=steps)
 
 
 def windowed_scan(
@@ -43,5 +55,5 @@ def windowed_scan(
         if within:
             raise InvalidArgument("got within without steps; say which steps, such as 100:200")
         return Scan(ds, measures)
-    part = select_part(ds, steps=steps)
+    part = rows_of_window(ds, steps)
     return Scan(part, measures) if within else Scan(ds, measures, part["step"].values)
