@@ -36,8 +36,10 @@ from trajstore.analysis.optimizer import (  # noqa: F401
     moment_ratios,
     moments,
 )
+from trajstore.analysis.scan.flags import NO_ROW_BEFORE, is_category, with_flag
 from trajstore.analysis.scan.input_checks import RUN
 from trajstore.analysis.scan.population_statistics import by_population as statistics_by_population
+from trajstore.analysis.scan.population_statistics import category_counts
 from trajstore.analysis.scan.quantity import ALONE, QUANTITIES, Quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.scan.window import rows_of_window, windowed_scan
@@ -181,7 +183,8 @@ def _with_every_step(array: xr.DataArray, scan: Scan) -> xr.DataArray:
         padded = array.pad(step=(missing, 0), mode="constant", constant_values=absent).astype(
             array.dtype
         )
-    return padded.assign_coords(step=scan.in_window(scan.ds["step"])).assign_attrs(attrs)
+    padded = padded.assign_coords(step=scan.in_window(scan.ds["step"])).assign_attrs(attrs)
+    return with_flag(padded, -1, NO_ROW_BEFORE) if array.dtype.kind == "i" else padded
 
 
 ACROSS_RUNS = {"divergence": divergence}
@@ -212,7 +215,7 @@ def answer(
         Options of a single quantity, ``name=value``; of several values ``name=1,2,5``.
     by_population : bool
         Statistics over the tokens of each population, of a single quantity that is one number
-        per token.
+        per token; of one that is a category, ``tokens``, how many there are of each.
     lattice, steps, within, min_still
         As for `compute`.
 
@@ -272,6 +275,8 @@ def answer(
     if by_population:
         if not isinstance(result, xr.DataArray) or "token" not in result.dims:
             raise InvalidArgument(f"{name} is not one number per token, so it has no populations")
+        if is_category(result):
+            return category_counts(result).to_dataset(name="tokens")
         return statistics_by_population(result)
     return result.to_dataset(name=name) if isinstance(result, xr.DataArray) else result
 

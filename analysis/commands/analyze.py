@@ -162,17 +162,30 @@ def print_description(facts: dict[str, Any]) -> None:
         dims = {d: size for d, size in fact["sizes"].items() if not (parts and d == "population")}
         sizes = " × ".join(f"{dim} {size}" for dim, size in dims.items())
         for row, part in (parts or {name: fact}).items():
-            numbers = (f"{part[key]:.6g}" for key in ("min", "mean", "max"))
+            shown = part["min"] == part["min"] or not part["flags"]
+            numbers = (f"{part[key]:.6g}" if shown else "" for key in ("min", "mean", "max"))
             printed.add_row(row, sizes, *numbers, str(part["nan"]), fact["units"])
     print_table(printed)
-    print_notes(
-        f"{name}: {fact['long_name']}"
-        for name, fact in facts.items()
-        if fact["min"] == -1 and "-1" in fact["long_name"]
-    )
+    _print_flags(facts)
     for name, fact in facts.items():
         if "values" in fact:
             _print_census(name, fact["labels"], fact["values"])
+
+
+def _print_flags(facts: dict[str, Any]) -> None:
+    """Print how many values are categories, or stand for no number, where there are any."""
+    printed = table(
+        "Values that are no numbers", "variable", "value", "count", "share", words=(0, 1)
+    )
+    for name, fact in facts.items():
+        parts = {f"{name} {one}": part for one, part in fact["populations"].items()}
+        for row, part in (parts or {name: fact}).items():
+            for meaning, count in part["flags"].items():
+                if count:
+                    of = f"{count:,} of {part['size']:,}"
+                    printed.add_row(row, meaning, of, f"{count / part['size']:.1%}")
+    if printed.row_count:
+        print_table(printed)
 
 
 def _print_census(name: str, labels: dict[str, list[str]], values: list[Any]) -> None:

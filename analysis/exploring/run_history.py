@@ -13,9 +13,9 @@ import xarray as xr
 from trajstore.analysis.cloud.shape import pca, scores_along_axes
 from trajstore.analysis.figures.figure import Options, compute_together
 from trajstore.analysis.motion.freezing import freeze
-from trajstore.analysis.motion.stillness import MIN_STILL
 from trajstore.analysis.motion.norms import displacement, grad_norms
 from trajstore.analysis.motion.rest_layers import pool_layers
+from trajstore.analysis.motion.stillness import MIN_STILL
 from trajstore.analysis.motion.ulp_motion import regimes
 from trajstore.analysis.optimizer.freeze_causes import freeze_cause
 from trajstore.analysis.scan import input_checks

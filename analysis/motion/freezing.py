@@ -10,6 +10,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.motion.stillness import MIN_STILL
+from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.analysis.scan.lattice_points import lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
@@ -176,10 +177,12 @@ def freeze(scan: Scan, min_still: int = MIN_STILL, lattice: str = "native") -> x
     return xr.Dataset(
         {
             "last_motion": per_token(last_motion).assign_attrs(
-                long_name="last step with motion, -1 if none", **step
+                long_name="last step with motion", **step, **flag_attributes({-1: "never"})
             ),
             "frozen_since": since.assign_attrs(
-                long_name="first recorded step after the last motion, -1 if not frozen", **still
+                long_name="first recorded step after the last motion",
+                **still,
+                **flag_attributes({-1: "not_frozen"}),
             ),
             "thaws": summary.isel(fact=_THAWS).assign_attrs(
                 long_name="motions after stillness", **still

@@ -4,6 +4,8 @@
     Tasks about the blocks of an array: of whole vectors, of last rows, and in what order.
 ``consecutive_rows``
     One pass over a block of rows for everything that is asked about the way between rows.
+``flags``
+    Values that are categories, or stand for no number, with CF's attributes.
 ``input_checks``
     What every question checks first: one run, what it holds, its steps and its optimizer.
 ``lattice_points``
