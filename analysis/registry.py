@@ -23,6 +23,7 @@ from trajstore.analysis.motion import (  # noqa: F401
     collective,
     freezing,
     level_crossings,
+    moving_elements,
     norms,
     paths,
     resume_seams,
@@ -235,7 +236,7 @@ def answer(
     >>> found["max"].sel(step=1).to_series().round(4).to_dict()
     {'dead': 0.0234, 'live': 0.0156, 'all': 0.0234}
     """
-    seen = {"steps": steps, "within": within, "min_still": min_still}
+    seen: dict[str, Any] = {"steps": steps, "within": within, "min_still": min_still}
     if RUN in ds.dims:
         return _answer_of_runs(ds, names, assignments, by_population, lattice, seen)
     if len(names) != 1:

@@ -8,6 +8,8 @@
     When tokens stop moving, bit for bit.
 ``level_crossings``
     When curves pass levels, for the first and for the last time.
+``moving_elements``
+    Elements of vectors that keep their tokens moving.
 ``norms``
     Lengths of vectors over the hidden dimension: gradients, and ways from where a token was.
 ``paths``

@@ -102,7 +102,9 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     if target.suffix.lower() not in (".html", ".htm"):
         raise InvalidArgument(f"a report is a page of HTML; got {target}, expected NAME.html")
     if target.exists() and not overwrite:
-        raise RunExists(f"{target} is already there; choose another name, or overwrite it")
+        raise RunExists(
+            f"{target} is already there; choose another name, or overwrite it (--overwrite)"
+        )
 
 
 def seen(text: object) -> str:

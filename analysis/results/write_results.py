@@ -189,7 +189,8 @@ def write_result(
     taken = [str(part) for part in parts if part.exists()]
     if taken and not overwrite:
         raise RunExists(
-            f"{', '.join(taken)} is already there; choose another name, or overwrite it"
+            f"{', '.join(taken)} is already there; choose another name, or overwrite it "
+            "(--overwrite)"
         )
     for part in parts:
         _check_replaceable(part)

@@ -114,7 +114,6 @@ def _windowed(
 ) -> Callable[Concatenate[Scan, P], R]:
     """The same function, of a `Scan` that may have a window, as `Quantity.of_window` says."""
 
-    @functools.wraps(function)
     def windowed(scan: Scan, *arguments: P.args, **options: P.kwargs) -> R:
         if not scan.has_window:
             return function(scan, *arguments, **options)
@@ -122,6 +121,7 @@ def _windowed(
             return function(scan.of_window(), *arguments, **options)
         return scan.in_window(function(scan.without_window(), *arguments, **options))
 
+    functools.update_wrapper(windowed, function)
     return windowed
 
 

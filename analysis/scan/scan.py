@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import dask.array as da
 import numpy as np
@@ -152,7 +152,8 @@ class Scan:
         rows = np.flatnonzero(np.isin(result["step"].values, self.window))
         # A slice, where it is one, for dask takes that as it is.
         whole = rows.size and rows.size == rows[-1] - rows[0] + 1
-        return result.isel(step=slice(int(rows[0]), int(rows[-1]) + 1) if whole else rows)
+        step = slice(int(rows[0]), int(rows[-1]) + 1) if whole else rows
+        return cast(T, result.isel(step=step))
 
     def require_rows(self, least: int, question: str) -> None:
         """Check that there are enough rows for a question.
