@@ -114,7 +114,7 @@ def _windowed(
 ) -> Callable[Concatenate[Scan, P], R]:
     """The same function, of a `Scan` that may have a window, as `Quantity.of_window` says."""
 
-    def windowed(scan: Scan, *arguments: P.args, **options: P.kwargs) -> R:
+    def windowed(scan: Scan, /, *arguments: P.args, **options: P.kwargs) -> R:
         if not scan.has_window:
             return function(scan, *arguments, **options)
         if of_window:
