@@ -7,6 +7,8 @@ from pathlib import Path
 import click
 from rich.text import Text
 
+from trajstore.analysis.commands.step_options import STEPS, STILLNESS, WITHIN
+from trajstore.analysis.motion.stillness import MIN_STILL
 from trajstore.cli.errors import sentences
 from trajstore.cli.options import COMMON_STEPS, LATTICE, Choice, opened, runs_and_names
 from trajstore.cli.progress import AnalysisProgress
@@ -24,7 +26,8 @@ __all__ = ["plot"]
     type=click.Path(),
     help="PNG, SVG or PDF by its ending; default: RUN-KIND.png, of several RUN-figures.png.",
 )
-@click.option("--steps", metavar="A:B:K", help="Only these steps, such as 0:500 or 0:10000:10.")
+@STEPS
+@WITHIN
 @click.option("--tokens", metavar="all|dead|live|IDS|FILE", help="Only these tokens.")
 @click.option(
     "--population",
@@ -37,6 +40,7 @@ __all__ = ["plot"]
     type=Choice(("none", "x", "y", "xy")),
     help="Which axes are logarithmic; default: what suits the figure.",
 )
+@STILLNESS
 @LATTICE
 @click.option(
     "--colour",
@@ -65,9 +69,11 @@ def plot(
     words: tuple[str, ...],
     output: str | None,
     steps: str | None,
+    within: bool,
     tokens: str | None,
     population: str | None,
     log: str | None,
+    min_still: int | None,
     lattice: str,
     colour: str,
     plane: str,
@@ -119,14 +125,22 @@ def plot(
         raise InvalidArgument(f"got {len(paths)} runs, and another one with --with; leave it out")
     named = populations_from([population]) if population and "=" in population else {}
     chosen = next(iter(named), population)
-    options = Options(population=chosen, lattice=lattice, colour=colour, plane=plane)
+    options = Options(
+        population=chosen,
+        lattice=lattice,
+        colour=colour,
+        plane=plane,
+        steps=steps,
+        within=within,
+        min_still=min_still or MIN_STILL,
+    )
     if "all" not in kinds:
         for figure in figures:
             figure.check(options, other=other is not None, log=log)
     ds = opened(paths, common_steps=common_steps)
     runs = each_run(ds) if several else [ds]
     runs = [
-        select_part(with_populations(run, named), steps=steps, tokens=tokens)
+        select_part(with_populations(run, named), tokens=tokens)
         for run in [*runs, *([] if other is None else [opened([other])])]
     ]
     with AnalysisProgress() as progress:

@@ -12,8 +12,10 @@ import xarray as xr
 
 from trajstore.analysis.figures.across_runs import Group, mean_and_spread, run_groups
 from trajstore.analysis.figures.style import STYLES, Style, style
+from trajstore.analysis.motion.stillness import MIN_STILL
 from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.scan.task_progress import Report, compute_all
+from trajstore.analysis.scan.window import windowed_scan
 from trajstore.analysis.several.many_runs import each_run
 from trajstore.errors import InvalidArgument, MissingExtra
 from trajstore.nearest_name import did_you_mean
@@ -22,11 +24,14 @@ from trajstore.populations.masks import check_dataset, populations
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from trajstore.exchange.selection import Steps
+
 __all__ = [
     "MOST_GROUPS",
     "Figure",
     "Look",
     "Options",
+    "after_first_row",
     "check_matplotlib",
     "compute_together",
     "figure",
@@ -37,6 +42,9 @@ __all__ = [
 
 MOST_GROUPS = 2
 """Of settings in one axes: whole lines and broken ones."""
+
+_ALONE = "alone"
+"""Attribute of what is drawn: a sentence on the rows that alone were looked at."""
 
 LOGS = ("none", "x", "y", "xy")
 
@@ -55,12 +63,21 @@ class Options:
         Of the map of tokens and steps.
     plane : {'principal', 'hidden_mean'}
         Of the paths.
+    steps : str, int, slice or iterable of int, optional
+        Window that is shown, of facts of the whole run.
+    within : bool
+        Compute everything from the rows of the window alone.
+    min_still : int
+        Steps without motion that make a token frozen, as for `analysis.freeze`.
     """
 
     population: str | None = None
     lattice: str = "native"
     colour: str = "regime"
     plane: str = "principal"
+    steps: Steps = None
+    within: bool = False
+    min_still: int = MIN_STILL
 
     def __post_init__(self) -> None:
         for name, known in (("colour", ("regime", "hop")), ("plane", ("principal", "hidden_mean"))):
@@ -157,6 +174,8 @@ class Figure:
         Whether the scales of its axes are a matter of choice.
     of_populations : bool
         Whether it can show a single population.
+    of_window : bool
+        Whether it describes the rows of a window as if there were no others, as `Quantity` does.
     reading : str
         Figures of one reading of the run are computed together. What holds all tokens of a block
         at once has its own, so that not everything is held at once.
@@ -173,6 +192,7 @@ class Figure:
     averages: bool = False
     scales: bool = True
     of_populations: bool = True
+    of_window: bool = False
     reading: str = "blocks"
 
     def data(self, scan: Scan, options: Options) -> xr.Dataset:
@@ -185,11 +205,15 @@ class Figure:
         VariableNotRecorded
             If the run does not hold what it is about.
         """
-        if scan.rows < self.rows:
+        if scan.window.size < self.rows:
+            of = "the window" if scan.has_window else "the run"
             raise InvalidArgument(
-                f"{self.name} needs at least {self.rows} rows, and the run has {scan.rows}"
+                f"{self.name} needs at least {self.rows} rows, and {of} has {scan.window.size}"
             )
-        return self.collect(scan, options)
+        found = self.collect(scan.of_window() if self.of_window else scan, options)
+        if options.within or (self.of_window and scan.has_window):
+            found.attrs[_ALONE] = f"computed from steps {scan.window[0]} to {scan.window[-1]} alone"
+        return found
 
     def __call__(
         self,
@@ -216,7 +240,8 @@ class Figure:
         log : {'none', 'x', 'y', 'xy'}, optional
             Which axes are logarithmic; by default what suits the figure.
         **options
-            Of `Options`: ``population``, ``lattice``, ``colour``, ``plane``.
+            Of `Options`: ``population``, ``lattice``, ``colour``, ``plane``, ``steps``, ``within``,
+            ``min_still``.
 
         Returns
         -------
@@ -297,7 +322,7 @@ class Figure:
             name = run_name(ds) if len(found) > 1 else ""
             if number and name == run_name(runs[0]):
                 name = f"{name} (2)"
-            self.draw(ax, data, Look(style=STYLES[style], run=name, second=number > 0))
+            self._draw(ax, data, Look(style=STYLES[style], run=name, second=number > 0))
         _scale(ax, log)
 
     def draw_groups(
@@ -320,8 +345,15 @@ class Figure:
                 second=number > 0,
                 spread=spread,
             )
-            self.draw(ax, mean, look)
+            self._draw(ax, mean, look)
         _scale(ax, log)
+
+    def _draw(self, ax: Axes, data: xr.Dataset, look: Look) -> None:
+        from trajstore.analysis.figures.axes_marks import note  # which knows what a `Look` is
+
+        if _ALONE in data.attrs:
+            note(ax, data.attrs[_ALONE])
+        self.draw(ax, data, look)
 
 
 def figure(
@@ -383,7 +415,12 @@ def prepared(ds: xr.Dataset, figures: Sequence[Figure], options: Options) -> Sca
     for figure in figures:
         lattice = options.lattice if figure.on_lattice else "native"
         measures[lattice] = (*measures.get(lattice, ()), *figure.measures)
-    return Scan(ds, measures)
+    return windowed_scan(ds, options.steps, within=options.within, measures=measures)
+
+
+def after_first_row(data: xr.Dataset, scan: Scan) -> xr.Dataset:
+    """What is shown of the steps that were taken: of the first row, none was."""
+    return data.isel(step=slice(int(scan.window[0] == scan.steps[0]), None))
 
 
 def compute_together(lazy: Sequence[xr.Dataset], report: Report | None = None) -> list[xr.Dataset]:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan.block_tasks import field, over_hidden
+from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.schema import MODEL, VARIABLES
@@ -170,7 +171,9 @@ def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
     return xr.Dataset(
         {
             "first_difference": first.assign_attrs(
-                long_name="first step at which any bit differs, -1 if none", units="1"
+                long_name="first step at which any bit differs",
+                units="1",
+                **flag_attributes({-1: "never"}),
             ),
             "differs": differs.assign_attrs(long_name="any bit differs"),
             "distance": distance.assign_attrs(long_name="L2 norm of the difference"),
