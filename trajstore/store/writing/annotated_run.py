@@ -75,15 +75,7 @@ def annotate_run(
     >>> annotate_run("gatsby.zarr", token_text=["?"] * 128, overwrite=True)
     ('token_text',)
     """
-    place = check_run(path)
-    if isinstance(place, RemotePath):
-        # Of the documents of all arrays and the root, and of a coordinate that keeps its name, a
-        # store replaces one at a time: a reader in between would have some of the old and some new.
-        raise InvalidArgument(
-            f"cannot annotate {path}: an object store cannot exchange a run at once; copy the run "
-            "to a local folder first, annotate it there, and copy it to a new address"
-        )
-    run = Path(os.path.realpath(place))
+    run = _local_run(path)
     given = {"is_dead": is_dead, "token_count": token_count, "token_text": token_text}
     wanted = {name: values for name, values in given.items() if values is not None}
     if not wanted:
@@ -102,10 +94,24 @@ def check_unlabeled(run: str | os.PathLike[str], coordinates: Iterable[str]) -> 
         If there is no run.
     RunExists
         If it has one of them.
+    InvalidArgument
+        If it is in an object store.
     """
-    taken = sorted(set(open_group(run)) & set(coordinates))
+    taken = sorted(set(open_group(_local_run(run))) & set(coordinates))
     if taken:
         raise RunExists(f"{run} has {', '.join(taken)} already; replace them with --overwrite")
+
+
+def _local_run(path: str | os.PathLike[str]) -> Path:
+    place = check_run(path)
+    if isinstance(place, RemotePath):
+        # Of the documents of all arrays and the root, and of a coordinate that keeps its name, a
+        # store replaces one at a time: a reader in between would have some of the old and some new.
+        raise InvalidArgument(
+            f"cannot annotate {path}: an object store cannot exchange a run at once; copy the run "
+            "to a local folder first, annotate it there, and copy it to a new address"
+        )
+    return Path(os.path.realpath(place))
 
 
 def _make(run: Path, new: Path, wanted: Mapping[str, npt.ArrayLike], *, overwrite: bool) -> None:
