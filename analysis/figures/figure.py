@@ -44,7 +44,7 @@ MOST_GROUPS = 2
 """Of settings in one axes: whole lines and broken ones."""
 
 _ALONE = "alone"
-"""Attribute of what is drawn: a sentence on the rows that alone were looked at."""
+"""Attribute of what is drawn: which rows alone were looked at."""
 
 LOGS = ("none", "x", "y", "xy")
 
@@ -349,11 +349,10 @@ class Figure:
         _scale(ax, log)
 
     def _draw(self, ax: Axes, data: xr.Dataset, look: Look) -> None:
-        from trajstore.analysis.figures.axes_marks import note  # which knows what a `Look` is
-
-        if _ALONE in data.attrs:
-            note(ax, data.attrs[_ALONE])
         self.draw(ax, data, look)
+        label, alone = ax.get_xlabel(), data.attrs.get(_ALONE, "")
+        if alone and alone not in label:
+            ax.set_xlabel(f"{label} ({alone})")
 
 
 def figure(
