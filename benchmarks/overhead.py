@@ -1,7 +1,7 @@
 """What recording everything costs: the same training unrecorded, recorded, and as notebooks do it.
 
 python benchmarks/overhead.py [--preset NAME …] [--steps N] [--rounds N] [--corpus PATH]
-                              [--tokenizer PATH]
+                              [--tokenizer PATH] [--flushes]
 
 Each round trains three times, in turns, each time in a fresh process and from the same seed:
 without recording, with it, and with a list of every step's tensors that is stacked and saved as one
@@ -15,6 +15,10 @@ preset is trained once with a row at every other step, and the steps with a row 
 the ones between. Encoding goes on beside both. In the same way the tier ``model`` is measured, of
 two sizes of model: all steps have a row, and at every other one the numbers of the model's
 parameters are those of the step before, which costs nothing.
+
+With --flushes only recordings are compared, in turns: those whose commits are flushed to the disk,
+as is the default, and those that leave this to the system (fsync=False). The disk is that of the
+temporary folder (TMPDIR).
 """
 
 from __future__ import annotations
@@ -32,8 +36,9 @@ from typing import Any
 
 from measure import machine, resident, save, table
 
-STEPS = {"gatsby": 1_000, "wordybird-1": 40}
+STEPS = {"gatsby": 1_000, "wordybird-1": 40, "wordybird-1b": 40}
 KINDS = ("without", "trajstore", "list")
+UNFLUSHED = "not flushed"
 ALTERNATING = "every other step"
 MODEL = "model at every other step"
 SIZES = {
@@ -116,8 +121,10 @@ def train_once(arguments: argparse.Namespace) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         callbacks: list[TrainerCallback] = [Clock()]
-        if arguments.kind == "trajstore":
-            callbacks.append(TrajectoryCallback(Path(folder) / "run.zarr", memory=arguments.memory))
+        if arguments.kind in ("trajstore", UNFLUSHED):
+            flushed = arguments.kind != UNFLUSHED
+            path = Path(folder) / "run.zarr"
+            callbacks.append(TrajectoryCallback(path, memory=arguments.memory, fsync=flushed))
         elif arguments.kind == "list":
             callbacks.append(list_recorder(Path(folder) / "run.safetensors"))
         training.run(callbacks)
@@ -227,18 +234,24 @@ def measure(
 def main() -> None:
     """Print a table of rounds and their medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", nargs="+", default=list(STEPS), choices=list(STEPS))
+    parser.add_argument("--preset", nargs="+", choices=list(STEPS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--corpus", help="for Wordybird")
     parser.add_argument("--tokenizer")
     parser.add_argument("--memory", default="1GiB")
-    parser.add_argument("--kind", choices=(*KINDS, ALTERNATING, MODEL), help=argparse.SUPPRESS)
+    parser.add_argument("--flushes", action="store_true")
+    kinds = (*KINDS, UNFLUSHED, ALTERNATING, MODEL)
+    parser.add_argument("--kind", choices=kinds, help=argparse.SUPPRESS)
     parser.add_argument("--size", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.kind:
         print(json.dumps(train_once(arguments)))
         return
+    if arguments.flushes:
+        compare_flushes(arguments, arguments.preset or ["gatsby", "wordybird-1b"])
+        return
+    arguments.preset = arguments.preset or ["gatsby", "wordybird-1"]
     rows: list[list[str]] = []
     results: dict[str, Any] = {"machine": machine()}
     steps = []
@@ -287,6 +300,29 @@ def main() -> None:
     if rows:
         text += table("Training with and without recording", columns, rows)
     save("overhead", text, results)
+
+
+def compare_flushes(arguments: argparse.Namespace, presets: list[str]) -> None:
+    """Print and save a table of recordings that are flushed, and that are not."""
+    results: dict[str, Any] = {"machine": machine()}
+    rows = []
+    for preset in presets:
+        rounds = []
+        for number in range(arguments.rounds):
+            order = ("trajstore", UNFLUSHED)[:: -1 if number % 2 else 1]
+            timed = {kind: measure(arguments, preset, kind) for kind in order}
+            rounds.append([timed[kind]["seconds"] for kind in ("trajstore", UNFLUSHED)])
+            rows.append([preset, str(number + 1), *_compared(*rounds[-1])])
+            print(*rows[-1], sep="  ", flush=True)
+        middle = [statistics.median(column) for column in zip(*rounds, strict=True)]
+        rows.append([preset, "median", *_compared(*middle)])
+        results[preset] = {"rounds": rounds, "median": middle}
+    columns = ["preset", "round", "flushed", UNFLUSHED, "ratio"]
+    save("flushes", table("Recording with and without flushes", columns, rows), results)
+
+
+def _compared(flushed: float, unflushed: float) -> list[str]:
+    return [f"{flushed:.2f} s", f"{unflushed:.2f} s", f"{flushed / unflushed:.3f}"]
 
 
 def _row(preset: str, number: str, timed: dict[str, dict[str, float]]) -> list[str]:

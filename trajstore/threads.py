@@ -55,7 +55,7 @@ def in_parallel(jobs: Iterable[Callable[[], T]], threads: int | None = None) -> 
     pool = ThreadPoolExecutor(threads, thread_name_prefix="trajstore-job")
     try:
         for job in jobs:
-            waiting.append(pool.submit(job))
+            waiting.append(submit(pool, job))
             if len(waiting) > threads:
                 yield waiting.popleft().result()
         while waiting:

@@ -111,9 +111,15 @@ def analyze(
     """
     from trajstore import analysis
     from trajstore.analysis.registry import ACROSS_RUNS, ALONE
-    from trajstore.analysis.results.write_results import describe, write_result
+    from trajstore.analysis.results.write_results import (
+        check_result_target,
+        describe,
+        write_result,
+    )
     from trajstore.populations.masks import own_masks
 
+    if output is not None:
+        check_result_target(output, overwrite=overwrite)
     runs, quantities = runs_and_names(words, {*analysis.QUANTITIES, *ALONE, *ACROSS_RUNS})
     if not quantities:
         raise InvalidArgument(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import warnings
+from collections.abc import Collection
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from trajstore.analysis.scan.flags import flags_of, is_category
 from trajstore.analysis.scan.task_progress import Report, compute_all
 from trajstore.errors import InvalidArgument, MissingExtra, RunExists
 from trajstore.store.storage.remote_path import local_path
-from trajstore.store.writing.create import staged_folder
+from trajstore.store.writing.create import move_into_place, staged_folder
 from trajstore.version import __version__
 
-__all__ = ["ENDINGS", "describe", "write_result"]
+__all__ = ["ENDINGS", "check_result_target", "describe", "write_result"]
 
 ENDINGS = (".zarr", ".nc", ".csv")
 
@@ -173,6 +173,28 @@ def write_result(
     MissingExtra
         For NetCDF without h5netcdf.
     """
+    target = check_result_target(path, overwrite=overwrite)
+    parts = {target: result}
+    if target.suffix == ".csv":
+        parts = _tables(result, target)
+        _check_parts(parts, overwrite=overwrite)
+    write = {".zarr": _write_zarr, ".nc": _write_netcdf, ".csv": _write_csv}[target.suffix]
+    with staged_folder(target) as scratch:
+        for number, (part, ds) in enumerate(parts.items()):
+            new = scratch / f"{number}{target.suffix}"
+            compute_all([write(ds, new)], report)
+            move_into_place(new, part, old=scratch / f"{number}.old", overwrite=overwrite)
+    return list(parts)
+
+
+def check_result_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Where a result may be written, as far as that shows before anything is computed.
+
+    Raises
+    ------
+    InvalidArgument, RunExists, MissingExtra
+        As `write_result`; into how many tables a result goes, only the result shows.
+    """
     target = local_path(path)
     if target.suffix not in ENDINGS:
         raise InvalidArgument(
@@ -185,7 +207,12 @@ def write_result(
             raise MissingExtra(
                 "writing NetCDF needs h5netcdf; install trajstore[hdf5], or write .zarr or .csv"
             ) from error
-    parts = _tables(result, target) if target.suffix == ".csv" else {target: result}
+    if target.suffix != ".csv":
+        _check_parts([target], overwrite=overwrite)
+    return target
+
+
+def _check_parts(parts: Collection[Path], *, overwrite: bool) -> None:
     taken = [str(part) for part in parts if part.exists()]
     if taken and not overwrite:
         raise RunExists(
@@ -194,15 +221,6 @@ def write_result(
         )
     for part in parts:
         _check_replaceable(part)
-    write = {".zarr": _write_zarr, ".nc": _write_netcdf, ".csv": _write_csv}[target.suffix]
-    with staged_folder(target) as scratch:
-        for number, (part, ds) in enumerate(parts.items()):
-            new = scratch / f"{number}{target.suffix}"
-            compute_all([write(ds, new)], report)
-            if part.is_dir():
-                shutil.rmtree(part)
-            new.replace(part)
-    return list(parts)
 
 
 def _check_replaceable(path: Path) -> None:

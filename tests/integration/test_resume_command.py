@@ -157,7 +157,7 @@ def test_a_killed_recording_goes_on_from_its_checkpoint(
         "main(sys.argv[1:])\n"
     )
     call = ["record", "--preset", "gatsby", "--corpus", text, *SMALL, "-o", path]
-    call += ["--checkpoint-every", 10, "--fsync", "--steps", 70]
+    call += ["--checkpoint-every", 10, "--steps", 70]
     done = subprocess.run([sys.executable, "-c", script, *map(str, call)], capture_output=True)
     assert done.returncode == -signal.SIGKILL
     assert xr.open_zarr(path).attrs["status"] == "recording"

@@ -53,12 +53,15 @@ def annotate(
 
     from trajstore.exchange.importing.token_masks import annotations_of
     from trajstore.store.reading.open_group import open_group
-    from trajstore.store.writing.annotated_run import annotate_run
+    from trajstore.store.writing.annotated_run import annotate_run, check_unlabeled
 
     if corpus is not None and tokenizer is None:
         raise InvalidArgument("name what makes tokens of the text: --tokenizer ascii, or a folder")
     if masks is not None and corpus is not None:
         raise InvalidArgument("both --masks and --corpus tell the dead tokens; name one of them")
+    if not overwrite:  # before a file is read, or transformers is imported
+        told = {"token_text": tokenizer, "is_dead": masks or corpus, "token_count": corpus}
+        check_unlabeled(run, [name for name, source in told.items() if source is not None])
     token = np.asarray(open_group(run)["token"])
     found: dict[str, Any] = {} if masks is None else annotations_of(masks, token)
     if tokenizer is not None:

@@ -105,7 +105,11 @@ recording = _together(
         help="Steps between checkpoints, rounded up to whole blocks; default: by time, so that "
         "they cost at most a hundredth of it.",
     ),
-    click.option("--fsync", is_flag=True, help="Have every commit survive a loss of power."),
+    click.option(
+        "--fsync/--no-fsync",
+        default=True,
+        help="Whether every commit and checkpoint survives a loss of power; default: it does.",
+    ),
     click.option(
         "--strict-numerics",
         is_flag=True,

@@ -92,16 +92,20 @@ def record(
       trajstore record --preset gatsby --steps 9000 --resume -o queued.zarr
       trajstore record --fork long.zarr --at 800 --set optimizer.lr=3e-4 -o slower.zarr
     """
-    from trajstore import trainers
-
     named = preset_name is not None or config_file is not None
     if resume and output is None and not named:
         raise InvalidArgument("name the run to go on with: --resume -o RUN.zarr")
     _check_fork(source, at, output, named=named, resume=resume)
     from trajstore.store.storage.remote_path import location
+    from trajstore.store.writing.create import check_local_target, check_target
 
     path = location(output or f"{preset_name or Path(str(config_file)).stem}.zarr")
+    if not resume:  # before torch is imported, which takes seconds
+        check = check_target if source is None else check_local_target
+        check(path, overwrite=overwrite)
     changes = settings_of(assignments, variables, fields)
+    from trajstore import trainers
+
     with StopRequest() as stop, _report_early_stop(path):
         if source is None:
             config = configured(
@@ -224,7 +228,7 @@ def print_recorded(
 
 def print_interrupted(path: RunPath, facts: dict[str, Any], *, fsync: bool) -> None:
     """Print, on standard error, how far it came, and the command that goes on."""
-    again = f"trajstore record --resume -o {shlex.quote(str(path))}{' --fsync' * fsync}"
+    again = f"trajstore record --resume -o {shlex.quote(str(path))}{' --no-fsync' * (not fsync)}"
     err.print(
         f"Interrupted after step {facts['steps']['last']}; "
         f"{facts['committed_rows']} rows are whole. Go on with: {again}"

@@ -119,9 +119,10 @@ def _passed_on(ctx: click.Context) -> list[str]:
         name = str(parameter.name)
         if name in _OWN or ctx.get_parameter_source(name) != ParameterSource.COMMANDLINE:
             continue
-        flag, given = parameter.opts[-1], ctx.params[name]
+        given = ctx.params[name]
+        flag = parameter.secondary_opts[-1] if given is False else parameter.opts[-1]
         for value in given if isinstance(given, tuple) else [given]:
-            words += [flag] if value is True else [flag, str(value)]
+            words += [flag] if isinstance(value, bool) else [flag, str(value)]
     return words
 
 

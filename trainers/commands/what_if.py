@@ -59,6 +59,9 @@ def what_if(
       trajstore what-if gatsby.zarr --set rounding=stochastic --tokens dead -o dither.zarr
       trajstore compare gatsby.zarr wide.zarr
     """
+    from trajstore.store.writing.create import check_local_target
+
+    check_local_target(output, overwrite=overwrite)  # before torch is imported
     from trajstore import trainers
     from trajstore.byte_sizes import EXCHANGE_MEMORY
     from trajstore.trainers.recording.token_selection import read_tokens

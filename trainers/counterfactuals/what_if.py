@@ -186,6 +186,7 @@ def _write(
         memory=memory,
         buffers=1,
         commit_every=None,
+        fsync=False,  # the whole of it is flushed before it gets its name
         **chosen,
     ) as new:
         for done, (row, values) in enumerate(made, 1):

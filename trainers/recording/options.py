@@ -51,7 +51,8 @@ class RecordingOptions:
     logits_mode : {'last', 'mean'}
         Logits at the last position: of the first sequence, or the mean over the step's sequences.
     is_dead, token_count, token_text : array_like, (token,), optional
-        What is known about the whole vocabulary.
+        What is known about the whole vocabulary. Without `is_dead`, tokens that occur 0 times are
+        dead.
     populations : mapping, optional
         Groups of tokens of the whole vocabulary, by name: masks, ids, labels or expressions, as
         `analysis.with_populations` takes them. They may overlap.
@@ -72,7 +73,7 @@ class RecordingOptions:
         readers see a row, and so much a killed process loses. None for whole blocks only, as it is
         where several processes record a parameter that is sharded over them.
     fsync : bool
-        Have every commit survive a loss of power.
+        Have every commit survive a loss of power, not only the death of the process.
     schedule : mapping, optional
         How the learning rate changes, JSON values for the attribute ``optimizer``.
     strict_numerics : bool
@@ -96,7 +97,7 @@ class RecordingOptions:
     overwrite: bool = False
     resume: bool = False
     commit_every: float | None = COMMIT_EVERY
-    fsync: bool = False
+    fsync: bool = True
     schedule: Mapping[str, Any] | None = None
     strict_numerics: bool = False
 

@@ -222,6 +222,8 @@ def _known_of_vocabulary(
                 f"{name}: got shape {values.shape}, expected one value for each of the {rows} "
                 f"rows of {parameter.name}"
             )
+    if "token_count" in known and "is_dead" not in known:
+        known["is_dead"] = known["token_count"] == 0
     return known
 
 

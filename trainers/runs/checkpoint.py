@@ -22,7 +22,7 @@ from safetensors.torch import save
 
 from trajstore.errors import FormatError, RunExists
 from trajstore.store.metadata.object_keys import CHECKPOINT, checkpoint_folder
-from trajstore.store.storage.atomic import PARTIAL_SUFFIX, flush_folder, put, sweep
+from trajstore.store.storage.atomic import PARTIAL_SUFFIX, flush, put, sweep
 from trajstore.store.storage.remote_path import Location, local_file
 
 __all__ = ["Checkpoint", "CheckpointFolder"]
@@ -63,7 +63,7 @@ class Checkpoint:
     tensors: dict[str, torch.Tensor]
     name: str = ""
 
-    def save(self, path: Location, *, fsync: bool = False) -> int:
+    def save(self, path: Location, *, fsync: bool = True) -> int:
         """Write to a file, atomically.
 
         Returns
@@ -121,7 +121,7 @@ class CheckpointFolder:
         Have each file on the disk before going on.
     """
 
-    def __init__(self, run: Location, *, fsync: bool = False) -> None:
+    def __init__(self, run: Location, *, fsync: bool = True) -> None:
         self.path = checkpoint_folder(run)
         self._run = run
         self._fsync = fsync
@@ -230,7 +230,7 @@ class CheckpointFolder:
         beside.replace(file)
         self._staged = None
         if self._fsync:
-            flush_folder(file.parent)
+            flush([file.parent])
 
     def discard(self) -> None:
         """Remove what was staged and not placed, because its run has come to nothing."""
@@ -258,7 +258,7 @@ class CheckpointFolder:
         if isinstance(self.path, Path) and not self.path.is_dir():
             self.path.mkdir()
             if self._fsync:
-                flush_folder(self.path.parent)
+                flush([self.path.parent])
         if (other := self._other_owner(step)) is not None:
             raise self._taken_by(other)
         return self._file(step)

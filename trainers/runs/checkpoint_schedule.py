@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -12,6 +14,7 @@ from trajstore.errors import RunLocked
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location
+from trajstore.threads import submit
 from trajstore.trainers.recording.hf_callback import TrajectoryCallback
 from trajstore.trainers.recording.step_hooks import Recorder
 from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
@@ -35,6 +38,8 @@ class Checkpointing:
     block of rows ends, so that a checkpoint and a commit coincide. When the training ends, or is
     asked to stop, its state is taken after that step, before the last rows are committed: a
     complete run always has the checkpoint of its last step.
+
+    The training only waits for a copy of its state; that is written and flushed in a thread.
 
     Parameters
     ----------
@@ -76,6 +81,8 @@ class Checkpointing:
         self._created: str | None = None
         self._clock = clock
         self._last_time, self._took = clock(), 0.0
+        self._thread = ThreadPoolExecutor(1, "trajstore-checkpoint")
+        self._adding: Future[None] | None = None
 
     def after_step(self, recorder: Recorder, scaler: Any) -> bool:
         """Take a checkpoint if one is due.
@@ -98,6 +105,10 @@ class Checkpointing:
             recorder.close(complete=False)
         return stop
 
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._thread.shutdown()
+
     def finish(self, recorder: Recorder) -> None:
         """Remove the checkpoints that are of no more use; the run is closed."""
         if recorder.writer is None:
@@ -115,16 +126,34 @@ class Checkpointing:
         if self._created is None:
             self._created = str(open_group(self._run).attrs["created"])
             self._folder.begin(self._taken_from)
+        if self._adding is not None and self._adding.done():
+            self._settle()
         if not last and not self._is_due(recorder, writer.committed_rows):
             return
+        self._settle()
         begun = self._clock()
-        self._folder.add(self._take(recorder, scaler), writer.committed_rows)
-        self._last_step, self._last_time = recorder.step, self._clock()
+        taken = self._take(recorder, scaler)
+        self._last_step = recorder.step
+        self._adding = submit(self._thread, self._add, taken, writer.committed_rows, begun)
+        if last:
+            self._settle()
+
+    def _add(self, taken: Checkpoint, committed_rows: int, begun: float) -> None:
+        self._folder.add(taken, committed_rows)
+        self._last_time = self._clock()
         self._took = self._last_time - begun
+
+    def _settle(self) -> None:
+        """Wait for the one that is being written; raise what went wrong."""
+        if self._adding is not None:
+            adding, self._adding = self._adding, None
+            adding.result()
 
     def _is_due(self, recorder: Recorder, committed_rows: int) -> bool:
         if self._every is not None:
             return recorder.at_block_end and recorder.step - self._last_step >= self._every
+        if self._adding is not None:
+            return False
         passed = self._clock() - self._last_time
         return passed >= max(_APART, _PAUSE * self._took) and not self._folder.waits(committed_rows)
 
@@ -137,7 +166,7 @@ class Checkpointing:
             rows=recorder.rows,
             config=self._training.config.model_dump(mode="json"),
             sources=self._sources,
-            state=state,
+            state=copy.deepcopy(state),  # written while the training goes on
             tensors=tensors,
         )
 

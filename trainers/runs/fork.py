@@ -60,7 +60,7 @@ def fork(
     corpus: str | os.PathLike[str] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
-    fsync: bool = False,
+    fsync: bool = True,
     strict_numerics: bool = False,
     stop: Callable[[], bool] = lambda: False,
     on_corpus: Callable[[Corpus], None] | None = None,
@@ -150,7 +150,7 @@ def fork(
     try:
         with staged_run(target, overwrite=overwrite, on_place=folder.place) as new:
             point = source.reach(at, new, text, sources, on_note, on_retrain)
-            checkpoint = _make(source, point, new, config, types, text, fsync=fsync)
+            checkpoint = _make(source, point, new, config, types, text)
             # Put into its place right after the run, so that a failure leaves a run that was there
             # its own. A kill between the two leaves a fork without it: `--resume` says so then.
             folder.stage(replace(checkpoint, name=target.name))
@@ -182,8 +182,6 @@ def _make(
     config: RunConfig,
     types: dict[str, str],
     text: Corpus,
-    *,
-    fsync: bool,
 ) -> Checkpoint:
     """Make the run of a fork, with what it has in common with its source; its first checkpoint."""
     training = build_training(config, text)
@@ -204,7 +202,6 @@ def _make(
             "provenance": source.forked_provenance(config, optimizer, point),
         },
         memory=config.recording.memory,
-        fsync=fsync,
     )
     return forked.checkpoint(created, values)
 
@@ -360,7 +357,7 @@ class _Source:
         def make_writer(rows: int) -> RunWriter:
             memory = self.config.recording.memory
             branch_run(self.path, retrained, rows, types=self.types, attributes={}, memory=memory)
-            return RunWriter.resume(retrained, memory=memory, commit_every=None)
+            return RunWriter.resume(retrained, memory=memory, commit_every=None, fsync=False)
 
         reached = train_again(
             self.path,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 from trajstore.argument_types import checks_types
@@ -41,7 +42,7 @@ def record(
     tokenizer: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     resume: bool = False,
-    fsync: bool = False,
+    fsync: bool = True,
     strict_numerics: bool = False,
     stop: Callable[[], bool] = lambda: False,
     on_corpus: Callable[[Corpus], None] | None = None,
@@ -179,15 +180,16 @@ def record(
         stop=stop,
         fsync=fsync,
     )
-    recorder = run_recorded(
-        training,
-        target,
-        options,
-        taken,
-        after_step=checkpointing.after_step,
-        on_step=on_step,
-        on_note=on_note,
-    )
+    with closing(checkpointing):
+        recorder = run_recorded(
+            training,
+            target,
+            options,
+            taken,
+            after_step=checkpointing.after_step,
+            on_step=on_step,
+            on_note=on_note,
+        )
     checkpointing.finish(recorder)
     return target
 

@@ -109,7 +109,7 @@ def train_again(
         )
         return True
 
-    options = recording_options(config, text, overwrite=False, resume=True, fsync=False)
+    options = recording_options(config, text, overwrite=False, resume=True)
     run_recorded(training, run, options, taken, after_step=after_step, comparison=comparison)
     return Retrained(
         checkpoint=reached[0] if reached else None,
@@ -122,7 +122,7 @@ def retrain_to_last_row(
     text: Corpus,
     *,
     sources: Mapping[str, str],
-    fsync: bool = False,
+    fsync: bool = True,
     on_retrain: Progress | None = None,
 ) -> Checkpoint:
     """Checkpoint of the last row of a run that has none, by training all its steps again.

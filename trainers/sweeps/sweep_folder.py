@@ -9,6 +9,7 @@ from typing import Any
 
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 from trajstore.store.reading.open_group import open_group
+from trajstore.store.storage.atomic import make_folder, put
 from trajstore.trainers.config import MAY_CHANGE, RunConfig
 
 __all__ = ["SETTLED", "committed_rows", "is_done", "planned_rows", "settle_threads", "threads_of"]
@@ -101,10 +102,8 @@ def settle_threads(folder: Path, jobs: int, given: int | None, *, keep: bool) ->
         return settled
     threads = given or _from_environment() or max(1, _processors() // jobs)
     if keep:
-        folder.mkdir(parents=True, exist_ok=True)
-        new = folder / f".{SETTLED}.{os.getpid()}"
-        new.write_text(json.dumps({"threads": threads}) + "\n")
-        new.replace(folder / SETTLED)
+        make_folder(folder)
+        put(folder / SETTLED, [json.dumps({"threads": threads}).encode() + b"\n"])
     return threads
 
 

@@ -7,7 +7,7 @@ to its place, so that memory does not grow with the run. The result appears whol
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,12 @@ from trajstore.formats.hdf5_writing import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
 from trajstore.nearest_name import did_you_mean
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
-from trajstore.store.writing.create import check_local_target, staged_file, staged_run
+from trajstore.store.writing.create import (
+    check_file_target,
+    check_local_target,
+    staged_file,
+    staged_run,
+)
 from trajstore.threads import Progress
 
 __all__ = ["FORMATS", "Exported", "export"]
@@ -139,15 +144,16 @@ def export(
     3
     """
     format = _checked_format(format, layout, block_rows)
+    check: Callable[..., Path] = check_file_target
+    if format in ("zarr", "run"):
+        check = check_zarr_target if format == "zarr" else check_local_target
+    check(file, overwrite=overwrite)
     recorded = open_tiled(run)
     selection = select(recorded, steps=steps, tokens=tokens, variables=variables)
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     if format in ("zarr", "run"):
-        is_zarr = format == "zarr"
-        check, write = (
-            (check_zarr_target, write_zarr) if is_zarr else (check_local_target, write_run)
-        )
+        write = write_zarr if format == "zarr" else write_run
         options: dict[str, Any] = {
             "block_rows": block_rows,
             "memory": memory,

@@ -68,6 +68,7 @@ def write_run(
         block_rows=block_rows,
         buffers=1,
         commit_every=None,
+        fsync=False,  # the whole of it is flushed before it gets its name
         attributes={key: run.attributes[key] for key in KEPT_ATTRIBUTES if key in run.attributes},
         populations={
             name: selection.along_token(values) for name, values in run.populations.items()

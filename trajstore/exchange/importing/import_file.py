@@ -24,7 +24,7 @@ from trajstore.exchange.importing.imported_file import ImportedFile, ImportedRun
 from trajstore.exchange.importing.read_runs import opened_file
 from trajstore.schema import room_for_examples
 from trajstore.store.storage.remote_path import local_path
-from trajstore.store.writing.create import staged_run
+from trajstore.store.writing.create import check_local_target, staged_run
 from trajstore.store.writing.writer import RunWriter
 from trajstore.threads import Progress
 from trajstore.values.native_types import STEP_TYPE
@@ -230,8 +230,13 @@ def import_file(
         masks=masks,
         schedule=schedule,
     )
+
+    def check(labels: Iterable[str]) -> None:
+        for label in labels:
+            check_local_target(_target(local_path(path), label), overwrite=overwrite)
+
     with ExitStack() as stack:
-        held = stack.enter_context(opened_file(file, options, memory))
+        held = stack.enter_context(opened_file(file, options, memory, check))
         targets = [_target(local_path(path), run.label) for run in held.runs]
         places = [
             stack.enter_context(staged_run(target, overwrite=overwrite)) for target in targets
@@ -351,6 +356,7 @@ def _write(
         attributes=run.attributes | {"imported": origin},
         buffers=1,
         commit_every=None,
+        fsync=False,  # the whole of it is flushed before it gets its name
         **run.coordinates,
         **options,
     ) as writer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -25,12 +25,18 @@ from trajstore.formats.safetensors import SafetensorsFile
 from trajstore.store.storage.remote_path import local_path
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["opened_file", "read_runs"]
+__all__ = ["OnLabels", "opened_file", "read_runs"]
+
+OnLabels = Callable[[list[str]], object]
+"""Called with the labels of the runs of a file."""
 
 
 @contextmanager
 def opened_file(
-    path: str | os.PathLike[str], options: ImportOptions, memory: int | str = EXCHANGE_MEMORY
+    path: str | os.PathLike[str],
+    options: ImportOptions,
+    memory: int | str = EXCHANGE_MEMORY,
+    on_labels: OnLabels | None = None,
 ) -> Iterator[ImportedFile]:
     """A file that is open and understood, for as long as the block lasts.
 
@@ -40,6 +46,8 @@ def opened_file(
     options : ImportOptions
     memory : int or str
         For rows, and large compressed chunks of HDF5.
+    on_labels : callable, optional
+        Called with the labels of its runs, as soon as they are known: before values are read.
 
     Raises
     ------
@@ -51,11 +59,14 @@ def opened_file(
         If its format needs a library that is not installed.
     """
     with open_file(local_path(path), parse_bytes(memory)) as file:
-        yield read_runs(file, options, parse_bytes(memory))
+        yield read_runs(file, options, parse_bytes(memory), on_labels)
 
 
 def read_runs(
-    file: Any, options: ImportOptions | None = None, memory: int = parse_bytes(EXCHANGE_MEMORY)
+    file: Any,
+    options: ImportOptions | None = None,
+    memory: int = parse_bytes(EXCHANGE_MEMORY),
+    on_labels: OnLabels | None = None,
 ) -> ImportedFile:
     """What an open file holds, as runs are made of it.
 
@@ -65,6 +76,8 @@ def read_runs(
     options : ImportOptions, optional
     memory : int
         Bytes that its rows are to fit into.
+    on_labels : callable, optional
+        As for `opened_file`.
 
     Raises
     ------
@@ -86,8 +99,13 @@ def read_runs(
         if not isinstance(file, SafetensorsFile):
             raise FormatError(f"{file.path} is no safetensors file, as layout native is")
         _check_no_options(file, options)
-        return read_native(file)
-    found = read_arrays(file, options, memory)
+        found = read_native(file)
+    else:
+        found = read_arrays(file, options, memory)
+    if on_labels is not None:
+        on_labels([run.label for run in found.runs])
+    if found.layout == "native":
+        return found
     own = file.format == "hdf5" and found.layout == "hdf5" and _states_types(found)
     return found if own else replace(found, runs=tuple(_typed(run, options) for run in found.runs))
 

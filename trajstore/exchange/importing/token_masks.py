@@ -24,7 +24,11 @@ from trajstore.formats.open_file import open_file
 
 __all__ = ["annotations_of", "masks_of"]
 
-_OF_THE_DEAD = "ids whose name says nothing, taken for those of the dead tokens"
+_TAKEN_FOR = {
+    "dead_ids": "ids whose name says nothing, taken for those of the dead tokens",
+    "dead_mask": "a mask whose name says nothing, taken for that of the dead tokens",
+    "live_mask": "taken for the mask of the live tokens",
+}
 
 
 def masks_of(masks: str | os.PathLike[str]) -> tuple[TokenArray, ...]:
@@ -36,7 +40,7 @@ def masks_of(masks: str | os.PathLike[str]) -> tuple[TokenArray, ...]:
         If it is no file that holds some.
     """
     with open_file(masks) as file:
-        nameless = _nameless_ids(file)
+        nameless = _nameless(file)
         detected = detect_arrays(file, nameless)
         arrays = token_arrays(file, detected, of=f" of {Path(masks).name}")
         if not arrays:
@@ -44,22 +48,28 @@ def masks_of(masks: str | os.PathLike[str]) -> tuple[TokenArray, ...]:
                 f"{masks} tells no tokens: it holds {abridged(file.keys)}, expected masks or lists "
                 "of ids (dead_mask, untrained_mask, live_ids, trained_indices, token_counts, …)"
             )
-    note = ", ".join(nameless) + f" of {Path(masks).name}: {_OF_THE_DEAD}" if nameless else ""
+    notes = {
+        kind: f"{key} of {Path(masks).name}: {_TAKEN_FOR[kind]}" for key, kind in nameless.items()
+    }
     return tuple(
-        replace(one, is_beside=True, note=note if one.kind == "dead_ids" else "")
+        replace(one, is_beside=True, note=notes.get(one.kind, ""))
         for one in arrays
         if one.kind in TOKEN_KINDS
     )
 
 
-def _nameless_ids(file: ArrayFile) -> dict[str, str]:
-    """The kind of a `.npy` of distinct ids whose name says nothing: they are those of the dead."""
-    if file.format != "npy":
+def _nameless(file: ArrayFile) -> dict[str, str]:
+    """The kind of the only array of a file, a mask or distinct ids, whose name says nothing."""
+    if len(file.keys) != 1:
         return {}
     (key,) = file.keys
     kind = named(key).kind
     is_told = kind is not None and kind.name in TOKEN_KINDS
-    if is_told or "int" not in file.dtype(key) or len(file.shape(key)) != 1:
+    if is_told or len(file.shape(key)) != 1:
+        return {}
+    if file.dtype(key) == "bool":
+        return {key: "live_mask" if "live" in key.lower() else "dead_mask"}
+    if "int" not in file.dtype(key):
         return {}
     ids = values_of(file, key)
     return {key: "dead_ids"} if len(np.unique(ids)) == len(ids) else {}

@@ -1,4 +1,9 @@
-"""Objects of a run: each is replaced whole, or not at all, and never through a link."""
+"""Objects of a run: each is replaced whole, or not at all, and never through a link.
+
+What is written survives a loss of power, unless the caller wants it otherwise: the data of a file
+is on the disk before its name changes, and the name before the call returns. Flushes that need no
+order are made at once, in threads, since a file system then writes its journal once for all.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +13,25 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from trajstore.errors import FormatError
 from trajstore.store.storage.remote_path import Location, RemotePath
+from trajstore.threads import in_parallel
 
 __all__ = [
     "PARTIAL_SUFFIX",
     "exchange",
-    "flush_folder",
+    "flush",
+    "flush_tree",
     "inner_links",
     "is_alive",
     "leftovers",
     "link_or_copy",
+    "make_folder",
     "put",
+    "put_all",
     "refuse_links",
     "sweep",
 ]
@@ -34,8 +44,14 @@ _HERE = -100  # AT_FDCWD of <fcntl.h>
 _EXCHANGE = 2  # RENAME_EXCHANGE of <linux/fs.h>
 _UNKNOWN = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
+_FLUSHES = 16
+"""Flushes at once."""
 
-def put(path: Location, parts: Iterable[bytes], *, fsync: bool = False) -> int:
+_NO_FLUSH = (errno.EBADF, errno.EINVAL)
+"""What a file system says that cannot flush folders; source: `fsync_fname_ext` of PostgreSQL."""
+
+
+def put(path: Location, parts: Iterable[bytes], *, fsync: bool = True) -> int:
     """Write an object from its parts and put it in place in one step.
 
     A reader, and whoever comes after a crash, sees the old object or the whole new one. A failed
@@ -59,42 +75,61 @@ def put(path: Location, parts: Iterable[bytes], *, fsync: bool = False) -> int:
         data = b"".join(parts)
         path.write_bytes(data)
         return len(data)
-    partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL_SUFFIX}")
+    return put_all([(path, parts)], fsync=fsync)
+
+
+def put_all(objects: Iterable[tuple[Path, Iterable[bytes]]], *, fsync: bool = True) -> int:
+    """Write several objects, each as `put`: first the data of all, and then their names.
+
+    Parameters
+    ----------
+    objects : iterable of (Path, iterable of bytes)
+        Consumed one at a time.
+    fsync : bool
+        As for `put`.
+
+    Returns
+    -------
+    int
+        Bytes written.
+    """
+    written: dict[Path, Path] = {}
+    size = 0
     try:
-        with partial.open("wb") as file:
-            for part in parts:
-                file.write(part)
-            size = file.tell()
-            if fsync:
-                file.flush()
-                os.fsync(file.fileno())
-        partial.replace(path)
+        for path, parts in objects:
+            beside = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL_SUFFIX}")
+            written[beside] = path
+            with beside.open("wb") as file:
+                for part in parts:
+                    file.write(part)
+                size += file.tell()
+        if fsync:
+            flush(written)
+        for beside, path in written.items():
+            beside.replace(path)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        for beside in written:
+            beside.unlink(missing_ok=True)
         raise
     if fsync:
-        flush_folder(path.parent)
+        flush({path.parent for path in written.values()})
     return size
 
 
-def link_or_copy(source: Path, target: Path, *, fsync: bool = False) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
     """Have an object of another run, too: a hard link, as no object is ever written into.
+
+    It is not flushed: what is made of links is made beside its place, and flushed as a whole.
 
     Parameters
     ----------
     source, target : Path
         There is nothing at `target`.
-    fsync : bool
-        As for `put`.
     """
     try:
         os.link(source, target)
     except OSError:  # another file system, or one without links, or too many of them
-        put(target, _pieces(source), fsync=fsync)
-        return
-    if fsync:  # whoever wrote it may not have
-        flush_file(target)
-        flush_folder(target.parent)
+        put(target, _pieces(source), fsync=False)
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
@@ -103,16 +138,46 @@ def _pieces(path: Path) -> Iterator[bytes]:
             yield piece
 
 
-def flush_folder(folder: Path) -> None:
-    """Make the names in a folder survive a loss of power."""
-    flush_file(folder)
+def make_folder(folder: Path, *, fsync: bool = True) -> None:
+    """Make a folder, and those above it that are missing, unless it is there.
+
+    Parameters
+    ----------
+    folder : Path
+    fsync : bool
+        Return only when the names of all that were made would survive a loss of power.
+    """
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    if fsync:
+        flush(each.parent for each in missing)
 
 
-def flush_file(path: Path) -> None:
-    """Make what a file, or a folder, holds survive a loss of power."""
+def flush(paths: Iterable[Path]) -> None:
+    """Make what files hold, and the names in folders, survive a loss of power; in any order."""
+    jobs = [partial(_flush, path) for path in paths]
+    if len(jobs) == 1:
+        jobs[0]()
+    else:
+        for _ in in_parallel(jobs, _FLUSHES):
+            pass
+
+
+def flush_tree(path: Path) -> None:
+    """Make a file, or a folder with all that is in it, survive a loss of power, but for its name.
+
+    Files that are linked from elsewhere are flushed, too: whoever wrote them may not have.
+    """
+    flush([path, *(each for each in path.rglob("*") if not each.is_symlink())])
+
+
+def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FLUSH or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

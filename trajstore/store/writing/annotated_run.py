@@ -11,7 +11,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from trajstore.store.writing.create import staged_run
 from trajstore.store.writing.new_run import coordinate_objects, token_coordinates
 from trajstore.store.writing.resumed_run import check_run, resumed_run, stored_fingerprints
 
-__all__ = ["annotate_run"]
+__all__ = ["annotate_run", "check_unlabeled"]
 
 _MEMORY = 1 << 40  # no row is written, so no buffer is made
 
@@ -42,7 +42,6 @@ def annotate_run(
     token_count: npt.ArrayLike | None = None,
     token_text: npt.ArrayLike | None = None,
     overwrite: bool = False,
-    fsync: bool = False,
 ) -> tuple[str, ...]:
     """Add coordinates along ``token`` to a run that is there.
 
@@ -54,8 +53,6 @@ def annotate_run(
         In the order of the run's tokens.
     overwrite : bool
         Replace coordinates that it has.
-    fsync : bool
-        Have it survive a loss of power.
 
     Returns
     -------
@@ -92,13 +89,26 @@ def annotate_run(
     if not wanted:
         raise InvalidArgument("nothing to add: give is_dead, token_count or token_text")
     with staged_run(run, overwrite=True) as new:
-        _make(run, new, wanted, overwrite=overwrite, fsync=fsync)
+        _make(run, new, wanted, overwrite=overwrite)
     return tuple(wanted)
 
 
-def _make(
-    run: Path, new: Path, wanted: Mapping[str, npt.ArrayLike], *, overwrite: bool, fsync: bool
-) -> None:
+def check_unlabeled(run: str | os.PathLike[str], coordinates: Iterable[str]) -> None:
+    """Refuse to add coordinates that a run has.
+
+    Raises
+    ------
+    RunNotFound, FormatError
+        If there is no run.
+    RunExists
+        If it has one of them.
+    """
+    taken = sorted(set(open_group(run)) & set(coordinates))
+    if taken:
+        raise RunExists(f"{run} has {', '.join(taken)} already; replace them with --overwrite")
+
+
+def _make(run: Path, new: Path, wanted: Mapping[str, npt.ArrayLike], *, overwrite: bool) -> None:
     stored = resumed_run(run, None, attributes=None, memory=_MEMORY, threads=None)
     root = json.loads((run / DOCUMENT).read_bytes())
     group = open_group(run)
@@ -107,9 +117,8 @@ def _make(
         raise FormatError(
             f"{run} has lost its tokens; see: trajstore verify {shlex.quote(str(run))}"
         )
-    taken = sorted(wanted.keys() & there.keys())
-    if taken and not overwrite:
-        raise RunExists(f"{run} has {', '.join(taken)} already; replace them with --overwrite")
+    if not overwrite:
+        check_unlabeled(run, wanted)
     coordinates = _in_order({**there, **wanted})
     made, chunks = coordinate_objects({name: coordinates[name] for name in wanted})
     before = root["consolidated_metadata"]["metadata"]
@@ -120,16 +129,16 @@ def _make(
     metadata = RunMetadata(arrays, stored.metadata.attributes)
     replaced = {f"{name}/{DOCUMENT}" for name in arrays} | {DOCUMENT}
     replaced |= {chunk_key(name, 0, 1) for name in wanted}
-    _link(run, new, replaced, fsync=fsync)
+    _link(run, new, replaced)
     for name in wanted:
         (new / name).mkdir(exist_ok=True)
         key = chunk_key(name, 0, 1)
-        put(new / key, [chunks[key]], fsync=fsync)
+        put(new / key, [chunks[key]], fsync=False)
     for name in metadata.names():
-        put(new / name / DOCUMENT, [metadata.array(name, stored.rows)], fsync=fsync)
+        put(new / name / DOCUMENT, [metadata.array(name, stored.rows)], fsync=False)
     held = stored_fingerprints(new, metadata, stored.arrays, stored.layout, stored.rows)
     status = root["attributes"]["status"]
-    put(new / DOCUMENT, [metadata.root(stored.rows, status, held[-1].attributes())], fsync=fsync)
+    put(new / DOCUMENT, [metadata.root(stored.rows, status, held[-1].attributes())], fsync=False)
     _check_kept(new, metadata, run, wanted)
 
 
@@ -158,7 +167,7 @@ def _with_coordinates(document: dict[str, Any], auxiliary: str) -> dict[str, Any
     return document | {"attributes": document["attributes"] | {"coordinates": auxiliary}}
 
 
-def _link(run: Path, new: Path, replaced: set[str], *, fsync: bool) -> None:
+def _link(run: Path, new: Path, replaced: set[str]) -> None:
     """Have all files of a run in another folder, too, but those that are made anew."""
     for parent, folders, files in os.walk(run):
         below = Path(parent).relative_to(run)
@@ -170,7 +179,7 @@ def _link(run: Path, new: Path, replaced: set[str], *, fsync: bool) -> None:
             if source.is_symlink():
                 shutil.copy(source, new / below / name, follow_symlinks=False)
             else:
-                link_or_copy(source, new / below / name, fsync=fsync)
+                link_or_copy(source, new / below / name)
 
 
 def _check_kept(

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy.typing as npt
 
@@ -21,7 +21,7 @@ from trajstore.codec.codec_chain import Chain
 from trajstore.store.metadata.block_plan import CHUNKS_AHEAD, Layout
 from trajstore.store.metadata.object_keys import chunk_key
 from trajstore.store.metadata.shard import Chunk, Shard, chunk_windows, encode_chunk
-from trajstore.store.storage.atomic import put
+from trajstore.store.storage.atomic import put_all
 from trajstore.store.storage.remote_lock import taken_over
 from trajstore.store.storage.remote_path import Location, RemotePath
 from trajstore.store.writing.shared_run import ShardDigest, Written
@@ -34,6 +34,7 @@ _UPLOADS = 4  # shards on their way to an object store, each in memory whole
 Block = Mapping[str, npt.NDArray[Any]]
 Task = tuple[Callable[..., Chunk], Chain, npt.NDArray[Any], tuple[int, ...]]
 Commit = Callable[[Any, Written | None], None]
+Place = TypeVar("Place", Path, RemotePath)
 
 
 class BlockWriter:
@@ -66,7 +67,7 @@ class BlockWriter:
         layout: Layout,
         commit: Commit,
         *,
-        fsync: bool = False,
+        fsync: bool = True,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.bytes_written = 0
@@ -158,26 +159,36 @@ class BlockWriter:
 
     def _write(self, number: int, rows: int) -> list[ShardDigest]:
         """Write the shards of a block."""
-        digests, size = [], 0
-        uploads: deque[Future[int]] = deque()
+        digests: list[ShardDigest] = []
+        if isinstance(self._path, Path):
+            size = put_all(self._shards(self._path, number, rows, digests), fsync=self._fsync)
+        else:
+            size = self._upload_all(self._shards(self._path, number, rows, digests))
+        self.bytes_written += size - (self._block_bytes if number == self._number else 0)
+        self._number, self._block_bytes = number, size
+        return digests
+
+    def _shards(
+        self, run: Place, number: int, rows: int, digests: list[ShardDigest]
+    ) -> Iterator[tuple[Place, Shard]]:
+        """Shards of a block, one after the other; the digest of each is added when it is taken."""
         for name, array in self._layout.arrays.items():
             form = self._forms[name]
             for part in range(array.first_part, array.first_part + array.parts):
                 chunks = (self._encoded() for _ in range(math.prod(form.grid)))
                 shard = Shard(form, chunks, block=number, part=part, rows=rows)
-                path = self._path / chunk_key(name, number, len(array.shard), part)
-                if isinstance(path, Path):
-                    size += put(path, shard, fsync=self._fsync)
-                else:
-                    assert self._uploads is not None
-                    uploads.append(submit(self._uploads, self._upload, path, b"".join(shard)))
-                    if len(uploads) > _UPLOADS:
-                        size += uploads.popleft().result()
+                yield run / chunk_key(name, number, len(array.shard), part), shard
                 digests.append((name, part, rows, shard.digest))
-        size += sum(upload.result() for upload in uploads)
-        self.bytes_written += size - (self._block_bytes if number == self._number else 0)
-        self._number, self._block_bytes = number, size
-        return digests
+
+    def _upload_all(self, shards: Iterator[tuple[RemotePath, Shard]]) -> int:
+        assert self._uploads is not None
+        size = 0
+        uploads: deque[Future[int]] = deque()
+        for path, shard in shards:
+            uploads.append(submit(self._uploads, self._upload, path, b"".join(shard)))
+            if len(uploads) > _UPLOADS:
+                size += uploads.popleft().result()
+        return size + sum(upload.result() for upload in uploads)
 
     def _upload(self, path: RemotePath, data: bytes) -> int:
         """Put a shard in place of what this writer, or the one before it, has put there."""

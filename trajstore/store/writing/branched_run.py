@@ -60,13 +60,13 @@ def branch_run(
     types: Mapping[str, str],
     attributes: Mapping[str, Any],
     memory: int | str,
-    fsync: bool = False,
 ) -> None:
     """Make a run of the first rows of another, to be gone on with; its status is ``interrupted``.
 
     It has the blocks and the coordinates of the other. Whole blocks of variables that
     keep their type are hard links, or copies where the file system makes none; what gets a wider
-    type is encoded anew, block by block, and so is the last block if it is not whole.
+    type is encoded anew, block by block, and so is the last block if it is not whole. Nothing is
+    flushed: `staged_run` does that, when it puts a run in its place.
 
     Parameters
     ----------
@@ -82,8 +82,6 @@ def branch_run(
         Attributes of the root that take the place of those of the other, such as ``config``.
     memory : int or str
         Bytes for all buffers together.
-    fsync : bool
-        Have it survive a loss of power.
 
     Raises
     ------
@@ -110,8 +108,8 @@ def branch_run(
     refuse_links(whole)
     stored = resumed_run(whole, rows, attributes=None, memory=memory, threads=None)
     _check_types(stored, types)
-    branch = _Branch.planned(stored, path, types, attributes, memory=memory, fsync=fsync)
-    create_folder(path, branch.metadata, {}, {}, overwrite=False, fsync=fsync)
+    branch = _Branch.planned(stored, path, types, attributes, memory=memory)
+    create_folder(path, branch.metadata, {}, {}, overwrite=False, fsync=False)
     branch.write_blocks()
     branch.write_rest(memory)
 
@@ -146,7 +144,6 @@ class _Branch:
         Arrays that grow with the rows, and stay as they are.
     changed : Layout
         Of those that are encoded anew.
-    fsync : bool
     """
 
     stored: ResumedRun
@@ -154,7 +151,6 @@ class _Branch:
     metadata: RunMetadata
     kept: tuple[str, ...]
     changed: Layout
-    fsync: bool
 
     @classmethod
     def planned(
@@ -165,7 +161,6 @@ class _Branch:
         attributes: Mapping[str, Any],
         *,
         memory: int | str,
-        fsync: bool,
     ) -> _Branch:
         root = json.loads((stored.path / DOCUMENT).read_bytes())
         stored_metadata = root["consolidated_metadata"]["metadata"]
@@ -198,7 +193,6 @@ class _Branch:
             metadata=RunMetadata(arrays, {**fixed, "created": utc_now(), **attributes}),
             kept=kept,
             changed=changed,
-            fsync=fsync,
         )
 
     def write_blocks(self) -> None:
@@ -209,16 +203,16 @@ class _Branch:
         for name in self.metadata.names():
             if coordinate(name):
                 for file in (source / name).glob("c*"):
-                    link_or_copy(file, self.path / name / file.name, fsync=self.fsync)
+                    link_or_copy(file, self.path / name / file.name)
         for name in self.kept:
             stored = self.stored.arrays[name]
             for number in range(blocks):
                 for part in range(stored.parts):
                     key = stored.key(number, part)
-                    link_or_copy(source / key, self.path / key, fsync=self.fsync)
+                    link_or_copy(source / key, self.path / key)
         for name, array in self.changed.arrays.items():
             one = replace(self.changed, arrays={name: array})
-            writer = BlockWriter(self.path, one, lambda change, block: None, fsync=self.fsync)
+            writer = BlockWriter(self.path, one, lambda change, block: None, fsync=False)
             try:
                 for number in range(blocks):
                     rows = self._rows_of(number)
@@ -227,7 +221,7 @@ class _Branch:
             finally:
                 writer.close()
         whole = blocks * self.stored.layout.block_rows
-        committer = Committer(self.path, self.metadata, self._fingerprint(whole), fsync=self.fsync)
+        committer = Committer(self.path, self.metadata, self._fingerprint(whole), fsync=False)
         committer.commit((whole, "interrupted"))
 
     def write_rest(self, memory: int | str) -> None:
@@ -237,7 +231,7 @@ class _Branch:
             return
         rows = slice(first, self.stored.rows)
         steps = self.stored.arrays[STEP.name].values((rows,))
-        writer = RunWriter.resume(self.path, memory=memory, commit_every=None, fsync=self.fsync)
+        writer = RunWriter.resume(self.path, memory=memory, commit_every=None, fsync=False)
         try:
             for at, places in writer.stretches(steps):
                 for name, place in places.items():

@@ -12,7 +12,7 @@ from trajstore.schema import STEP
 from trajstore.store.metadata.fingerprint import Fingerprint
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.zarr_json import RunMetadata, Status
-from trajstore.store.storage.atomic import put
+from trajstore.store.storage.atomic import put, put_all
 from trajstore.store.storage.remote_lock import taken_over
 from trajstore.store.storage.remote_path import REMOTE_REQUESTS, Location, RemotePath
 from trajstore.threads import in_parallel
@@ -84,20 +84,14 @@ class Committer:
         self._put_arrays(rows)
 
     def _put_arrays(self, rows: int) -> None:
-        jobs = [
-            partial(
-                put,
-                self._path / name / DOCUMENT,
-                [self._metadata.array(name, rows)],
-                fsync=self._fsync,
-            )
-            for name in self._metadata.series()
-        ]
-        if isinstance(self._path, RemotePath):
+        path = self._path
+        documents = {name: self._metadata.array(name, rows) for name in self._metadata.series()}
+        if isinstance(path, RemotePath):
+            jobs = [partial(put, path / name / DOCUMENT, [documents[name]]) for name in documents]
             list(in_parallel(jobs, REMOTE_REQUESTS))
         else:
-            for job in jobs:
-                job()
+            objects = [(path / name / DOCUMENT, [documents[name]]) for name in documents]
+            put_all(objects, fsync=self._fsync)
 
     def _put_root(self, rows: int, status: Status, block: tuple[int, bytes] | None) -> None:
         fingerprint = self._fingerprint

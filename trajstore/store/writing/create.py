@@ -13,14 +13,24 @@ from trajstore.errors import InvalidArgument, RunExists
 from trajstore.schema import COORDINATES, STEP, VARIABLES
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.metadata.zarr_json import RunMetadata
-from trajstore.store.storage.atomic import PARTIAL_SUFFIX, exchange, flush_folder, put, sweep
+from trajstore.store.storage.atomic import (
+    PARTIAL_SUFFIX,
+    exchange,
+    flush,
+    flush_tree,
+    make_folder,
+    put,
+    sweep,
+)
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, local_path, location
 
 __all__ = [
+    "check_file_target",
     "check_local_target",
     "check_target",
     "create_folder",
+    "move_into_place",
     "remove_folder",
     "staged_file",
     "staged_folder",
@@ -74,6 +84,26 @@ def check_local_target(path: RunPath, *, overwrite: bool = False) -> Path:
             "local folder"
         )
     return target
+
+
+def check_file_target(target: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+    """Where a file may be made.
+
+    Raises
+    ------
+    RunExists
+        If there is a folder, or a file and `overwrite` is not set.
+    InvalidArgument
+        If it is an address.
+    """
+    path = local_path(target)
+    if path.is_dir():
+        raise RunExists(f"{path} is a folder; choose the path of a file")
+    if path.exists() and not overwrite:
+        raise RunExists(
+            f"{path} is already there; choose another path, or overwrite it (--overwrite)"
+        )
+    return path
 
 
 def _check_local(path: RunPath, target: Path) -> None:
@@ -138,34 +168,68 @@ def create_folder(
     if isinstance(path, RemotePath):
         if overwrite:
             remove_folder(path)
-        _put_all(path, metadata, chunks, digests, fsync=fsync)
+        _put_all(path, metadata, chunks, digests)
         return
     new = _beside(path)
+    old = new.with_suffix(".old")
     new.mkdir()
     try:
         for name in metadata.names():
             (new / name).mkdir()
-        _put_all(new, metadata, chunks, digests, fsync=fsync)
-        if overwrite and path.exists():
-            _replace(path, new, old=new.with_suffix(".old"))
-        else:
-            new.rename(path)
+        _put_all(new, metadata, chunks, digests)
+        move_into_place(new, path, old=old, overwrite=overwrite, fsync=fsync)
     except BaseException as error:
         shutil.rmtree(new, ignore_errors=True)
         if isinstance(error, OSError) and path.exists() and not overwrite:
             raise RunExists(f"{path} has just been made by another process") from error
         raise
-    if fsync:
-        flush_folder(path.parent)
+    if old.exists():
+        shutil.rmtree(old, ignore_errors=True)  # the new one is there; the next writer sweeps
 
 
 def remove_folder(path: Location) -> None:
-    """Remove a run; only whoever holds its lock may."""
+    """Remove a run; only whoever holds its lock may.
+
+    It is gone at once, or there as a whole: what is left of it then, the next writer sweeps.
+    """
     if isinstance(path, RemotePath):
         (path / DOCUMENT).unlink()
         path.remove_below()
-    else:
-        shutil.rmtree(path)
+        return
+    old = _beside(path).with_suffix(".old")
+    path.rename(old)
+    flush([path.parent])
+    shutil.rmtree(old)
+
+
+def move_into_place(
+    new: Path, path: Path, *, old: Path, overwrite: bool, fsync: bool = True
+) -> None:
+    """Put a file, or a folder, in its place, at once if possible: there always is one then.
+
+    All of it is flushed before it has its name, and its name before anything is removed.
+
+    Parameters
+    ----------
+    new, path : Path
+    old : Path
+        Where what is replaced goes.
+    overwrite : bool
+        Replace what is there.
+    fsync : bool
+        Have it survive a loss of power.
+    """
+    if fsync:
+        flush_tree(new)
+    if not (overwrite and path.exists()):
+        new.rename(path)
+    elif not exchange(new, path):
+        path.rename(old)
+        new.rename(path)
+    if fsync:
+        flush({path.parent, new.parent})
+    if new.exists():  # it is the old one now
+        new.rename(old)
 
 
 def _put_all(
@@ -173,14 +237,12 @@ def _put_all(
     metadata: RunMetadata,
     chunks: Mapping[str, bytes],
     digests: Mapping[str, str],
-    *,
-    fsync: bool,
 ) -> None:
     for name in metadata.names():
-        put(path / name / DOCUMENT, [metadata.array(name, 0)], fsync=fsync)
+        put(path / name / DOCUMENT, [metadata.array(name, 0)], fsync=False)
     for key, data in chunks.items():
-        put(path / key, [data], fsync=fsync)
-    put(path / DOCUMENT, [metadata.root(0, "recording", digests)], fsync=fsync)
+        put(path / key, [data], fsync=False)
+    put(path / DOCUMENT, [metadata.root(0, "recording", digests)], fsync=False)
 
 
 @contextmanager
@@ -192,16 +254,17 @@ def staged_file(target: str | os.PathLike[str], *, overwrite: bool = False) -> I
     RunExists
         If there is a folder, or a file and `overwrite` is not set.
     """
-    path = local_path(target)
-    _check_file(path, overwrite=overwrite)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = check_file_target(target, overwrite=overwrite)
+    make_folder(path.parent)
     partial = _beside(path)
     with _alone(path):
         try:
             partial.write_bytes(b"")
             yield partial
-            _check_file(path, overwrite=overwrite)
+            check_file_target(path, overwrite=overwrite)
+            flush([partial])
             partial.replace(path)
+            flush([path.parent])
         except BaseException:
             partial.unlink(missing_ok=True)
             raise
@@ -219,7 +282,7 @@ def staged_folder(target: str | os.PathLike[str]) -> Iterator[Path]:
         If another process is making it.
     """
     path = local_path(target).absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     folder = _beside(path)
     with _alone(path):
         folder.mkdir()
@@ -261,10 +324,7 @@ def staged_run(
         try:
             yield new
             check(path, overwrite=overwrite)
-            if path.exists():
-                _replace(path, new, old=old, keep=True)
-            else:
-                new.rename(path)
+            move_into_place(new, path, old=old, overwrite=overwrite)
             if on_place is not None:
                 try:
                     on_place()
@@ -274,6 +334,7 @@ def staged_run(
         finally:
             if old.exists() and not path.exists():
                 old.rename(path)
+                flush([path.parent])
 
 
 @contextmanager
@@ -282,26 +343,6 @@ def _alone(path: Path) -> Iterator[None]:
     with RunLock.acquire(path):
         sweep(path)
         yield
-
-
-def _replace(path: Path, new: Path, *, old: Path, keep: bool = False) -> None:
-    """Put a folder in the place of another: at once, so that there always is one, if possible."""
-    if exchange(new, path):
-        new.rename(old)
-    else:
-        path.rename(old)
-        new.rename(path)
-    if not keep:
-        shutil.rmtree(old, ignore_errors=True)  # the new one is there; the next writer sweeps
-
-
-def _check_file(path: Path, *, overwrite: bool) -> None:
-    if path.is_dir():
-        raise RunExists(f"{path} is a folder; choose the path of a file")
-    if path.exists() and not overwrite:
-        raise RunExists(
-            f"{path} is already there; choose another path, or overwrite it (--overwrite)"
-        )
 
 
 def _beside(path: Path) -> Path:

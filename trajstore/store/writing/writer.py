@@ -28,7 +28,7 @@ from trajstore.errors import InvalidArgument, WriterClosed
 from trajstore.schema import STEP
 from trajstore.store.metadata.block_plan import BLOCKS, Layout, plan
 from trajstore.store.metadata.zarr_json import Status
-from trajstore.store.storage.atomic import sweep
+from trajstore.store.storage.atomic import flush, flush_tree, make_folder, sweep
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_lock import RemoteLock
 from trajstore.store.storage.remote_path import Location, RunPath
@@ -150,7 +150,7 @@ class RunWriter:
         buffers: int = BLOCKS,
         overwrite: bool = False,
         commit_every: float | None = COMMIT_EVERY,
-        fsync: bool = False,
+        fsync: bool = True,
         share: TokenShare | None = None,
     ) -> Self:
         """Make an empty run.
@@ -246,7 +246,7 @@ class RunWriter:
                     layout, coordinates, config=config, attributes=attributes
                 )
                 if isinstance(path, Path):
-                    path.parent.mkdir(parents=True, exist_ok=True)
+                    make_folder(path.parent, fsync=fsync)
                 lock = RunLock.acquire(path)
                 sweep(path)
                 digests = {key: hashlib.sha256(data).digest() for key, data in chunks.items()}
@@ -299,7 +299,7 @@ class RunWriter:
         memory: int | str = DEFAULT_MEMORY,
         threads: int | None = None,
         commit_every: float | None = COMMIT_EVERY,
-        fsync: bool = False,
+        fsync: bool = True,
         share: TokenShare | None = None,
     ) -> Self:
         """Open a run for more rows, as they were of the same kind: after its last commit, or cut.
@@ -338,6 +338,10 @@ class RunWriter:
                 if commits:
                     lock = RunLock.acquire(path)
                     sweep(path)
+                    if fsync and isinstance(path, Path):
+                        # What is kept is promised again, and may have been written without.
+                        flush([path.parent])
+                        flush_tree(path)
                 kept = resumed_run(
                     path, rows, attributes=attributes, memory=memory, threads=threads, share=share
                 )

@@ -202,3 +202,9 @@ def test_what_minus_one_means_is_told_where_it_is_found(tmp_path: Path) -> None:
     for name in ("cluster", "events", "herfindahl"):
         rows = [row for row in said.splitlines() if row.startswith(f"  {name} ")]
         assert all(row.split()[-1] in ("1", "10.0%") for row in rows)
+
+
+def test_a_result_that_is_there_is_refused_before_a_run_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "mine.nc").write_text("mine")
+    done = call("analyze", tmp_path / "no.zarr", "freeze", "-o", tmp_path / "mine.nc", rc=2)
+    assert "is already there" in done.stderr.replace("\n", " ")

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import xarray as xr
+from disk import Disk
 
 from trajstore.analysis.results.write_results import describe, write_result
 from trajstore.analysis.scan.flags import flag_attributes
@@ -39,3 +42,22 @@ def test_a_result_is_written_once_and_by_its_ending(tmp_path: Path) -> None:
         write_result(result(), tmp_path / "speed.nc")
     with pytest.raises(InvalidArgument, match=r"\.zarr, \.nc, \.csv"):
         write_result(result(), tmp_path / "speed.txt")
+
+
+def test_a_result_stays_until_the_one_that_replaces_it_survives_a_loss_of_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "speed.zarr"
+    write_result(result(), file)
+    disk = Disk(monkeypatch)
+    survived: list[bool] = []
+    remove = shutil.rmtree
+
+    def watched(path: Path, **options: Any) -> None:
+        survived.append(disk.survives(file))
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", watched)
+    write_result(result() + 1, file, overwrite=True)
+    assert survived == [True]
+    assert xr.open_zarr(file).speed.values[0] == 2.0

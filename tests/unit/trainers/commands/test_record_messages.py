@@ -33,8 +33,8 @@ def test_the_end_of_a_recording_says_how_long_it_took_and_what_to_type(
 
 
 def test_an_interrupted_one_says_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
-    print_interrupted(Path("my run.zarr"), FACTS, fsync=True)
+    print_interrupted(Path("my run.zarr"), FACTS, fsync=False)
     assert capsys.readouterr().err == (
         "Interrupted after step 3; 4 rows are whole. Go on with: "
-        "trajstore record --resume -o 'my run.zarr' --fsync\n"
+        "trajstore record --resume -o 'my run.zarr' --no-fsync\n"
     )

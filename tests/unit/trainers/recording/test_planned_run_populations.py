@@ -52,6 +52,14 @@ def run_of(path: Path, model: Any = None, **options: Any) -> Path:
     return path
 
 
+def test_tokens_that_never_occur_are_dead(tmp_path: Path) -> None:
+    assert (open_run(run_of(tmp_path / "a.zarr")).is_dead.values == (COUNTS == 0)).all()
+    given = open_run(run_of(tmp_path / "b.zarr", token_count=None, is_dead=COUNTS > 2))
+    assert "token_count" not in given.coords
+    ds = open_run(run_of(tmp_path / "c.zarr", tokens="dead"))
+    assert ds.token.values.tolist() == np.flatnonzero(COUNTS == 0).tolist()
+
+
 def test_they_are_coordinates_wherever_the_run_goes(tmp_path: Path) -> None:
     tokens = [1, 3, 6, 16]
     path = run_of(tmp_path / "run.zarr", populations=GIVEN, tokens=tokens)
@@ -67,7 +75,7 @@ def test_they_are_coordinates_wherever_the_run_goes(tmp_path: Path) -> None:
             np.testing.assert_array_equal(ds.coords[name], mask[tokens])
         assert not verify(made).problems
         found = analysis.centroid(open_run(made)).population.values.tolist()
-        assert sorted(found) == ["all", "first", "odd", "rare"]
+        assert sorted(found) == ["all", "dead", "first", "live", "odd", "rare"]
     pytest.importorskip("h5py")
     hdf5 = import_file(export(path, tmp_path / "run.h5", format="hdf5"), tmp_path / "h5.zarr").path
     assert not set(EXPECTED) & set(xr.open_zarr(hdf5).coords)

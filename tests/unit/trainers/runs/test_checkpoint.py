@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+from disk import Disk  # noqa: E402
+
 from trajstore import FormatError, RunExists  # noqa: E402
 from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder  # noqa: E402
 
@@ -206,16 +208,25 @@ def test_a_run_that_was_renamed_has_its_checkpoints(tmp_path: Path) -> None:
     assert renamed.steps() == []
 
 
-@pytest.mark.parametrize("fsync", [False, True])
-def test_a_new_folder_survives_a_loss_of_power(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool
+def test_a_checkpoint_survives_a_loss_of_power_before_an_older_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flushed: list[Path] = []
-    monkeypatch.setattr("trajstore.trainers.runs.checkpoint.flush_folder", flushed.append)
-    folder = CheckpointFolder(tmp_path / "run.zarr", fsync=fsync)
+    disk = Disk(monkeypatch)
+    survived = []
+    folder = CheckpointFolder(tmp_path / "run.zarr")
+    unlink = Path.unlink
+
+    def remove(path: Path, **options: Any) -> None:
+        survived.append(disk.survives(folder.path, below=tmp_path))
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", remove)
     folder.add(checkpoint(3, 4), 4)
     folder.add(checkpoint(7, 8), 8)
-    assert flushed == [tmp_path] * fsync
+    assert survived == [True]
+    flushes = disk.flushes
+    CheckpointFolder(tmp_path / "other.zarr", fsync=False).add(checkpoint(3, 4), 4)
+    assert disk.flushes == flushes
 
 
 def _dead_process() -> int:

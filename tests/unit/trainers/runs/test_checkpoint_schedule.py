@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,13 @@ from small_trainings import small_config, stop_after
 from still_timer import StillTimer, commit_now
 
 from trajstore import RunWriter, open_run
+from trajstore.threads import submit
 from trajstore.trainers import record, recorded_config
 from trajstore.trainers.runs import checkpoint_schedule
 from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
 from trajstore.trainers.runs.checkpoint_schedule import Checkpointing
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("written_at_once")]
 
 STEPS = 1000
 
@@ -111,6 +113,31 @@ def test_none_is_taken_while_the_last_one_is_of_no_use(tmp_path: Path) -> None:
         assert schedule.step(step) == [10, 101]
     schedule.committed_rows = 102
     assert schedule.step(140) == [101, 140]
+
+
+def test_it_is_written_while_the_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_schedule, "submit", submit)
+    schedule, goes_on, full = Schedule(tmp_path), threading.Event(), False
+    add = CheckpointFolder.add
+
+    def slow(folder: CheckpointFolder, *arguments: Any) -> None:
+        assert goes_on.wait(timeout=30)
+        if full:
+            raise OSError(28, "No space left on device")
+        add(folder, *arguments)
+
+    monkeypatch.setattr(CheckpointFolder, "add", slow)
+    schedule.committed_rows = STEPS + 1
+    for step in range(1, 40):
+        assert schedule.step(step) == []
+    goes_on.set()
+    assert schedule.step(STEPS) == [STEPS]  # the last one is waited for
+    full = True
+    with pytest.raises(OSError, match="No space"):
+        schedule.step(STEPS)
+    schedule.checkpointing.close()
 
 
 def test_so_many_steps_are_so_many_whatever_the_time(tmp_path: Path) -> None:

@@ -243,6 +243,7 @@ def test_a_run_is_never_closed_without_its_last_checkpoint(
     assert not list(tmp_path.glob(".*.lock"))
 
 
+@pytest.mark.usefixtures("written_at_once")
 def test_checkpoints_are_at_the_ends_of_blocks(text: Path, tmp_path: Path) -> None:
     path = tmp_path / "run.zarr"
     seen: list[list[int]] = []

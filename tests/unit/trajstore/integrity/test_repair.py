@@ -13,6 +13,7 @@ import pytest
 import zarr
 from checkpoints import write_checkpoint
 from damage import contents, cut, edit, flip, wide_run
+from disk import Disk
 
 from trajstore import (
     FormatError,
@@ -490,3 +491,13 @@ def test_the_lock_of_a_run_is_the_same_by_every_link(run: Path, tmp_path: Path) 
     with RunWriter.resume(run), pytest.raises(RunLocked):
         repair(link, yes=True)
     assert list(link.parent.iterdir()) == [link]
+
+
+def test_a_repair_survives_a_loss_of_power(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run / "W" / "c.1.0.0").unlink()
+    (run / "grad" / "zarr.json").unlink()
+    disk = Disk(monkeypatch)
+    assert repair(run, yes=True).actions
+    assert disk.survives(run / "W")
+    assert disk.survives(run / "grad")
+    assert disk.early == []

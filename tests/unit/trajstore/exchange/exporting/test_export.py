@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 once it is imported)
 import numpy as np
 import pytest
+from disk import Disk
 from exchange_runs import assert_same_run, write_run
 from safetensors import safe_open
 
@@ -167,3 +168,23 @@ def test_a_run_without_rows_is_exported(tmp_path: Path, form: str) -> None:
     ) as run:
         pass
     assert trajstore.export(run.path, tmp_path / "file", format=form).rows == 0
+
+
+def test_what_is_exported_and_imported_survives_a_loss_of_power(
+    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = small_run
+    disk = Disk(monkeypatch)
+    for format in ("safetensors", "zarr", "run"):
+        trajstore.export(path, tmp_path / format / "f", format=format)
+        assert disk.survives(tmp_path / format / "f", below=tmp_path), format
+    trajstore.import_file(tmp_path / "safetensors" / "f", tmp_path / "new" / "run.zarr")
+    assert disk.survives(tmp_path / "new" / "run.zarr", below=tmp_path)
+    assert disk.early == []
+
+
+def test_a_file_that_is_there_is_refused_before_the_run_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("mine")
+    for format in ("safetensors", "zarr", "run"):
+        with pytest.raises(RunExists):
+            trajstore.export(tmp_path / "no.zarr", tmp_path / "f", format=format)

@@ -232,12 +232,24 @@ def test_masks_of_another_file_and_counts(tmp_path: Path) -> None:
         ("token_counts", np.where(KNOWN.dead, 0, 9)),
         ("untrained_ids", DEAD),
         ("mine", DEAD),  # ids of which nothing is said
+        ("dead", KNOWN.dead),
+        ("my live ones", ~KNOWN.dead),
     ],
 )
 def test_masks_of_numpy_go_by_their_names(tmp_path: Path, name: str, values: np.ndarray) -> None:
     np.save(tmp_path / f"{name}.npy", values)
     ds, _ = imported(tmp_path, {"W": series("W")}, masks=tmp_path / f"{name}.npy")
     assert (ds.is_dead.values == KNOWN.dead).all()
+
+
+def test_the_only_array_of_a_file_is_the_mask(tmp_path: Path) -> None:
+    write(tmp_path / "masks", "npz", {"arr_0": KNOWN.dead})
+    ds, done = imported(tmp_path, {"W": series("W")}, masks=tmp_path / "masks")
+    assert (ds.is_dead.values == KNOWN.dead).all()
+    assert "arr_0 of masks: a mask whose name says nothing, taken" in " ".join(done.notes)
+    write(tmp_path / "masks", "npz", {"arr_0": KNOWN.dead, "arr_1": KNOWN.dead})
+    with pytest.raises(FormatError, match="tells no tokens"):
+        imported(tmp_path, {"W": series("W")}, masks=tmp_path / "masks")
 
 
 def test_a_mask_of_numpy_without_a_name_is_refused(tmp_path: Path) -> None:

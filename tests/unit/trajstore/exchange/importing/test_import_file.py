@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 import trajstore
 from trajstore.errors import FormatError, InvalidArgument, RunExists, RunNotFound
+from trajstore.exchange.importing.imported_file import ImportedVariable
 
 ROWS, TOKENS, HIDDEN = 12, 6, 4
 
@@ -93,7 +94,11 @@ def test_masks_of_another_file(tmp_path: Path) -> None:
     )
     trajstore.import_file(tmp_path / "f", tmp_path / "with.zarr", masks=tmp_path / "masks")
     assert (trajstore.open_run(tmp_path / "with.zarr").is_dead.values == mask).all()
-    for unfit in ({"a": mask}, {"untrained_mask": mask[:3]}, {"untrained_indices": np.array([9])}):
+    for unfit in (
+        {"a": mask.astype("i4")},
+        {"untrained_mask": mask[:3]},
+        {"untrained_indices": np.array([9])},
+    ):
         save_file(unfit, tmp_path / "masks")
         with pytest.raises(FormatError):
             trajstore.import_file(tmp_path / "f", tmp_path / "x.zarr", masks=tmp_path / "masks")
@@ -223,3 +228,13 @@ def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         trajstore.import_file(file, tmp_path / "run.zarr", on_progress=interrupt)
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
+
+
+def test_a_run_that_is_there_is_refused_before_values_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = notebook_file(tmp_path / "f")
+    trajstore.import_file(file, tmp_path / "run.zarr")
+    monkeypatch.setattr(ImportedVariable, "holds_bfloat16", None)
+    with pytest.raises(RunExists):
+        trajstore.import_file(file, tmp_path / "run.zarr")

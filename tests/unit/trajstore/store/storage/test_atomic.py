@@ -1,13 +1,24 @@
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from disk import Disk
 
-from trajstore.store.storage.atomic import exchange, leftovers, link_or_copy, put, sweep
+from trajstore.store.storage.atomic import (
+    exchange,
+    flush_tree,
+    leftovers,
+    make_folder,
+    put,
+    put_all,
+    sweep,
+)
 
 
 def test_an_object_is_replaced_whole(tmp_path: Path) -> None:
@@ -68,12 +79,45 @@ def test_only_what_the_dead_have_left_is_swept(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted(kept)
 
 
-def test_a_linked_object_is_flushed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = tmp_path / "source"
-    source.write_text("x")
-    flushed = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.append(os.fstat(descriptor).st_ino))
-    link_or_copy(source, tmp_path / "plain")
-    assert flushed == []
-    link_or_copy(source, tmp_path / "flushed", fsync=True)
-    assert flushed == [source.stat().st_ino, tmp_path.stat().st_ino]
+def test_what_is_put_or_made_survives_a_loss_of_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    make_folder(tmp_path / "a" / "b")
+    objects = [tmp_path / name for name in ("one", "a/b/two", "a/b/three")]
+    put_all((path, [b"x"]) for path in objects)
+    assert all(disk.survives(path, below=tmp_path) for path in objects)
+    assert disk.flushes == 2 + 3 + 2  # folders that were made, data, and folders once each
+    put(tmp_path / "one", [b"yy"], fsync=False)
+    assert not disk.survives(tmp_path / "one")
+    (tmp_path / "a" / "linked").hardlink_to(tmp_path / "one")
+    assert not disk.survives(tmp_path / "a")
+    flush_tree(tmp_path / "a")
+    assert disk.survives(tmp_path / "a")
+    assert [path.name for path in disk.early] == ["one"]
+
+
+def test_a_failure_among_many_changes_none(tmp_path: Path) -> None:
+    put(tmp_path / "one", [b"old"])
+    with pytest.raises(FileNotFoundError):
+        put_all((tmp_path / name, [b"new"]) for name in ("one", "gone/two"))
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    assert (tmp_path / "one").read_bytes() == b"old"
+
+
+def test_only_folders_may_be_impossible_to_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on some network file systems."""
+
+    def refuse(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) or refuses_files:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    refuses_files = False
+    monkeypatch.setattr(os, "fsync", refuse)
+    put(tmp_path / "object", [b"one"])
+    refuses_files = True
+    with pytest.raises(OSError, match="Invalid argument"):
+        put(tmp_path / "object", [b"two"])
+    assert (tmp_path / "object").read_bytes() == b"one"

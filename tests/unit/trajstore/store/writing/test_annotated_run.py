@@ -10,6 +10,7 @@ import xarray as xr
 import zarr
 from bits_and_calls import Cli
 from click.testing import CliRunner
+from disk import Disk
 
 from trajstore import InvalidArgument, RunExists, RunLocked, RunWriter, open_run, verify
 from trajstore.cli.main import main
@@ -137,3 +138,13 @@ def test_the_command_with_a_text(tmp_path: Path, trajstore_cli: Cli) -> None:
     assert ds.token_count.values.tolist() == [2, 0, 1]
     assert ds.is_dead.values.tolist() == [False, True, False]
     assert ds.token_text.values.tolist() == [r"\x03", r"\x05", r"\x07"]
+
+
+def test_it_survives_a_loss_of_power_with_all_that_it_shares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write(tmp_path / "run.zarr", fsync=False)
+    disk = Disk(monkeypatch)
+    annotate_run(run, token_text=["a", "b", "c"])
+    assert disk.survives(run)
+    assert disk.early == []

@@ -54,12 +54,12 @@ def test_the_next_block_is_encoded_while_one_is_committed(
         if number == 0:
             seen.append([encoded.acquire(timeout=30) for _ in range(2 * len(layout.arrays))])
 
-    def put(path: Path, parts: Any, **_: Any) -> int:
+    def put_all(objects: Any, **_: Any) -> int:
         assert both_there.wait(timeout=30)
-        return len(b"".join(parts))
+        return sum(len(b"".join(parts)) for _, parts in objects)
 
     monkeypatch.setattr(Chain, "encode", encode)
-    monkeypatch.setattr("trajstore.store.writing.block_writer.put", put)
+    monkeypatch.setattr("trajstore.store.writing.block_writer.put_all", put_all)
     pipeline = BlockWriter(tmp_path, layout, commit)
     done = [pipeline.submit(number, block(layout), number) for number in range(2)]
     both_there.set()
@@ -72,11 +72,11 @@ def test_the_next_block_is_encoded_while_one_is_committed(
 def test_a_failure_ends_it(tmp_path: Path, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     committed = []
 
-    def full(path: Path, parts: Any, **_: Any) -> int:
-        next(iter(parts))
+    def full(objects: Any, **_: Any) -> int:
+        next(iter(next(objects)[1]))
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trajstore.store.writing.block_writer.put", full)
+    monkeypatch.setattr("trajstore.store.writing.block_writer.put_all", full)
     pipeline = BlockWriter(tmp_path, layout, lambda *change: committed.append(change))
     done = [pipeline.submit(number, block(layout), number) for number in range(3)]
     for future in done:
@@ -101,16 +101,17 @@ def test_few_chunks_are_encoded_ahead(tmp_path: Path, monkeypatch: pytest.Monkey
         started.release()
         return b""
 
-    def put(path: Path, parts: Any, **_: Any) -> int:
-        for _part in parts:
-            taken.append(path)
-            # Those that may be ahead, and the one that was taken, have begun; no other has.
-            assert len(taken) > 1 or all(started.acquire(timeout=30) for _ in range(most))
-            assert len(taken) > 1 or not started.acquire(blocking=False)
+    def put_all(objects: Any, **_: Any) -> int:
+        for path, parts in objects:
+            for _part in parts:
+                taken.append(path)
+                # Those that may be ahead, and the one that was taken, have begun; no other has.
+                assert len(taken) > 1 or all(started.acquire(timeout=30) for _ in range(most))
+                assert len(taken) > 1 or not started.acquire(blocking=False)
         return 1
 
     monkeypatch.setattr(Chain, "encode", encode)
-    monkeypatch.setattr("trajstore.store.writing.block_writer.put", put)
+    monkeypatch.setattr("trajstore.store.writing.block_writer.put_all", put_all)
     pipeline = BlockWriter(tmp_path, layout, lambda *_: None)
     pipeline.submit(0, block(layout), 0).result()
     pipeline.close()

@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from disk import Disk
 
 from trajstore import RunLocked, RunWriter, open_run, verify
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.writing.create import staged_file, staged_folder, staged_run
 
 
-def write(path: Path, value: int) -> None:
-    with RunWriter.create(path, token=[1, 2], hidden=3, variables={"W": "float32"}) as run:
+def write(path: Path, value: int, **options: Any) -> None:
+    variables = {"W": "float32"}
+    with RunWriter.create(path, token=[1, 2], hidden=3, variables=variables, **options) as run:
         run.append(step=0, W=np.full((2, 3), value, "f4"))
 
 
@@ -85,6 +89,34 @@ def test_a_run_is_replaced_whole(
         write(new, 3)
     assert value(run) == 2
     assert list(tmp_path.iterdir()) == [run]
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_what_is_replaced_stays_until_the_new_one_survives_a_loss_of_power(
+    tmp_path: Path, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not at_once:
+        monkeypatch.setattr("trajstore.store.writing.create.exchange", lambda one, other: False)
+    run, file = tmp_path / "new" / "run.zarr", tmp_path / "other" / "file"
+    disk = Disk(monkeypatch)
+    survived: list[bool] = []
+    remove = shutil.rmtree
+
+    def watched(path: Path, **options: Any) -> None:
+        survived.append(disk.survives(run, below=tmp_path))
+        remove(path, **options)
+
+    with staged_run(run) as new:
+        write(new, 1, fsync=False)
+    monkeypatch.setattr(shutil, "rmtree", watched)
+    with staged_run(run, overwrite=True) as new:
+        write(new, 2, fsync=False)
+    write(run, 3, overwrite=True)
+    assert survived == [True, True]
+    with staged_file(file) as new:
+        new.write_text("x")
+    assert disk.survives(file, below=tmp_path)
+    assert disk.early == []
 
 
 def test_verify_names_what_the_dead_have_left(tmp_path: Path, dead: int) -> None:

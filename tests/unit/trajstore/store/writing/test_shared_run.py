@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +106,18 @@ def test_each_holds_and_writes_only_its_own(tmp_path: Path) -> None:
 
 def test_where_one_cannot_write_all_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run.zarr"
-    put = block_writer.put
+    put_all = block_writer.put_all
 
-    def failing(target: Path, *args: Any, **options: Any) -> int:
-        if target.match("W/c.1.1.0"):  # of the second process, in the second block
-            raise OSError(28, "No space left on device")
-        return put(target, *args, **options)
+    def failing(objects: Any, **options: Any) -> int:
+        def checked() -> Iterator[Any]:
+            for target, parts in objects:
+                if target.match("W/c.1.1.0"):  # of the second process, in the second block
+                    raise OSError(28, "No space left on device")
+                yield target, parts
 
-    monkeypatch.setattr(block_writer, "put", failing)
+        return put_all(checked(), **options)
+
+    monkeypatch.setattr(block_writer, "put_all", failing)
     first, second = all_together(2, lambda share: record(path, share, range(5 * BLOCK)))
     assert isinstance(second, OSError)
     assert second.errno == 28

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import pytest
 import xarray as xr
 import zarr
 from bits_and_calls import random_bits
+from disk import Disk
 
 from trajstore import (
     FormatError,
@@ -25,6 +27,7 @@ from trajstore import (
     repair,
     verify,
 )
+from trajstore.store.storage import atomic
 from trajstore.store.storage.atomic import sweep
 from trajstore.store.writing.branched_run import branch_run
 
@@ -310,37 +313,74 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         RunWriter.resume("https://host/run.zarr")
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to name descriptors")
-def test_fsync_reaches_every_object_and_every_folder(
+def test_committed_rows_survive_a_loss_of_power(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each file before its name is changed, its folder after that, the root last."""
-    calls: list[str] = []
-    flush, move = os.fsync, os.replace
+    """Also those of a run that goes on, which were written without."""
+    disk = Disk(monkeypatch)
+    path = tmp_path / "new" / "folder" / "run.zarr"
+    run = create(path)
+    assert disk.survives(path, below=tmp_path)
+    for step in range(2 * BLOCK):
+        run.append(**row(step))
+    run.close()
+    assert disk.survives(path, below=tmp_path)
+    flushes = disk.flushes
+    run = create(path, overwrite=True, fsync=False)
+    for step in range(BLOCK + 1):
+        run.append(**row(step))
+    run.close()
+    assert disk.flushes == flushes
+    assert not disk.survives(path)
+    disk.early.clear()
+    RunWriter.resume(path).close()
+    assert disk.survives(path)
+    assert disk.early == []
 
-    def fsync(descriptor: int) -> None:
-        calls.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
-        flush(descriptor)
+
+def test_each_step_of_a_commit_is_flushed_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shards, then the documents of the arrays, then the root; of a cut, the root first."""
+    run = create(tmp_path / "run.zarr")
+    calls: list[str] = []
+    monkeypatch.setattr(atomic, "flush", lambda paths: calls.append(f"flush {_place(paths)}"))
+    move = os.replace
 
     def replace(source: Any, target: Any) -> None:
-        calls.append(f"move {Path(target).name}")
+        calls.append(f"move {_place([target])}")
         move(source, target)
 
-    path = tmp_path / "run.zarr"
-    run = create(path, fsync=True)
-    monkeypatch.setattr("trajstore.store.storage.atomic.os.fsync", fsync)
-    monkeypatch.setattr("trajstore.store.storage.atomic.os.replace", replace)
+    monkeypatch.setattr(os, "replace", replace)
     for step in range(BLOCK):
         run.append(**row(step))
     run.close()
-    moves = [number for number, call in enumerate(calls) if call.startswith("move")]
-    assert len(moves) == 5 + 5 + 1 + 1
-    for number in moves:
-        name = calls[number].removeprefix("move ")
-        assert calls[number - 1].startswith(f"fsync .{name}.")
-        assert calls[number + 1].startswith("fsync ")
-    assert calls[-1] == "fsync run.zarr"
-    assert calls[-2] == "move zarr.json"
+    commit = ["flush shards", "move shards", "flush arrays"]
+    commit += ["flush documents", "move documents", "flush arrays", "flush root", "move root"]
+    assert _once(calls) == [*commit, "flush run", "flush root", "move root", "flush run"]
+    calls.clear()
+    RunWriter.resume(tmp_path / "run.zarr", rows=0, fsync=False).close()
+    assert _once(calls) == ["move root", "move documents", "move root"]
+
+
+def _place(paths: Any) -> str:
+    """What paths are of, which are all of one kind."""
+    found = set()
+    for path in map(Path, paths):
+        name = path.name.lstrip(".")
+        in_run = path.parent.name == "run.zarr"
+        if name.startswith("zarr.json"):
+            found.add("root" if in_run else "documents")
+        elif path.is_dir():
+            found.add("arrays" if in_run else "run")
+        else:
+            found.add("shards")
+    (kind,) = found
+    return kind
+
+
+def _once(calls: list[str]) -> list[str]:
+    return [call for call, _ in itertools.groupby(calls)]
 
 
 def test_a_run_whose_folder_goes_away_is_an_error_and_not_made_again(tmp_path: Path) -> None:

@@ -1,0 +1,72 @@
+"""What a loss of power would leave of what this process writes.
+
+The calls by which the store flushes and renames are watched. A file counts as flushed as long as it
+is as large and as old as it was then; a folder, as long as it holds the same names.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+State = tuple[Any, ...]
+
+
+class Disk:
+    """Watches the calls of this process from now on.
+
+    Attributes
+    ----------
+    flushes : int
+        How many there were.
+    early : list of Path
+        What got its name when its data was not flushed; not of what is made in hidden folders.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.flushes = 0
+        self.early: list[Path] = []
+        self._flushed: dict[int, State] = {}
+        monkeypatch.setattr(os, "fsync", self._fsync)
+        for name in ("rename", "replace"):
+            monkeypatch.setattr(os, name, self._watched(getattr(os, name)))
+
+    def survives(self, path: Path, *, below: Path | None = None) -> bool:
+        """Whether all of a file or folder is flushed, and its name, and those below a folder."""
+        names = [path]
+        while below not in (None, names[-1].parent):
+            names.append(names[-1].parent)
+        return self._is_flushed(path) and all(self._has_name(name) for name in names)
+
+    def _fsync(self, descriptor: int) -> None:
+        self.flushes += 1
+        self._flushed[os.fstat(descriptor).st_ino] = _state(descriptor)
+
+    def _watched(self, call: Any) -> Any:
+        def move(source: Any, target: Any) -> None:
+            hidden = any(part.startswith(".") for part in Path(target).parts)
+            if not hidden and not self._is_flushed(Path(source)):
+                self.early.append(Path(target))
+            call(source, target)
+
+        return move
+
+    def _is_flushed(self, path: Path) -> bool:
+        held = [path, *path.rglob("*")]
+        return all(self._flushed.get(each.stat().st_ino) == _state(each) for each in held)
+
+    def _has_name(self, path: Path) -> bool:
+        kept = self._flushed.get(path.parent.stat().st_ino, ())
+        return (path.name, path.stat().st_ino) in kept
+
+
+def _state(place: Path | int) -> State:
+    """Names and inodes in a folder; size and age of a file."""
+    found = os.stat(place)
+    if not os.path.isdir(f"/proc/self/fd/{place}" if isinstance(place, int) else place):
+        return found.st_size, found.st_mtime_ns
+    with os.scandir(place) as entries:
+        return tuple(sorted((entry.name, entry.inode()) for entry in entries))
