@@ -10,6 +10,7 @@ import xarray as xr
 
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
+    name_kinds,
     named,
     note,
     population_curves,
@@ -53,7 +54,7 @@ def _freeze(scan: Scan, options: Options) -> xr.Dataset:
     return facts[["still_fraction", "frozen_fraction"]].sel(population=shown)
 
 
-@figure(_freeze, measures=("moved",), on_lattice=True, overlays=True, averages=True)
+@figure(_freeze, measures=("moved",), on_lattice=True, overlays=True, averages=True, bounds=(0, 1))
 def freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Share of the tokens that never move again."""
     labels = {
@@ -78,22 +79,25 @@ def last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """When the tokens moved for the last time."""
     first, last = int(data["first_step"]), int(data["last_step"])
     edges = np.linspace(first, last, min(_BINS, max(1, last - first)) + 1)
-    for population in data["population"].values.tolist():
+    populations = data["population"].values.tolist()
+    for kind, population in enumerate(populations):
         steps = data["last_motion"].values[data["member"].sel(population=population).values]
         moved = steps[steps >= 0]
         ends = (moved == last).sum()
         ax.hist(
             moved,
             bins=edges.tolist(),
-            color=population_colour(population),
-            histtype="step" if look.second else "stepfilled",
-            ls=look.line,
-            alpha=0.6,
+            color=look.colour(population),
+            histtype="stepfilled" if look.alone else "step",
+            ls=look.line(kind),
+            alpha=0.6 if look.alone else 1,
             label=look.label(
                 f"{named(population)} ({steps.size:,}): {steps.size - moved.size:,} never moved, "
-                f"{ends:,} still moved at the last step"
+                f"{ends:,} still moved at the last step",
+                kind,
             ),
         )
+    name_kinds(ax, look, [named(population) for population in populations])
     ax.set_xlabel("optimizer step of the last motion")
     ax.set_ylabel(f"tokens in {(last - first) / (edges.size - 1):.3g} steps")
     ax.grid(True, axis="y")

@@ -8,15 +8,16 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import xarray as xr
 
-from trajstore.analysis.figures import FIGURES, Options, collect, draw_sheet
-from trajstore.analysis.figures.figure import compute_together, described, prepared, run_system
-from trajstore.analysis.figures.sheet import Collected
+from trajstore.analysis.figures import FIGURES, Collected, Options, collect, draw_sheet
+from trajstore.analysis.figures.figure import compute_together, prepared
+from trajstore.analysis.figures.titles import run_system
 from trajstore.analysis.report.verdicts import evidence, latest, seam_verdict, verdicts
 from trajstore.analysis.results.run_summary import summary
 from trajstore.byte_sizes import format_bytes
@@ -161,9 +162,9 @@ def _drawn(
         return [], {"all": str(error)}
     drawn = []
     for figure in found.figures:
-        one = Collected(data=found.data, figures=[figure], runs=found.runs)
+        one = replace(found, figures=[figure])
         pictures = {style: _picture(one, style) for style in ("light", "dark")}
-        drawn.append({"title": f"{figure.title}: {described(ds)}", **pictures})
+        drawn.append({"title": f"{figure.title}: {found.title}", **pictures})
     return drawn, found.left_out
 
 

@@ -10,6 +10,8 @@
     Opening many runs: one lazy Dataset along `run`.
 ``run_info``
     What a run is: the facts that `trajstore info` prints.
+``run_settings``
+    Settings of several runs: those that differ, and the labels that these make.
 ``tiled_reader``
     A run as exporters read it: variables in tiles, small enough to hold and large enough to be fast
 ``xarray_engine``

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,9 @@ import xarray as xr
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument, RunNotFound
 from trajstore.schema import OF_RUN
+from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.open_run import open_run
+from trajstore.store.reading.run_settings import differing_settings, setting_text, short_names
 
 __all__ = ["open_runs", "run_paths"]
 
@@ -33,8 +34,8 @@ def open_runs(paths: Paths, *, join: Literal["exact", "inner"] = "exact") -> xr.
     Parameters
     ----------
     paths : path-like or iterable of path-like
-        Runs, or patterns such as ``"runs/*.zarr"``, whose runs come in the order of their names,
-        numbers in them counted as such.
+        Runs, patterns such as ``"runs/*.zarr"``, or a folder of runs, as a sweep makes it; the runs
+        of these two come in the order of their names, numbers in them counted as such.
     join : {'exact', 'inner'}
         What becomes of runs with different steps or variables: with ``'exact'`` they are refused;
         of ``'inner'`` there is what all of them have.
@@ -96,7 +97,7 @@ def open_runs(paths: Paths, *, join: Literal["exact", "inner"] = "exact") -> xr.
 
 
 def run_paths(paths: Paths) -> list[str]:
-    """Paths of runs, each once, patterns replaced by what they match.
+    """Paths of runs, each once: what patterns match, and the runs of a folder such as a sweep's.
 
     Raises
     ------
@@ -107,7 +108,7 @@ def run_paths(paths: Paths) -> list[str]:
     found: list[str] = []
     for path in (os.fspath(one) for one in given):
         if os.path.exists(path) or "://" in path or not glob.has_magic(path):
-            found.append(path)
+            found += _runs_within(path) or [path]
             continue
         matching = sorted(filter(os.path.isdir, glob.glob(path)), key=_by_numbers)
         if not matching:
@@ -116,6 +117,14 @@ def run_paths(paths: Paths) -> list[str]:
     if not found:
         raise RunNotFound("got no runs to open, expected paths or a pattern such as runs/*.zarr")
     return list(dict.fromkeys(found))
+
+
+def _runs_within(path: str) -> list[str]:
+    """Runs of a folder that is none itself, such as that of a sweep."""
+    if os.path.exists(os.path.join(path, DOCUMENT)):
+        return []
+    documents = glob.glob(os.path.join(glob.escape(path), "*.zarr", DOCUMENT))
+    return sorted(map(os.path.dirname, documents), key=_by_numbers)
 
 
 def _by_numbers(path: str) -> list[tuple[int, str]]:
@@ -219,41 +228,18 @@ def _own(run: xr.Dataset, shared: dict[str, Any], combined: xr.Dataset) -> dict[
 
 def _swept(combined: xr.Dataset, runs: Sequence[xr.Dataset]) -> dict[str, Any]:
     """Coordinates along run: the fields in which the configurations differ."""
-    keys = ["config"] if any(run.attrs.get("config") for run in runs) else ["optimizer"]
-    settings = [_flat({key: run.attrs.get(key) or {} for key in keys}) for run in runs]
-    fields = {
-        field: [one.get(field) for one in settings]
-        for field in dict.fromkeys(field for one in settings for field in one)
-    }
-    differing = {
-        field: values
-        for field, values in fields.items()
-        if any(value != values[0] for value in values)
-    }
-    short = Counter(field.rpartition(".")[2] for field in differing)
-    known = Counter(field.rpartition(".")[2] for field in fields)
+    attributes = [run.attrs for run in runs]
+    differing = differing_settings(attributes)
     coordinates = {}
-    for field, values in differing.items():
-        own = field.rpartition(".")[2]
-        clear = short[own] == known[own] == 1
-        clear = clear and own not in combined.variables and own not in combined.dims
-        name = own if clear else field.partition(".")[2]
-        coordinates[name] = ("run", _values(values), {"long_name": field.partition(".")[2]})
+    for field, short in short_names(attributes, differing).items():
+        whole = field.partition(".")[2]
+        name = whole if short in combined.variables or short in combined.dims else short
+        coordinates[name] = ("run", _values(differing[field]), {"long_name": whole})
     return coordinates
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix.removesuffix("."): value}
-    return {
-        name: one
-        for key, item in value.items()
-        for name, one in _flat(item, f"{prefix}{key}.").items()
-    }
 
 
 def _values(values: Sequence[Any]) -> npt.NDArray[Any]:
     """Numbers as such, all else as text."""
     if all(isinstance(value, int | float) for value in values):
         return np.array(values)
-    return np.array(["" if value is None else str(value) for value in values])
+    return np.array([setting_text(value) for value in values])

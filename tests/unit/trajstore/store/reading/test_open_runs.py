@@ -141,6 +141,9 @@ def test_paths(tmp_path: Path) -> None:
     assert run_paths([odd, odd, str(tmp_path / "*.zarr")]) == [str(odd)]
     same = write(tmp_path / "b" / "one.zarr"), write(tmp_path / "c" / "one.zarr")
     assert open_runs(same).run.values.tolist() == [str(path) for path in same]
+    (tmp_path / "sweep.json").write_text("{}")
+    assert run_paths(tmp_path / "b") == [str(same[0])], "the runs of a sweep's folder"
+    assert run_paths(same[0]) == [str(same[0])]
     with pytest.raises(RunNotFound, match=r"there is no run at .*none"):
         open_runs(tmp_path / "none*.zarr")
     with pytest.raises(RunNotFound, match="got no runs"):
