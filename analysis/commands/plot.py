@@ -17,7 +17,7 @@ from trajstore.cli.tables import out, print_notes
 __all__ = ["plot"]
 
 
-class _Size(click.ParamType):
+class _Size(click.ParamType[tuple[float, float]]):
     """Width and height of a figure, in inches."""
 
     name = "WxH"

@@ -359,7 +359,7 @@ def _after_the_first(groups: Sequence[Group]) -> list[Group]:
 
 
 def figure(
-    collect: Callable[[Scan, Options], xr.Dataset], **traits: Any
+    collect: Callable[..., xr.Dataset], **traits: Any
 ) -> Callable[[Callable[[Axes, xr.Dataset, Look], None]], Figure]:
     """Make a `Figure` of the function that draws it: its name, and its docstring as the title.
 

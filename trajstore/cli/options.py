@@ -23,6 +23,7 @@ __all__ = [
     "POPULATIONS",
     "RECORD",
     "RUN",
+    "RUNS",
     "Choice",
     "given_populations",
     "opened",
@@ -40,6 +41,7 @@ class Choice(click.Choice[str]):
 
 
 RUN = click.argument("run", type=click.Path())
+RUNS = click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=click.Path())
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
 LATTICE = click.option(
     "--lattice",

@@ -12,6 +12,8 @@
     What a run is: the facts that `trajstore info` prints.
 ``run_settings``
     Settings of several runs: those that differ, and the labels that these make.
+``run_table``
+    Several runs as a table: what each is, and in which settings they differ.
 ``tiled_reader``
     A run as exporters read it: variables in tiles, small enough to hold and large enough to be fast
 ``xarray_engine``
