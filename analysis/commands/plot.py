@@ -129,13 +129,15 @@ def plot(
     from trajstore.exchange.selection import select_part
     from trajstore.populations.files import populations_from
     from trajstore.populations.named import with_populations
-    from trajstore.store.reading.open_runs import run_paths
+    from trajstore.store.reading.open_run import open_run
+    from trajstore.store.reading.run_paths import run_paths
     from trajstore.store.storage.remote_path import local_path
 
     check_matplotlib()
     paths, kinds = runs_and_names(words, {*FIGURES, "all"})
     paths = run_paths(paths)
-    figures = figures_named(kinds, len(paths) + (other is not None))
+    others = [] if other is None else run_paths([other])
+    figures = figures_named(kinds, len(paths) + len(others))
     several = len(paths) > 1
     stem = "runs" if several else Path(paths[0].rstrip("/")).name.removesuffix(".zarr")
     target = local_path(
@@ -152,7 +154,7 @@ def plot(
     runs = each_run(ds) if several else [ds]
     runs = [
         select_part(with_populations(run, named), steps=steps, tokens=tokens)
-        for run in [*runs, *([] if other is None else [opened([other])])]
+        for run in [*runs, *map(open_run, others)]
     ]
     with AnalysisProgress() as progress:
         found = collect(

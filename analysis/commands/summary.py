@@ -41,7 +41,7 @@ def summary(
     from trajstore import analysis
     from trajstore.analysis.results.summary_table import summary_table
     from trajstore.store.reading.open_run import open_run
-    from trajstore.store.reading.open_runs import run_paths
+    from trajstore.store.reading.run_paths import run_paths
     from trajstore.store.reading.run_settings import run_labels
 
     given = given_populations(populations)

@@ -45,10 +45,8 @@ def info(runs: tuple[str, ...], as_json: bool) -> None:
       trajstore info gatsby.zarr
       trajstore info runs/
     """
-    from trajstore.store.reading.open_runs import run_paths
     from trajstore.store.reading.run_info import information
-    from trajstore.store.reading.run_settings import differing_settings
-    from trajstore.store.reading.run_table import final_loss
+    from trajstore.store.reading.run_paths import run_paths
 
     paths = run_paths(runs)
     if len(paths) == 1:
@@ -58,6 +56,9 @@ def info(runs: tuple[str, ...], as_json: bool) -> None:
         else:
             print_information(paths[0], facts)
         return
+    from trajstore.store.reading.run_settings import differing_settings
+    from trajstore.store.reading.run_table import final_loss  # which loads xarray
+
     found = {}
     for run in paths:
         try:

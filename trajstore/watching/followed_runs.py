@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trajstore.errors import FormatError
-from trajstore.store.reading.open_runs import run_paths
+from trajstore.store.reading.run_paths import run_paths
 from trajstore.watching.run_follower import Look, RunFollower
 
 __all__ = ["SWEEP", "FollowedRuns", "swept_names"]

@@ -10,6 +10,8 @@
     Opening many runs: one lazy Dataset along `run`.
 ``run_info``
     What a run is: the facts that `trajstore info` prints.
+``run_paths``
+    Which runs are meant: names, patterns, and folders of sweeps.
 ``run_settings``
     Settings of several runs: those that differ, and the labels that these make.
 ``run_table``

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import glob
-import os
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,15 +11,13 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.argument_types import checks_types
-from trajstore.errors import InvalidArgument, RunNotFound
+from trajstore.errors import InvalidArgument
 from trajstore.schema import OF_RUN
-from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.open_run import open_run
+from trajstore.store.reading.run_paths import Paths, run_paths
 from trajstore.store.reading.run_settings import differing_settings, setting_text, short_names
 
-__all__ = ["open_runs", "run_paths"]
-
-Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+__all__ = ["open_runs"]
 
 _SHOWN = 5  # of what differs, in a message
 
@@ -94,43 +89,6 @@ def open_runs(paths: Paths, *, join: Literal["exact", "inner"] = "exact") -> xr.
     return combined.assign_coords(_swept(combined, list(runs.values()))).assign_attrs(
         {**shared, OF_RUN: of_run}
     )
-
-
-def run_paths(paths: Paths) -> list[str]:
-    """Paths of runs, each once: what patterns match, and the runs of a folder such as a sweep's.
-
-    Raises
-    ------
-    RunNotFound
-        If a pattern matches nothing, or there are no paths.
-    """
-    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    found: list[str] = []
-    for path in (os.fspath(one) for one in given):
-        if os.path.exists(path) or "://" in path or not glob.has_magic(path):
-            found += _runs_within(path) or [path]
-            continue
-        matching = sorted(filter(os.path.isdir, glob.glob(path)), key=_by_numbers)
-        if not matching:
-            raise RunNotFound(f"there is no run at {path}")
-        found += matching
-    if not found:
-        raise RunNotFound("got no runs to open, expected paths or a pattern such as runs/*.zarr")
-    return list(dict.fromkeys(found))
-
-
-def _runs_within(path: str) -> list[str]:
-    """Runs of a folder that is none itself, such as that of a sweep."""
-    if os.path.exists(os.path.join(path, DOCUMENT)):
-        return []
-    documents = glob.glob(os.path.join(glob.escape(path), "*.zarr", DOCUMENT))
-    return sorted(map(os.path.dirname, documents), key=_by_numbers)
-
-
-def _by_numbers(path: str) -> list[tuple[int, str]]:
-    """Order of names: numbers as numbers."""
-    parts = re.findall(r"\d+|\D+", path)
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 def _names(paths: Sequence[str]) -> list[str]:
