@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.text import Text
 
 from trajstore.cli.errors import sentences
-from trajstore.cli.options import RUN
+from trajstore.cli.options import RUNS
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out
 
@@ -16,26 +17,36 @@ __all__ = ["report"]
 
 
 @click.command()
-@RUN
-@click.option("-o", "--output", type=click.Path(), help="The page; default: RUN.html.")
+@RUNS
+@click.option(
+    "-o", "--output", type=click.Path(), help="The page; default: RUN.html, of several runs.html."
+)
 @click.option("--verify", "check", is_flag=True, help="Verify every stored byte, and say so.")
 @click.option("--overwrite", is_flag=True, help="Replace a page that is there.")
 @sentences
-def report(run: str, output: str | None, check: bool, overwrite: bool) -> None:
+def report(runs: tuple[str, ...], output: str | None, check: bool, overwrite: bool) -> None:
     """Write a page about a run: what happened, tables, figures, and how to reproduce it.
 
-    One file of HTML, which asks nothing of the network.
+    One file of HTML, which asks nothing of the network. Of several runs, or the folder of a sweep,
+    one page that compares them.
 
     \b
     Example:
       trajstore report gatsby.zarr
       trajstore report gatsby.zarr --verify -o gatsby.html
+      trajstore report runs/
     """
-    from trajstore.analysis.report import write_report
+    from trajstore.analysis.report import write_report, write_runs_report
+    from trajstore.store.reading.run_paths import run_paths
 
-    stem = Path(run.rstrip("/")).name.removesuffix(".zarr")
+    paths = run_paths(runs)
+    one = len(paths) == 1
+    stem = Path(paths[0].rstrip("/")).name.removesuffix(".zarr") if one else "runs"
+    target = output or f"{stem}.html"
     with AnalysisProgress() as progress:
-        target = write_report(
-            run, output or f"{stem}.html", check=check, overwrite=overwrite, report=progress.show
-        )
-    out.print(Text(f"Wrote {target}."))
+        how: Any = {"check": check, "overwrite": overwrite, "report": progress.show}
+        if one:
+            written = write_report(paths[0], target, **how)
+        else:
+            written = write_runs_report(paths, target, **how)
+    out.print(Text(f"Wrote {written}."))

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 import xarray as xr
 
-from trajstore.analysis.figures import FIGURES, Collected, Options, collect, draw_sheet
+from trajstore.analysis.figures import FIGURES, Collected, Figure, Options, collect, draw_sheet
 from trajstore.analysis.figures.figure import compute_together, prepared
 from trajstore.analysis.figures.titles import run_system
 from trajstore.analysis.report.verdicts import evidence, latest, seam_verdict, verdicts
@@ -30,7 +30,7 @@ from trajstore.store.storage.remote_path import Location, RunPath, local_path, l
 from trajstore.store.writing.create import staged_file
 from trajstore.version import __version__
 
-__all__ = ["check_target", "write_report"]
+__all__ = ["check_target", "drawn", "html_table", "verified", "write_page", "write_report"]
 
 _DPI = 110
 _TOKENS = 12
@@ -68,10 +68,23 @@ def write_report(
     MissingExtra
         Without Jinja2 or matplotlib.
     """
+    return write_page(path, lambda: _facts(location(run), check, report), overwrite=overwrite)
+
+
+def write_page(
+    path: str | os.PathLike[str], facts: Callable[[], Mapping[str, Any]], *, overwrite: bool
+) -> Path:
+    """Fill the template with facts, which are asked for when the page can be written.
+
+    Raises
+    ------
+    InvalidArgument, RunExists, MissingExtra
+        As `write_report`.
+    """
     template = _template()
     target = local_path(path)
     check_target(target, overwrite=overwrite)
-    html = template.render(**_facts(location(run), check, report))
+    html = template.render(**facts())
     with staged_file(target, overwrite=overwrite) as new:
         new.write_text(html, "utf-8")
     return target
@@ -117,7 +130,8 @@ def _template() -> Any:
 def _facts(run: Location, check: bool, report: Callable[[int, int], None] | None) -> dict[str, Any]:
     info = information(run)
     ds = open_run(run)
-    drawn, left_out = _drawn(ds, report)
+    alone = [figure for figure in FIGURES.values() if not figure.between]
+    pictures, left_out = drawn([ds], alone, report)
     scan = prepared(ds, [FIGURES["freeze"]], Options())
     lazy, unknown = evidence(scan)
     found = dict(zip(lazy, compute_together(list(lazy.values())), strict=True))
@@ -144,28 +158,36 @@ def _facts(run: Location, check: bool, report: Callable[[int, int], None] | None
         else verdict_parts,
         "advice": [f"{advice['sentence']}." for advice in info["advice"]],
         "tables": [*_summary_tables(ds), *_token_tables(found, ds), _array_table(info)],
-        "figures": drawn,
+        "figures": pictures,
         "left_out": left_out,
-        **_verified(run, check),
+        **verified(run, check),
         **_reproduction(run, info),
         "provenance": list(_flat(info.get("provenance") or {})),
         "version": __version__,
     }
 
 
-def _drawn(
-    ds: xr.Dataset, report: Callable[[int, int], None] | None
+def drawn(
+    runs: Sequence[xr.Dataset],
+    figures: Sequence[Figure],
+    report: Callable[[int, int], None] | None,
 ) -> tuple[list[dict[str, str]], Mapping[str, str]]:
+    """Pictures of figures, each with its title, and by name those that cannot be drawn, and why."""
     try:
-        found = collect([ds], list(FIGURES.values()), Options(), leave_out=True, report=report)
+        found = collect(runs, figures, Options(), leave_out=True, report=report)
     except InvalidArgument as error:  # none of them: a run that has just begun
         return [], {"all": str(error)}
-    drawn = []
+    made = []
+    left_out = dict(found.left_out)
     for figure in found.figures:
         one = replace(found, figures=[figure])
-        pictures = {style: _picture(one, style) for style in ("light", "dark")}
-        drawn.append({"title": f"{figure.title}: {found.title}", **pictures})
-    return drawn, found.left_out
+        try:
+            pictures = {style: _picture(one, style) for style in ("light", "dark")}
+        except InvalidArgument as error:  # a mean of runs with different steps
+            left_out[figure.name] = str(error)
+            continue
+        made.append({"title": f"{figure.title}: {found.title}", **pictures})
+    return made, left_out
 
 
 def _picture(one: Collected, style: str) -> str:
@@ -199,7 +221,7 @@ def _summary_tables(ds: xr.Dataset) -> Iterator[dict[str, Any]]:
     try:
         facts = summary(ds).compute()
     except (VariableNotRecorded, InvalidArgument) as error:
-        yield _table("Summary", ["there is none"], [[str(error)]])
+        yield html_table("Summary", ["there is none"], [[str(error)]])
         return
     statistics = ["mean", "median", "min", "max"]
     names = [str(name) for name in facts["population"].values]
@@ -214,7 +236,7 @@ def _summary_tables(ds: xr.Dataset) -> Iterator[dict[str, Any]]:
             for name in names
             for when, step in zip(("first", "last"), facts["when_step"].values, strict=True)
         ]
-        yield _table("Gradient norms (L2)", ["tokens", "step", *statistics], rows)
+        yield html_table("Gradient norms (L2)", ["tokens", "step", *statistics], rows)
     first, last = facts["state_step"].values.tolist()
     rows = [
         [f"{name} ({sizes[name]:,})"]
@@ -226,14 +248,14 @@ def _summary_tables(ds: xr.Dataset) -> Iterator[dict[str, Any]]:
         for name in names
     ]
     columns = [*statistics, f"centroid at {first}", f"centroid at {last}"]
-    yield _table(f"Displacement from step {first} to {last}", ["tokens", *columns], rows)
+    yield html_table(f"Displacement from step {first} to {last}", ["tokens", *columns], rows)
 
 
 def _token_tables(found: Mapping[str, xr.Dataset], ds: xr.Dataset) -> Iterator[dict[str, Any]]:
     if "rest" in found:
         rows = [list(row.values()) for row in latest(found["rest"], ds, _TOKENS)]
         columns = ["id", "text", "kind", "in the text", "last motion", "rows with motion"]
-        yield _table("The tokens that moved longest", columns, rows) | {"text": 1}
+        yield html_table("The tokens that moved longest", columns, rows) | {"text": 1}
 
 
 def _array_table(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -248,25 +270,29 @@ def _array_table(info: Mapping[str, Any]) -> dict[str, Any]:
         for name, array in info["arrays"].items()
     ]
     total = ["all", "", "", format_bytes(info["bytes_native"]), format_bytes(info["bytes_on_disk"])]
-    return _table("What is stored", ["array", "shape", "type", "native", "on disk"], [*rows, total])
+    return html_table(
+        "What is stored", ["array", "shape", "type", "native", "on disk"], [*rows, total]
+    )
 
 
-def _table(title: str, columns: list[str], rows: list[list[Any]]) -> dict[str, Any]:
+def html_table(title: str, columns: list[str], rows: list[list[Any]]) -> dict[str, Any]:
+    """A table as the template takes it."""
     return {"title": title, "columns": columns, "rows": rows, "text": None}
 
 
-def _verified(run: Location, check: bool) -> dict[str, Any]:
+def verified(run: Location, check: bool) -> dict[str, Any]:
+    """What the page says of the stored bytes of a run."""
     if not check:
-        verified = "Nothing was verified for this page; trajstore report --verify does it."
-        return {"verified": verified, "problems": []}
+        nothing = "Nothing was verified for this page; trajstore report --verify does it."
+        return {"verified": nothing, "problems": []}
     found = verify(run)
     verdict = "and is sound" if found.clean else f"with {len(found.problems):,} problems"
-    verified = (
+    said = (
         f"Every stored byte was held against its checksum, {verdict}: {found.rows:,} rows, "
         f"{found.shards:,} shards, {found.chunks:,} chunks, {format_bytes(found.bytes)}. The steps "
         "were not replayed; trajstore verify --replay does that."
     )
-    return {"verified": verified, "problems": [problem.message for problem in found.problems]}
+    return {"verified": said, "problems": [problem.message for problem in found.problems]}
 
 
 def _reproduction(run: Location, info: Mapping[str, Any]) -> dict[str, str]:

@@ -42,7 +42,7 @@ def summary_table(found: Mapping[str, xr.Dataset]) -> tuple[str, list[str], list
     for label, facts in found.items():
         losses = [f"{loss:.4f}" for loss in facts["loss"].values] if "loss" in facts else ["", ""]
         values = [
-            facts[variable].sel(population=name, statistic="mean", **at).item()
+            facts[variable].sel({"population": name, "statistic": "mean", **at}).item()
             if variable in facts and name in facts["population"].values
             else None
             for variable, at in kinds.values()
