@@ -6,15 +6,19 @@ xarray gets it through the entry point `traj` of the group `trajstore.accessors`
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.nearest_name import did_you_mean
+
+if TYPE_CHECKING:
+    from trajstore.analysis.figures import Figure
 
 __all__ = ["TrajAccessor"]
 
@@ -140,12 +144,9 @@ class TrajAccessor:
 
         if callable(getattr(analysis, name, None)) and name in analysis.__all__:
             wanted = getattr(analysis, name)
-            function: Callable[..., Any]
             if "run" in self._ds.dims and name not in _OF_SEVERAL_RUNS:
-                function = functools.partial(analysis.over_runs, self._ds, wanted)
-            else:
-                function = functools.partial(wanted, self._ds)
-            return functools.update_wrapper(function, wanted)
+                return _method(wanted, functools.partial(analysis.over_runs, self._ds, wanted))
+            return _method(wanted, functools.partial(wanted, self._ds))
         raise AttributeError(
             f"there is no ds.traj.{name}{did_you_mean(name, dir(self))}; "
             f"there are {', '.join(dir(self))}"
@@ -192,9 +193,47 @@ class Plots:
             raise AttributeError(
                 f"there is no ds.traj.plot.{name}; there are {', '.join(dir(self))}"
             )
-        return functools.partial(figure, self._ds)
+        return _method(_described(figure), functools.partial(figure, self._ds))
 
     def __dir__(self) -> list[str]:
         from trajstore.analysis.figures import FIGURES
 
         return [name.replace("-", "_") for name in FIGURES]
+
+
+def _method(described: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that `help` describes as another one without its first argument, the Dataset."""
+
+    @functools.wraps(described)
+    def method(*arguments: Any, **options: Any) -> Any:
+        return call(*arguments, **options)
+
+    signature = inspect.signature(described)
+    _, *others = signature.parameters.values()
+    annotated: Any = method
+    annotated.__signature__ = signature.replace(parameters=others)
+    return method
+
+
+def _described(figure: Figure) -> Callable[..., Any]:
+    """A function with the name, the docstring and all options of a figure."""
+    from trajstore.analysis.figures import Options
+
+    def described() -> None: ...
+
+    _, *known = inspect.signature(type(figure).__call__).parameters.values()
+    options = inspect.signature(Options).parameters.values()
+    named: Any = described
+    named.__name__ = named.__qualname__ = figure.name.replace("-", "_")
+    named.__doc__ = figure.title + ".\n" + (figure.__call__.__doc__ or "").partition("\n")[2]
+    named.__signature__ = inspect.Signature(
+        [each for each in known if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        + [
+            each
+            for each in options
+            if (each.name != "lattice" or figure.on_lattice)
+            and (each.name != "population" or figure.of_populations)
+        ],
+        return_annotation="Axes",
+    )
+    return described

@@ -15,6 +15,7 @@ from trajstore.analysis.motion.autocorrelation import autocorrelation
 from trajstore.analysis.motion.collective import bulk_thermal, centroid, coherence, distinct
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.motion.level_crossings import crossings
+from trajstore.analysis.motion.moving_elements import last_moving_element
 from trajstore.analysis.motion.norms import displacement, grad_norms
 from trajstore.analysis.motion.paths import path_efficiency, radial_tangential
 from trajstore.analysis.motion.rest_layers import stratigraphy
@@ -73,6 +74,7 @@ __all__ = [
     "freeze_cause",
     "grad_norms",
     "inertia",
+    "last_moving_element",
     "lattice_displacement",
     "lifecycle",
     "logit_stats",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xarray as xr
@@ -23,6 +23,7 @@ from trajstore.analysis.motion import (  # noqa: F401
     collective,
     freezing,
     level_crossings,
+    moving_elements,
     norms,
     paths,
     resume_seams,
@@ -36,19 +37,33 @@ from trajstore.analysis.optimizer import (  # noqa: F401
     moment_ratios,
     moments,
 )
+from trajstore.analysis.scan.flags import NO_ROW_BEFORE, is_category, with_flag
 from trajstore.analysis.scan.input_checks import RUN
 from trajstore.analysis.scan.population_statistics import by_population as statistics_by_population
+from trajstore.analysis.scan.population_statistics import category_counts
 from trajstore.analysis.scan.quantity import ALONE, QUANTITIES, Quantity
 from trajstore.analysis.scan.scan import Scan
+from trajstore.analysis.scan.window import rows_of_window, windowed_scan
 from trajstore.analysis.several.divergence import divergence
 from trajstore.analysis.several.many_runs import over_runs
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 
+if TYPE_CHECKING:
+    from trajstore.exchange.selection import Steps
+
 __all__ = ["ACROSS_RUNS", "ALONE", "QUANTITIES", "answer", "compute"]
 
 
-def compute(ds: xr.Dataset, names: Sequence[str], lattice: str = "native") -> xr.Dataset:
+def compute(
+    ds: xr.Dataset,
+    names: Sequence[str],
+    lattice: str = "native",
+    *,
+    steps: Steps = None,
+    within: bool = False,
+    min_still: int | None = None,
+) -> xr.Dataset:
     """Several quantities together: each chunk is read once, and each block walked once.
 
     Still lazy: ask for the values of the whole result, or write it, to have the one pass.
@@ -61,14 +76,21 @@ def compute(ds: xr.Dataset, names: Sequence[str], lattice: str = "native") -> xr
         Of `QUANTITIES`, with their default options.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
         For those of them that have this option; the others are about W as it is.
+    steps : str, int, slice or iterable of int, optional
+        A window: only these steps are shown, such as ``"100:200"``. What is shown is what the whole
+        run gives, but for `Quantity.of_window`.
+    within : bool
+        Compute everything from the rows of the window alone.
+    min_still : int, optional
+        For those of them that have this option.
 
     Returns
     -------
     Dataset
         The variables that the functions of these names return: a DataArray under the name of its
-        function, a Dataset's variables under their own. All have every step of `ds`; where a
-        quantity has none, as the first row has no row before it, floats are NaN, whole numbers
-        −1 and flags False.
+        function, a Dataset's variables under their own. All have every step of `ds`, or of the
+        window; where a quantity has none, as the first row has no row before it, floats are NaN,
+        whole numbers −1 and flags False.
 
     Raises
     ------
@@ -102,14 +124,18 @@ def compute(ds: xr.Dataset, names: Sequence[str], lattice: str = "native") -> xr
         )
     asked = [QUANTITIES[name] for name in names]
     _check_lattice(names, lattice)
+    _check_stillness(names, min_still)
     measures: dict[str, tuple[str, ...]] = {}
     for quantity in asked:
-        of = lattice if quantity.on(lattice) else "native"
+        of = lattice if quantity.known(lattice=lattice) else "native"
         measures[of] = (*measures.get(of, ()), *quantity.measures)
-    scan = Scan(ds, measures)
+    scan = windowed_scan(ds, steps, within=within, measures=measures)
+    options: dict[str, Any] = {"lattice": lattice}
+    if min_still is not None:
+        options["min_still"] = min_still
     variables: dict[str, xr.DataArray] = {}
     for name in names:
-        result = QUANTITIES[name].function(scan, **QUANTITIES[name].on(lattice))
+        result = QUANTITIES[name].function(scan, **QUANTITIES[name].known(**options))
         if isinstance(result, xr.DataArray):
             variables[name] = result
         else:
@@ -122,7 +148,7 @@ def _check_lattice(names: Sequence[str], lattice: str) -> None:
     those = [
         name
         for name, quantity in QUANTITIES.items()
-        if quantity.on(lattice) and not quantity.only_native
+        if quantity.known(lattice=lattice) and not quantity.only_native
     ]
     if all(QUANTITIES[name].only_native for name in names):
         return  # it says itself what else there is
@@ -133,21 +159,33 @@ def _check_lattice(names: Sequence[str], lattice: str) -> None:
         )
 
 
+def _check_stillness(names: Sequence[str], min_still: int | None) -> None:
+    """Refuse a stillness that none of these quantities knows of."""
+    those = [name for name, each in QUANTITIES.items() if "min_still" in each.options]
+    if min_still is not None and not set(names) & set(those):
+        raise InvalidArgument(
+            f"got min_still={min_still} with {', '.join(names)}, and it goes with "
+            f"{', '.join(those)}; leave it out"
+        )
+
+
 def _with_every_step(array: xr.DataArray, scan: Scan) -> xr.DataArray:
-    if "step" not in array.dims or array.sizes["step"] == scan.rows:
+    rows = scan.window.size
+    if "step" not in array.dims or array.sizes["step"] == rows:
         return array
     absent = {"f": np.nan, "i": -1, "b": False}[array.dtype.kind]
     attrs: dict[str, Any] = dict(array.attrs)
     if not array.sizes["step"]:  # which cannot be padded
-        shape = [scan.rows if dim == "step" else array.sizes[dim] for dim in array.dims]
+        shape = [rows if dim == "step" else array.sizes[dim] for dim in array.dims]
         kept = {name: values for name, values in array.coords.items() if "step" not in values.dims}
         padded = xr.DataArray(np.full(shape, absent, array.dtype), dims=array.dims, coords=kept)
     else:
-        missing = scan.rows - array.sizes["step"]
+        missing = rows - array.sizes["step"]
         padded = array.pad(step=(missing, 0), mode="constant", constant_values=absent).astype(
             array.dtype
         )
-    return padded.assign_coords(step=scan.ds["step"]).assign_attrs(attrs)
+    padded = padded.assign_coords(step=scan.in_window(scan.ds["step"])).assign_attrs(attrs)
+    return with_flag(padded, -1, NO_ROW_BEFORE) if array.dtype.kind == "i" else padded
 
 
 ACROSS_RUNS = {"divergence": divergence}
@@ -161,6 +199,9 @@ def answer(
     *,
     by_population: bool = False,
     lattice: str = "native",
+    steps: Steps = None,
+    within: bool = False,
+    min_still: int | None = None,
 ) -> xr.Dataset:
     """What ``trajstore analyze`` computes: quantities by name, with options as text.
 
@@ -175,8 +216,8 @@ def answer(
         Options of a single quantity, ``name=value``; of several values ``name=1,2,5``.
     by_population : bool
         Statistics over the tokens of each population, of a single quantity that is one number
-        per token.
-    lattice : {'native', 'bfloat16', 'float16', 'float32'}
+        per token; of one that is a category, ``tokens``, how many there are of each.
+    lattice, steps, within, min_still
         As for `compute`.
 
     Returns
@@ -195,15 +236,16 @@ def answer(
     >>> found["max"].sel(step=1).to_series().round(4).to_dict()
     {'dead': 0.0234, 'live': 0.0156, 'all': 0.0234}
     """
+    seen: dict[str, Any] = {"steps": steps, "within": within, "min_still": min_still}
     if RUN in ds.dims:
-        return _answer_of_runs(ds, names, assignments, by_population, lattice)
+        return _answer_of_runs(ds, names, assignments, by_population, lattice, seen)
     if len(names) != 1:
         if assignments or by_population:
             raise InvalidArgument(
                 "options and populations go with a single quantity; "
                 f"got {len(names)}: {', '.join(names)}"
             )
-        return compute(ds, names, lattice)
+        return compute(ds, names, lattice, **seen)
     (name,) = names
     if name in ACROSS_RUNS:
         raise InvalidArgument(f"{name} is about several runs, and there is one; name more")
@@ -215,20 +257,27 @@ def answer(
         )
     quantity = known[name]
     options = _options(quantity, name, assignments)
+    asked: dict[str, Any] = {}
     if lattice != "native":
         _check_lattice(names, lattice)
-        if options.get("lattice", lattice) != lattice:
+        asked |= quantity.known(lattice=lattice)
+    if min_still is not None:
+        _check_stillness(names, min_still)
+        asked |= quantity.known(min_still=min_still)
+    for option, value in asked.items():
+        if options.setdefault(option, value) != value:
             raise InvalidArgument(
-                f"got two lattices, {lattice!r} and {options['lattice']!r}; name one"
+                f"got {option} twice, {value!r} and {options[option]!r}; give it once"
             )
-        options |= quantity.on(lattice)
     for option in quantity.required:
         if option not in options:
             raise InvalidArgument(f"{name}: say which {option} (--set {option}=…)")
-    result = quantity.function(ds, **options)
+    result = quantity.function(windowed_scan(ds, steps, within=within), **options)
     if by_population:
         if not isinstance(result, xr.DataArray) or "token" not in result.dims:
             raise InvalidArgument(f"{name} is not one number per token, so it has no populations")
+        if is_category(result):
+            return category_counts(result).to_dataset(name="tokens")
         return statistics_by_population(result)
     return result.to_dataset(name=name) if isinstance(result, xr.DataArray) else result
 
@@ -239,13 +288,14 @@ def _answer_of_runs(
     assignments: Sequence[str],
     by_population: bool,
     lattice: str,
+    seen: Mapping[str, Any],
 ) -> xr.Dataset:
     across = [name for name in names if name in ACROSS_RUNS]
     if across and (len(names) > 1 or assignments or by_population or lattice != "native"):
         raise InvalidArgument(f"{across[0]} is asked by itself, and has no options")
     if across:
-        return ACROSS_RUNS[across[0]](ds)
-    options = {"by_population": by_population, "lattice": lattice}
+        return ACROSS_RUNS[across[0]](rows_of_window(ds, seen["steps"]))
+    options = {"by_population": by_population, "lattice": lattice, **seen}
     found: xr.Dataset = over_runs(ds, answer, names, assignments, **options)
     return found
 

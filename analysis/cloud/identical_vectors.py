@@ -15,6 +15,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan.block_tasks import field, in_halves, rows_before, shared
+from trajstore.analysis.scan.flags import NO_ROW_BEFORE, flag_attributes
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
@@ -255,8 +256,8 @@ def clusters(
     later = da.from_array(np.arange(scan.rows) > 0, chunks=(ids.chunks[0],))
     result = {
         "cluster": scan.wrap(ids, points.variable).assign_attrs(
-            long_name="group of bit-identical tokens, by its smallest token; -1 outside the "
-            "population"
+            long_name="group of bit-identical tokens, by its smallest token",
+            **flag_attributes({-1: "outside_the_population"}),
         )
     }
     for name, leaving in (("left", True), ("joined", False)):
@@ -275,7 +276,7 @@ def clusters(
             meta=np.empty((0, 0), np.int64),
         )
         result[name] = scan.wrap(moved, points.variable).assign_attrs(
-            long_name=f"group that the token {name}, -1 if none"
+            long_name=f"group that the token {name}", **flag_attributes({-1: "none"})
         )
     result |= _of_populations(ids, boundaries, later, groups, ranks)
     ds = xr.Dataset(result, coords={"step": scan.ds["step"]})
@@ -343,7 +344,8 @@ def _of_populations(
         events,
         dims=("step", "population", "event"),
         attrs={
-            "long_name": "groups to which this happened since the row before; -1 in the first row"
+            "long_name": "groups to which this happened since the row before",
+            **flag_attributes({-1: NO_ROW_BEFORE}),
         },
     )
     return result

@@ -16,6 +16,7 @@ import xarray as xr
 from trajstore.analysis.cloud.identical_vectors import divide, token_labels
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import field, shared, whole_rows
+from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.analysis.scan.lattice_points import with_lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
@@ -301,7 +302,8 @@ def adjacency(
         ("connected_component", "connected component, by its smallest token"),
     ):
         array = scan.wrap(field(found, name), points.variable, rows=rows)
-        result[name] = array.assign_attrs(long_name=f"{long_name}; -1 outside the population")
+        outside = flag_attributes({-1: "outside_the_population"})
+        result[name] = array.assign_attrs(long_name=long_name, **outside)
     ds = with_lattice_attributes(xr.Dataset(result), lattice, units="1")
     return ds.sel(population=population) if population is not None else ds
 

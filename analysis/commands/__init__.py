@@ -10,6 +10,8 @@
     The command `plot`, which draws figures of one run or several.
 ``report``
     The command `report`.
+``step_options``
+    Options about steps: which are shown, and how many without motion are rest.
 ``summary``
     The command `summary`.
 """

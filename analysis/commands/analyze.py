@@ -8,6 +8,7 @@ from typing import Any
 import click
 from rich.text import Text
 
+from trajstore.analysis.commands.step_options import STEPS, STILLNESS, WITHIN
 from trajstore.cli.errors import sentences
 from trajstore.cli.options import (
     COMMON_STEPS,
@@ -64,6 +65,9 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
     metavar="NAME=VALUE",
     help="An option of a single quantity, such as since=previous. Repeatable.",
 )
+@STEPS
+@WITHIN
+@STILLNESS
 @COMMON_STEPS
 @click.option("--by-population", is_flag=True, help="Statistics over each population.")
 @LATTICE
@@ -76,6 +80,9 @@ def analyze(
     words: tuple[str, ...],
     output: str | None,
     assignments: tuple[str, ...],
+    steps: str | None,
+    within: bool,
+    min_still: int | None,
     common_steps: bool,
     by_population: bool,
     lattice: str,
@@ -92,6 +99,7 @@ def analyze(
     Example:
       trajstore analyze --list
       trajstore analyze gatsby.zarr freeze
+      trajstore analyze gatsby.zarr freeze --steps 100:200 --within --min-still 10
       trajstore analyze gatsby.zarr grad_norms --by-population -o grad_norms.csv
       trajstore analyze gatsby.zarr displacement --set since=previous -o steps.nc
       trajstore analyze gatsby.zarr grad_norms freeze regimes -o motion.zarr
@@ -115,7 +123,14 @@ def analyze(
         opened(runs, common_steps=common_steps), given_populations(populations)
     )
     result = analysis.answer(
-        ds, quantities, assignments, by_population=by_population, lattice=lattice
+        ds,
+        quantities,
+        assignments,
+        by_population=by_population,
+        lattice=lattice,
+        steps=steps,
+        within=within,
+        min_still=min_still,
     )
     with AnalysisProgress(scheduler) as progress:
         if output is not None:
@@ -129,6 +144,10 @@ def analyze(
         print_description(facts)
         sizes = {name: int(mask.sum()) for name, mask in own_masks(ds).items()}
         print_notes(without_tokens(sizes))
+        if steps is not None and not within:
+            print_notes(
+                ["every value is that of the whole run; --within computes from --steps alone"]
+            )
     elif as_json:
         print_json({"files": [str(file) for file in files], "variables": [*map(str, result)]})
     else:
@@ -143,17 +162,30 @@ def print_description(facts: dict[str, Any]) -> None:
         dims = {d: size for d, size in fact["sizes"].items() if not (parts and d == "population")}
         sizes = " × ".join(f"{dim} {size}" for dim, size in dims.items())
         for row, part in (parts or {name: fact}).items():
-            numbers = (f"{part[key]:.6g}" for key in ("min", "mean", "max"))
+            shown = part["min"] == part["min"] or not part["flags"]
+            numbers = (f"{part[key]:.6g}" if shown else "" for key in ("min", "mean", "max"))
             printed.add_row(row, sizes, *numbers, str(part["nan"]), fact["units"])
     print_table(printed)
-    print_notes(
-        f"{name}: {fact['long_name']}"
-        for name, fact in facts.items()
-        if fact["min"] == -1 and "-1" in fact["long_name"]
-    )
+    _print_flags(facts)
     for name, fact in facts.items():
         if "values" in fact:
             _print_census(name, fact["labels"], fact["values"])
+
+
+def _print_flags(facts: dict[str, Any]) -> None:
+    """Print how many values are categories, or stand for no number, where there are any."""
+    printed = table(
+        "Values that are no numbers", "variable", "value", "count", "share", words=(0, 1)
+    )
+    for name, fact in facts.items():
+        parts = {f"{name} {one}": part for one, part in fact["populations"].items()}
+        for row, part in (parts or {name: fact}).items():
+            for meaning, count in part["flags"].items():
+                if count:
+                    of = f"{count:,} of {part['size']:,}"
+                    printed.add_row(row, meaning, of, f"{count / part['size']:.1%}")
+    if printed.row_count:
+        print_table(printed)
 
 
 def _print_census(name: str, labels: dict[str, list[str]], values: list[Any]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import click
 from rich.text import Text
 
+from trajstore.analysis.commands.step_options import STEPS, STILLNESS, WITHIN
+from trajstore.analysis.motion.stillness import MIN_STILL
 from trajstore.cli.errors import sentences
 from trajstore.cli.options import COMMON_STEPS, LATTICE, Choice, opened, runs_and_names
 from trajstore.cli.progress import AnalysisProgress
@@ -39,7 +41,8 @@ class _Size(click.ParamType[tuple[float, float]]):
     type=click.Path(),
     help="PNG, SVG or PDF by its ending; default: RUN-KIND.png, of several RUN-figures.png.",
 )
-@click.option("--steps", metavar="A:B:K", help="Only these steps, such as 0:500 or 0:10000:10.")
+@STEPS
+@WITHIN
 @click.option("--tokens", metavar="all|dead|live|IDS|FILE", help="Only these tokens.")
 @click.option(
     "--population",
@@ -52,6 +55,7 @@ class _Size(click.ParamType[tuple[float, float]]):
     type=Choice(("none", "x", "y", "xy")),
     help="Which axes are logarithmic; default: what suits the figure.",
 )
+@STILLNESS
 @LATTICE
 @click.option(
     "--colour",
@@ -89,9 +93,11 @@ def plot(
     words: tuple[str, ...],
     output: str | None,
     steps: str | None,
+    within: bool,
     tokens: str | None,
     population: str | None,
     log: str | None,
+    min_still: int | None,
     lattice: str,
     colour: str,
     plane: str,
@@ -146,14 +152,22 @@ def plot(
     check_target(target, dpi=dpi, overwrite=overwrite)
     named = populations_from([population]) if population and "=" in population else {}
     chosen = next(iter(named), population)
-    options = Options(population=chosen, lattice=lattice, colour=colour, plane=plane)
+    options = Options(
+        population=chosen,
+        lattice=lattice,
+        colour=colour,
+        plane=plane,
+        steps=steps,
+        within=within,
+        min_still=min_still or MIN_STILL,
+    )
     if "all" not in kinds:
         for figure in figures:
             figure.check(options, log=log)
     ds = opened(paths, common_steps=common_steps)
     runs = each_run(ds) if several else [ds]
     runs = [
-        select_part(with_populations(run, named), steps=steps, tokens=tokens)
+        select_part(with_populations(run, named), tokens=tokens)
         for run in [*runs, *map(open_run, others)]
     ]
     with AnalysisProgress() as progress:

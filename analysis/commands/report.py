@@ -8,6 +8,8 @@ from typing import Any
 import click
 from rich.text import Text
 
+from trajstore.analysis.commands.step_options import STEPS, STILLNESS, WITHIN
+from trajstore.analysis.motion.stillness import MIN_STILL
 from trajstore.cli.errors import sentences
 from trajstore.cli.options import RUNS
 from trajstore.cli.progress import AnalysisProgress
@@ -21,10 +23,21 @@ __all__ = ["report"]
 @click.option(
     "-o", "--output", type=click.Path(), help="The page; default: RUN.html, of several runs.html."
 )
+@STEPS
+@WITHIN
+@STILLNESS
 @click.option("--verify", "check", is_flag=True, help="Verify every stored byte, and say so.")
 @click.option("--overwrite", is_flag=True, help="Replace a page that is there.")
 @sentences
-def report(runs: tuple[str, ...], output: str | None, check: bool, overwrite: bool) -> None:
+def report(
+    runs: tuple[str, ...],
+    output: str | None,
+    steps: str | None,
+    within: bool,
+    min_still: int | None,
+    check: bool,
+    overwrite: bool,
+) -> None:
     """Write a page about a run: what happened, tables, figures, and how to reproduce it.
 
     One file of HTML, which asks nothing of the network. Of several runs, or the folder of a sweep,
@@ -44,7 +57,14 @@ def report(runs: tuple[str, ...], output: str | None, check: bool, overwrite: bo
     stem = Path(paths[0].rstrip("/")).name.removesuffix(".zarr") if one else "runs"
     target = output or f"{stem}.html"
     with AnalysisProgress() as progress:
-        how: Any = {"check": check, "overwrite": overwrite, "report": progress.show}
+        how: Any = {
+            "steps": steps,
+            "within": within,
+            "min_still": min_still or MIN_STILL,
+            "check": check,
+            "overwrite": overwrite,
+            "report": progress.show,
+        }
         if one:
             written = write_report(paths[0], target, **how)
         else:

@@ -15,6 +15,7 @@ from trajstore.analysis.figures.figure import Options, compute_together
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.motion.norms import displacement, grad_norms
 from trajstore.analysis.motion.rest_layers import pool_layers
+from trajstore.analysis.motion.stillness import MIN_STILL
 from trajstore.analysis.motion.ulp_motion import regimes
 from trajstore.analysis.optimizer.freeze_causes import freeze_cause
 from trajstore.analysis.scan import input_checks
@@ -247,7 +248,7 @@ def _measure(
     questions: dict[str, Callable[[], xr.DataArray]] = {
         "cause": lambda: freeze_cause(pairs),
         "gradient": lambda: _band(grad_norms(whole), shown),
-        "displacement": lambda: _band(displacement(far, since=int(whole.steps[0])), shown),
+        "displacement": lambda: _band(displacement(far), shown),
         "loss": lambda: _scalar(ds, "loss"),
     }
     position = scores_along_axes(whole, plane).astype(np.float32)
@@ -304,8 +305,10 @@ def _with_frozen(curves: xr.Dataset, last_motion: xr.DataArray, ds: xr.Dataset) 
     """With the share of each population that does not move any more at each step."""
     names, groups = populations(ds)
     steps = curves["step"].values
+    last = last_motion.values
+    frozen = steps[-1] - np.maximum(last, steps[0]) >= MIN_STILL
     shares = [
-        np.searchsorted(np.sort(last_motion.values[groups[names.index(name)]]), steps)
+        np.searchsorted(np.sort(last[frozen & groups[names.index(name)]]), steps)
         / groups[names.index(name)].sum()
         for name in curves["population"].values.tolist()
     ]

@@ -177,7 +177,7 @@ def _spectrum(scan: Scan, population: str, rows: str) -> xr.Dataset:
     )
 
 
-@figure(_spectra, rows=1, overlays=True, reading="plane")
+@figure(_spectra, rows=1, overlays=True, of_window=True, reading="plane")
 def spectrum(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Variance of the tokens along their principal axes."""
     values = data["spectrum"].transpose("population", "rows", "principal").values

@@ -32,7 +32,7 @@ def _divergence(scan: Scan, options: Options, first: Scan) -> xr.Dataset:
     found = divergence_of(first.ds, scan.ds).sel(population=options.populations(first))
     begin = found["first_difference"]
     apart = found[["distance", "differing"]].where((begin >= 0) & (found["step"] >= begin))
-    return apart.assign_attrs(first=run_name(first.ds))
+    return scan.in_window(apart).assign_attrs(first=run_name(first.ds))
 
 
 @figure(_divergence, rows=1, reading="runs", overlays=True, averages=True, between=True)

@@ -17,8 +17,10 @@ from trajstore.analysis.figures.across_runs import (
 )
 from trajstore.analysis.figures.style import STYLES, Style, population_colour, style
 from trajstore.analysis.figures.titles import titled_runs
+from trajstore.analysis.motion.stillness import MIN_STILL
 from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.scan.task_progress import Report, compute_all
+from trajstore.analysis.scan.window import windowed_scan
 from trajstore.analysis.several.many_runs import each_run
 from trajstore.errors import InvalidArgument, MissingExtra
 from trajstore.nearest_name import did_you_mean
@@ -27,11 +29,14 @@ from trajstore.populations.masks import check_dataset, populations
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from trajstore.exchange.selection import Steps
+
 __all__ = [
     "SIZE",
     "Figure",
     "Look",
     "Options",
+    "after_first_row",
     "check_matplotlib",
     "compute_together",
     "figure",
@@ -43,6 +48,9 @@ _LINES = ("-", "--", ":", "-.")
 
 SIZE = (8.0, 5.0)
 """Width and height of a figure, in inches."""
+
+_ALONE = "alone"
+"""Attribute of what is drawn: a sentence on the rows that alone were looked at."""
 
 LOGS = ("none", "x", "y", "xy")
 
@@ -61,12 +69,21 @@ class Options:
         Of the map of tokens and steps.
     plane : {'principal', 'hidden_mean'}
         Of the paths.
+    steps : str, int, slice or iterable of int, optional
+        Window that is shown, of facts of the whole run.
+    within : bool
+        Compute everything from the rows of the window alone.
+    min_still : int
+        Steps without motion that make a token frozen, as for `analysis.freeze`.
     """
 
     population: str | None = None
     lattice: str = "native"
     colour: str = "regime"
     plane: str = "principal"
+    steps: Steps = None
+    within: bool = False
+    min_still: int = MIN_STILL
 
     def __post_init__(self) -> None:
         for name, known in (("colour", ("regime", "hop")), ("plane", ("principal", "hidden_mean"))):
@@ -180,6 +197,8 @@ class Figure:
         Whether the scales of its axes are a matter of choice.
     of_populations : bool
         Whether it can show a single population.
+    of_window : bool
+        Whether it describes the rows of a window as if there were no others, as `Quantity` does.
     reading : str
         Figures of one reading of the run are computed together. What holds all tokens of a block
         at once has its own, so that not everything is held at once.
@@ -198,6 +217,7 @@ class Figure:
     between: bool = False
     scales: bool = True
     of_populations: bool = True
+    of_window: bool = False
     reading: str = "blocks"
 
     def data(self, scans: Sequence[Scan], options: Options) -> list[xr.Dataset]:
@@ -211,18 +231,25 @@ class Figure:
             If a run does not hold what it is about.
         """
         for scan in scans:
-            if scan.rows < self.rows:
+            if scan.window.size < self.rows:
+                of = "the window" if scan.has_window else "the run"
                 raise InvalidArgument(
-                    f"{self.name} needs at least {self.rows} rows, and the run has {scan.rows}"
+                    f"{self.name} needs at least {self.rows} rows, and {of} has {scan.window.size}"
                 )
         if not self.between:
-            return [self.collect(scan, options) for scan in scans]
+            return [self._one(scan, options) for scan in scans]
         first, *others = scans
         if not others:
             raise InvalidArgument(
                 f"{self.name} is between runs, and there is one; name another, --with OTHER"
             )
-        return [self.collect(scan, options, first) for scan in others]
+        return [self._one(scan, options, first) for scan in others]
+
+    def _one(self, scan: Scan, options: Options, *first: Scan) -> xr.Dataset:
+        found = self.collect(scan.of_window() if self.of_window else scan, options, *first)
+        if options.within or (self.of_window and scan.has_window):
+            found.attrs[_ALONE] = f"computed from steps {scan.window[0]} to {scan.window[-1]} alone"
+        return found
 
     def __call__(
         self,
@@ -259,7 +286,8 @@ class Figure:
         size : tuple of float, optional
             Width and height of a new figure, in inches.
         **options
-            Of `Options`: ``population``, ``lattice``, ``colour``, ``plane``.
+            Of `Options`: ``population``, ``lattice``, ``colour``, ``plane``, ``steps``, ``within``,
+            ``min_still``.
 
         Returns
         -------
@@ -345,8 +373,15 @@ class Figure:
             curves.append(data)
             label = group.label if same is None else f"{group.label} (same as no. {same})"
             look = Look(style=STYLES[style], run=label, number=number, runs=runs, band=band)
-            self.draw(ax, data, look)
+            self._draw(ax, data, look)
         _scale(ax, log)
+
+    def _draw(self, ax: Axes, data: xr.Dataset, look: Look) -> None:
+        from trajstore.analysis.figures.axes_marks import note  # which knows what a `Look` is
+
+        if _ALONE in data.attrs:
+            note(ax, data.attrs[_ALONE])
+        self.draw(ax, data, look)
 
 
 def _after_the_first(groups: Sequence[Group]) -> list[Group]:
@@ -417,7 +452,12 @@ def prepared(ds: xr.Dataset, figures: Sequence[Figure], options: Options) -> Sca
     for figure in figures:
         lattice = options.lattice if figure.on_lattice else "native"
         measures[lattice] = (*measures.get(lattice, ()), *figure.measures)
-    return Scan(ds, measures)
+    return windowed_scan(ds, options.steps, within=options.within, measures=measures)
+
+
+def after_first_row(data: xr.Dataset, scan: Scan) -> xr.Dataset:
+    """What is shown of the steps that were taken: of the first row, none was."""
+    return data.isel(step=slice(int(scan.window[0] == scan.steps[0]), None))
 
 
 def compute_together(lazy: Sequence[xr.Dataset], report: Report | None = None) -> list[xr.Dataset]:

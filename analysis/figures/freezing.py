@@ -43,15 +43,44 @@ def _of_tokens(facts: xr.Dataset, scan: Scan, options: Options) -> xr.Dataset:
     """Facts per token, who belongs to the populations to be shown, and the last step."""
     shown = options.populations(scan)
     _, members = chosen_populations(scan.ds, shown)
-    return facts.assign(member=(("population", "token"), members)).assign_coords(
-        population=shown, first_step=int(scan.steps[0]), last_step=int(scan.steps[-1])
+    facts = facts.assign(member=(("population", "token"), members)).assign_coords(
+        population=shown, first_step=int(scan.window[0]), last_step=int(scan.window[-1])
+    )
+    return _with_end(facts, scan, options)
+
+
+def _with_end(facts: xr.Dataset, scan: Scan, options: Options) -> xr.Dataset:
+    """The same, with the end of the run, which decides what is still for good."""
+    return facts.assign_attrs(run_end=int(scan.steps[-1]), min_still=options.min_still)
+
+
+def _shade_end(ax: Axes, data: xr.Dataset, look: Look, first: int, last: int) -> None:
+    """Shade the steps after which the run ends too soon to call a still token frozen."""
+    end, min_still = data.attrs["run_end"], data.attrs["min_still"]
+    if last <= end - min_still:
+        return
+    label = f"last {min_still:,} steps: a token that moves here is not called frozen"
+    known = label in ax.get_legend_handles_labels()[1]
+    name = f"end {end} {last}"
+    if any(patch.get_gid() == name for patch in ax.patches):
+        return  # of another run, which ends there, too
+    ax.axvspan(
+        max(first, end - min_still),
+        last,
+        color=look.style.grid,
+        alpha=0.35,
+        lw=0,
+        zorder=0,
+        gid=name,
+        label="" if known else label,
     )
 
 
 def _freeze(scan: Scan, options: Options) -> xr.Dataset:
     shown = options.populations(scan)
-    facts = freezing.freeze(scan, lattice=options.lattice)
-    return facts[["still_fraction", "frozen_fraction"]].sel(population=shown)
+    facts = freezing.freeze(scan, options.min_still, options.lattice)
+    facts = facts[["still_fraction", "frozen_fraction"]].sel(population=shown)
+    return _with_end(facts, scan, options)
 
 
 @figure(_freeze, measures=("moved",), on_lattice=True, overlays=True, averages=True, bounds=(0, 1))
@@ -66,6 +95,9 @@ def freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.set_ylim(-0.02, 1.02)
     lines = "whole: share of the tokens whose last motion is past; dotted: that stood still then"
     spread_note(ax, look, alone=lines)
+    end, min_still = data.attrs["run_end"], data.attrs["min_still"]
+    note(ax, f"never again: still until the last step, {end:,}, for at least {min_still:,} steps")
+    _shade_end(ax, data, look, *data["step"].values[[0, -1]].tolist())
     with_legend(ax)
 
 
@@ -83,7 +115,7 @@ def last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
     for kind, population in enumerate(populations):
         steps = data["last_motion"].values[data["member"].sel(population=population).values]
         moved = steps[steps >= 0]
-        ends = (moved == last).sum()
+        ends = (moved > data.attrs["run_end"] - data.attrs["min_still"]).sum()
         ax.hist(
             moved,
             bins=edges.tolist(),
@@ -93,7 +125,7 @@ def last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
             alpha=0.6 if look.alone else 1,
             label=look.label(
                 f"{named(population)} ({steps.size:,}): {steps.size - moved.size:,} never moved, "
-                f"{ends:,} still moved at the last step",
+                f"{ends:,} moved in the last {data.attrs['min_still']:,} steps",
                 kind,
             ),
         )
@@ -101,6 +133,14 @@ def last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.set_xlabel("optimizer step of the last motion")
     ax.set_ylabel(f"tokens in {(last - first) / (edges.size - 1):.3g} steps")
     ax.grid(True, axis="y")
+    _shade_end(ax, data, look, first, last)
+    everyone = data["last_motion"].values[data["member"].values.any(0)]
+    beyond = int((everyone > last).sum()), int(((everyone >= 0) & (everyone < first)).sum())
+    if any(beyond):
+        note(
+            ax,
+            f"not shown: {beyond[1]:,} tokens moved last before these steps, {beyond[0]:,} after",
+        )
     with_legend(ax)
 
 
@@ -125,6 +165,7 @@ def lifecycle(ax: Axes, data: xr.Dataset, look: Look) -> None:
     along_steps(ax, "share of the tokens past it")
     ax.set_xlim(first, max(int(data["last_step"]), first + 1))
     ax.set_ylim(-0.02, 1.02)
+    _shade_end(ax, data, look, first, int(data["last_step"]))
     note(ax, "small: single or neighbour; a token without such a motion is past it from the start")
     with_legend(ax)
 

@@ -19,7 +19,7 @@ from trajstore.analysis.figures.axes_marks import (
     with_legend,
     with_units,
 )
-from trajstore.analysis.figures.figure import Figure, Look, Options, figure
+from trajstore.analysis.figures.figure import Figure, Look, Options, after_first_row, figure
 from trajstore.analysis.figures.style import POPULATION_COLOURS, population_colour, shades
 from trajstore.analysis.motion import collective, norms, resume_seams, velocity
 from trajstore.analysis.motion.autocorrelation import autocorrelation as autocorrelation_at
@@ -80,12 +80,11 @@ def _zeros(data: xr.Dataset, look: Look) -> str:
 def _gradients(scan: Scan, options: Options) -> xr.Dataset:
     lengths = norms.grad_norms(scan)
     lengths = lengths.assign_attrs(units=f"{lengths.attrs['units']} per unit of W")
-    return _bands(lengths, scan, options).isel(step=slice(1, None))
+    return after_first_row(_bands(lengths, scan, options), scan)
 
 
 def _displacement(scan: Scan, options: Options) -> xr.Dataset:
-    since = int(scan.steps[0])
-    return _bands(norms.displacement(scan, since), scan, options).isel(step=slice(1, None))
+    return after_first_row(_bands(norms.displacement(scan), scan, options), scan)
 
 
 def _speed(scan: Scan, options: Options) -> xr.Dataset:
@@ -177,7 +176,7 @@ def _autocorrelation(scan: Scan, options: Options) -> xr.Dataset:
     return found[["autocorrelation"]].sel(population=shown)
 
 
-@figure(_autocorrelation, rows=3, overlays=True, reading="lags")
+@figure(_autocorrelation, rows=3, overlays=True, of_window=True, reading="lags")
 def autocorrelation(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """How long motion keeps its direction."""
     values = data["autocorrelation"].transpose("population", "lag").values

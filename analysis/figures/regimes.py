@@ -70,7 +70,7 @@ def _causes(scan: Scan, options: Options) -> xr.Dataset:
     found = freeze_causes.freeze_cause(scan, lattice=options.lattice)
     counts = count_by_population(found, len(freeze_causes.CAUSES), "cause")
     census = _census(counts.assign_coords(cause=list(freeze_causes.CAUSES)), scan, options)
-    return census.assign(lr=scan.ds["lr"].isel(step=slice(1, None)))
+    return census.assign(lr=scan.ds["lr"].sel(step=census["step"]))
 
 
 @figure(_causes, on_lattice=True, reading="moments", scales=False)

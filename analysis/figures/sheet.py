@@ -252,4 +252,6 @@ def check_target(path: Path, *, dpi: int, overwrite: bool) -> None:
     if not 10 <= dpi <= 1200:
         raise InvalidArgument(f"got {dpi} dots per inch, expected 10 to 1,200")
     if path.exists() and not overwrite:
-        raise RunExists(f"{path} is already there; choose another name, or overwrite it")
+        raise RunExists(
+            f"{path} is already there; choose another name, or overwrite it (--overwrite)"
+        )

@@ -15,7 +15,7 @@ from trajstore.analysis.figures.axes_marks import (
     spread_note,
     with_legend,
 )
-from trajstore.analysis.figures.figure import Look, Options, figure
+from trajstore.analysis.figures.figure import Look, Options, after_first_row, figure
 from trajstore.analysis.figures.style import CAUSE_COLOURS, POPULATION_COLOURS
 from trajstore.analysis.model import logit_statistics
 from trajstore.analysis.optimizer import underflow_line
@@ -31,7 +31,7 @@ __all__ = ["logits", "loss", "moments", "parameters"]
 
 def _loss(scan: Scan, options: Options) -> xr.Dataset:
     input_checks.variables(scan.ds, "loss")
-    return scan.ds[["loss"]]
+    return scan.in_window(scan.ds[["loss"]])
 
 
 @figure(_loss, rows=1, overlays=True, averages=True, of_populations=False)
@@ -64,7 +64,7 @@ def _logits(scan: Scan, options: Options) -> xr.Dataset:
             f"the softmax is over all {whole:,} tokens of the vocabulary, and {here:,} are here; "
             "ask about all tokens"
         )
-    return logit_statistics.logit_stats(scan).isel(step=slice(1, None))
+    return after_first_row(logit_statistics.logit_stats(scan), scan)
 
 
 @figure(_logits, scales=False, of_populations=False)
@@ -101,7 +101,7 @@ def _moments(scan: Scan, options: Options) -> xr.Dataset:
     return plane.assign(lr=scan.ds["lr"].isel(step=-1))
 
 
-@figure(_moments, reading="last row")
+@figure(_moments, of_window=True, reading="last row")
 def moments(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Adam's moments, and the line of underflow."""
     from matplotlib.colors import LogNorm
@@ -159,7 +159,9 @@ _NAMES = 40
 
 def _parameters(scan: Scan, options: Options) -> xr.Dataset:
     input_checks.variables(scan.ds, "param_update_lost")
-    lost = scan.ds["param_update_lost"].isel(step=slice(1, None))
+    lost = after_first_row(scan.in_window(scan.ds[["param_update_lost"]]), scan)[
+        "param_update_lost"
+    ]
     every = -(-lost.size // _CELLS)
     thinned = lost.isel(step=slice(None, None, max(every, 1)))
     return xr.Dataset({"lost": thinned}, attrs={"every": every})

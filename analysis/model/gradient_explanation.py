@@ -16,6 +16,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument, StepNotFound, VariableNotRecorded
@@ -157,7 +158,10 @@ def _named(made: xr.DataArray) -> xr.Dataset:
             "share": share.assign_attrs(
                 long_name="share of the example in the explained gradient", units="1"
             ),
-            "by_share": order.assign_attrs(long_name="examples, the largest share first"),
+            "by_share": order.assign_attrs(
+                long_name="examples, the largest share first",
+                **flag_attributes({-1: "fewer_examples"}),
+            ),
         }
     )
 

@@ -8,6 +8,8 @@
     When tokens stop moving, bit for bit.
 ``level_crossings``
     When curves pass levels, for the first and for the last time.
+``moving_elements``
+    Elements of vectors that keep their tokens moving.
 ``norms``
     Lengths of vectors over the hidden dimension: gradients, and ways from where a token was.
 ``paths``
@@ -16,6 +18,8 @@
     Tokens × steps as layers: the tokens in the order in which they came to rest.
 ``resume_seams``
     Steps at which a history does not continue itself.
+``stillness``
+    How long a token is still before it counts as frozen.
 ``ulp_motion``
     Motion on the lattice of a type: hops, regimes, and the way into rest.
 ``velocity``

@@ -113,7 +113,7 @@ class _End:
         return result
 
 
-@quantity()
+@quantity(of_window=True)
 def autocorrelation(
     scan: Scan,
     lags: Sequence[int] | int = LAGS,

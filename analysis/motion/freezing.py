@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.motion.stillness import MIN_STILL
+from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.analysis.scan.lattice_points import lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
@@ -79,7 +81,7 @@ def _frozen_fraction(
 
 
 @quantity(measures=("moved",))
-def freeze(scan: Scan, min_still: int = 1, lattice: str = "native") -> xr.Dataset:
+def freeze(scan: Scan, min_still: int = MIN_STILL, lattice: str = "native") -> xr.Dataset:
     """When each token moved last, and how many have stopped for good.
 
     A token moves at a step when any bit of its row of W changed since the recorded row before;
@@ -92,7 +94,8 @@ def freeze(scan: Scan, min_still: int = 1, lattice: str = "native") -> xr.Datase
         With ``W`` (step, token, hidden), or a stored ``W_ulp_l1`` or ``delta`` of every step for
         the native lattice, or ``cells`` for that of bfloat16.
     min_still : int
-        Steps without motion that count as stillness, at least 1.
+        Steps without motion that count as stillness, at least 1. A token that has been still for
+        fewer at the end may as well be between two motions.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
         Type that W is rounded to.
 
@@ -114,7 +117,7 @@ def freeze(scan: Scan, min_still: int = 1, lattice: str = "native") -> xr.Datase
 
     Examples
     --------
-    >>> rest = freeze(ds)
+    >>> rest = freeze(ds, min_still=3)
     >>> rest.frozen_since.sel(token=[ord("e"), ord("z")]).values
     array([14, 17])
     >>> rest.frozen_fraction.sel(step=15).to_series().round(3).to_dict()
@@ -170,23 +173,26 @@ def freeze(scan: Scan, min_still: int = 1, lattice: str = "native") -> xr.Datase
         dask_gufunc_kwargs={"output_sizes": {"step": steps.size - 1, "population": len(names)}},
     )
     step = {"units": "1", **lattice_attributes(lattice)}
+    still = {**step, "min_still": min_still}
     return xr.Dataset(
         {
             "last_motion": per_token(last_motion).assign_attrs(
-                long_name="last step with motion, -1 if none", **step
+                long_name="last step with motion", **step, **flag_attributes({-1: "never"})
             ),
             "frozen_since": since.assign_attrs(
-                long_name="first recorded step after the last motion, -1 if not frozen", **step
+                long_name="first recorded step after the last motion",
+                **still,
+                **flag_attributes({-1: "not_frozen"}),
             ),
             "thaws": summary.isel(fact=_THAWS).assign_attrs(
-                long_name="motions after stillness", **step
+                long_name="motions after stillness", **still
             ),
             "moves": summary.isel(fact=_MOVES).assign_attrs(long_name="rows with motion", **step),
             "still_fraction": still_fraction.assign_attrs(
                 long_name="share of tokens that did not move", **step
             ),
             "frozen_fraction": frozen_fraction.assign_attrs(
-                long_name="share of tokens that never move again", **step
+                long_name="share of tokens that never move again", **still
             ),
         },
         coords={"population": names, "step": motion["step"]},

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.analysis.scan.quantity import QUANTITIES, quantity
 from trajstore.analysis.scan.running_state import fold_tokens
 from trajstore.analysis.scan.scan import Scan
@@ -182,9 +183,9 @@ def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> 
                 dims=("level", *curve.dims[1:]),
                 coords=coords,
                 attrs={
-                    "long_name": f"{which} step at which {curve.name} passes the level, {share}; "
-                    "-1 if none",
+                    "long_name": f"{which} step at which {curve.name} passes the level, {share}",
                     "units": "1",
+                    **flag_attributes({-1: "never"}),
                 },
             )
             for number, which in enumerate(("first", "last"))

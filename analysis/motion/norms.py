@@ -120,7 +120,7 @@ def _without_first(block: Array, block_info: Any = None) -> Array:
 
 
 @quantity()
-def displacement(scan: Scan, since: int | Literal["previous"] = 0) -> xr.DataArray:
+def displacement(scan: Scan, since: int | Literal["first", "previous"] = "first") -> xr.DataArray:
     """Distance of each token from where it was, ‖W_t − W_since‖₂.
 
     Parameters
@@ -128,9 +128,9 @@ def displacement(scan: Scan, since: int | Literal["previous"] = 0) -> xr.DataArr
     ds : Dataset
         With ``W`` (step, token, hidden), or ``delta`` of every step: of a run that holds no W, the
         changes are added up in float64, and are as exact as the file has them.
-    since : int or 'previous'
-        Step number of the reference, or the row before each. For ``'previous'`` a stored
-        ``W_step_norm`` is used where every row of the run is there.
+    since : int, 'first' or 'previous'
+        Step number of the reference, the first row, or the row before each. For ``'previous'`` a
+        stored ``W_step_norm`` is used where every row of the run is there.
 
     Returns
     -------
@@ -143,15 +143,20 @@ def displacement(scan: Scan, since: int | Literal["previous"] = 0) -> xr.DataArr
     StepNotFound
         If the run has no row of that step.
     InvalidArgument
-        If `since` is neither.
+        If `since` is none of these.
 
     Examples
     --------
     >>> displacement(ds).sel(step=[0, 1, 20], token=ord("e")).values.round(4)
     array([0.    , 0.0156, 0.2031], dtype=float32)
     """
-    if isinstance(since, bool) or not (since == "previous" or isinstance(since, int | np.integer)):
-        raise InvalidArgument(f"got since={since!r}, expected a step number or 'previous'")
+    if isinstance(since, bool) or not (
+        since in ("first", "previous") or isinstance(since, int | np.integer)
+    ):
+        raise InvalidArgument(f"got since={since!r}, expected a step number, 'first' or 'previous'")
+    if since == "first":
+        scan.require_rows(1, "displacement")
+        since = int(scan.steps[0])
     if since == "previous":
         distance = scan.step_norm()
         origin = "the previous row"

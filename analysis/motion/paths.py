@@ -75,7 +75,7 @@ def _walked(state: tuple[Array, list[Wide]]) -> Wide:
     return np.stack(done, 1) if done else np.empty((2, 0, len(start)))
 
 
-@quantity()
+@quantity(of_window=True)
 def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
     """How straight each token goes: displacement over length of the path, window by window.
 

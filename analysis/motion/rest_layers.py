@@ -12,6 +12,7 @@ import xarray as xr
 from trajstore.analysis.motion.freezing import freeze
 from trajstore.analysis.motion.ulp_motion import lattice_displacement, regimes
 from trajstore.analysis.scan.consecutive_rows import REGIMES
+from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.analysis.scan.quantity import takes_scan
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -175,7 +176,10 @@ def pool_layers(
             "settled": (
                 "layer",
                 settled,
-                {"long_name": "last motion of the last of its tokens to rest, -1 if none"},
+                {
+                    "long_name": "last motion of the last of its tokens to rest",
+                    **flag_attributes({-1: "never"}),
+                },
             ),
         },
         coords={

@@ -11,6 +11,7 @@ import xarray as xr
 
 from trajstore.analysis.motion.norms import check_order, order_label
 from trajstore.analysis.scan.consecutive_rows import REGIMES
+from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.analysis.scan.lattice_points import chosen_type, lattice_attributes, on_lattice
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.quantity import quantity, registered
@@ -72,7 +73,7 @@ def ulp(W: xr.DataArray | xr.Dataset | Scan, lattice: str = "native") -> xr.Data
         W = Scan(W)
     if isinstance(W, Scan):
         cells = W.lattice_type(lattice) and "W" not in W.ds
-        W = W.variable("cells" if cells else "W")
+        W = W.in_window(W.variable("cells" if cells else "W"))
     native = native_dtype(W)
     chosen = chosen_type(lattice, native)
     name = str(W.name or "W")  # in a task W itself would go along
@@ -187,8 +188,7 @@ def _regime(scan: Scan, lattice: str) -> xr.DataArray:
         .rename("regime")
         .assign_attrs(
             long_name="regime of the motion from the row before",
-            flag_values=np.arange(len(REGIMES), dtype=np.int8),
-            flag_meanings=" ".join(REGIMES),
+            **flag_attributes(REGIMES, np.int8),
             **lattice_attributes(lattice),
         )
     )
@@ -291,8 +291,9 @@ def lifecycle(scan: Scan, lattice: str = "native") -> xr.Dataset:
     return xr.Dataset(
         {
             name: step.isel(fact=number).assign_attrs(
-                long_name=f"last step in the regime {' or '.join(phase)}, -1 if none",
+                long_name=f"last step in the regime {' or '.join(phase)}",
                 units="1",
+                **flag_attributes({-1: "never"}),
                 **lattice_attributes(lattice),
             )
             for number, (name, phase) in enumerate(_PHASES.items())

@@ -14,6 +14,7 @@ from trajstore.analysis.optimizer.update_rule import AdamRule, next_weights
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.block_tasks import field, in_turn, over_hidden
 from trajstore.analysis.scan.consecutive_rows import changed_vectors, moved_vectors, tiles
+from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.analysis.scan.lattice_points import lattice_attributes
 from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan, native_dtype
@@ -388,8 +389,7 @@ def freeze_cause(
         .rename("freeze_cause")
         .assign_attrs(
             long_name="why the token did not move",
-            flag_values=np.arange(len(CAUSES), dtype=np.int8),
-            flag_meanings=" ".join(CAUSES),
+            **flag_attributes(CAUSES, np.int8),
             **lattice_attributes(lattice),
         )
     )

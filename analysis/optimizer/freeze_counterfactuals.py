@@ -24,6 +24,7 @@ from trajstore.analysis.scan.block_tasks import (
     waiting,
 )
 from trajstore.analysis.scan.consecutive_rows import tiles
+from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.analysis.scan.lattice_points import chosen_type
 from trajstore.analysis.scan.population_statistics import count_by_population
 from trajstore.analysis.scan.quantity import quantity
@@ -140,8 +141,7 @@ def freeze_blame(
         {
             "blame": flags.assign_attrs(
                 long_name="whether the token would have moved",
-                flag_values=np.arange(len(OUTCOMES), dtype=np.int8),
-                flag_meanings=" ".join(OUTCOMES),
+                **flag_attributes(OUTCOMES, np.int8),
             ),
             "blame_margin": per_token(facts[:, _MARGIN].T, "counterfactual").assign_attrs(
                 long_name="largest update of a still step",

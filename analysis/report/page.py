@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import xarray as xr
 
 from trajstore.analysis.figures import FIGURES, Collected, Figure, Options, collect, draw_sheet
 from trajstore.analysis.figures.figure import compute_together, prepared
 from trajstore.analysis.figures.titles import run_system
+from trajstore.analysis.motion.stillness import MIN_STILL
 from trajstore.analysis.report.verdicts import evidence, latest, seam_verdict, verdicts
 from trajstore.analysis.results.run_summary import summary
+from trajstore.analysis.scan.scan import Scan
 from trajstore.byte_sizes import format_bytes
 from trajstore.errors import InvalidArgument, MissingExtra, RunExists, VariableNotRecorded
 from trajstore.integrity.verify import verify
@@ -29,6 +31,9 @@ from trajstore.store.reading.run_info import information
 from trajstore.store.storage.remote_path import Location, RunPath, local_path, location
 from trajstore.store.writing.create import staged_file
 from trajstore.version import __version__
+
+if TYPE_CHECKING:
+    from trajstore.exchange.selection import Steps
 
 __all__ = ["check_target", "drawn", "html_table", "verified", "write_page", "write_report"]
 
@@ -40,6 +45,9 @@ def write_report(
     run: RunPath,
     path: str | os.PathLike[str],
     *,
+    steps: Steps = None,
+    within: bool = False,
+    min_still: int = MIN_STILL,
     check: bool = False,
     overwrite: bool = False,
     report: Callable[[int, int], None] | None = None,
@@ -52,6 +60,13 @@ def write_report(
         Also one that is being recorded.
     path : path-like
         Of the page; ends in ``.html``.
+    steps : str, int, slice or iterable of int, optional
+        Window that the figures show, as for `analysis.compute`. Sentences and tables are about the
+        whole run.
+    within : bool
+        Have the whole page be about the rows of the window, as if the run had no others.
+    min_still : int
+        Steps without motion that make a token frozen, as for `analysis.freeze`.
     check : bool
         Verify every stored byte, and say so on the page; by default it says that nothing was.
     overwrite : bool
@@ -68,7 +83,12 @@ def write_report(
     MissingExtra
         Without Jinja2 or matplotlib.
     """
-    return write_page(path, lambda: _facts(location(run), check, report), overwrite=overwrite)
+    options = Options(steps=steps, within=within, min_still=min_still)
+
+    def facts() -> dict[str, Any]:
+        return _facts(location(run), options, check, report)
+
+    return write_page(path, facts, overwrite=overwrite)
 
 
 def write_page(
@@ -100,7 +120,9 @@ def check_target(target: Path, *, overwrite: bool) -> None:
     if target.suffix.lower() not in (".html", ".htm"):
         raise InvalidArgument(f"a report is a page of HTML; got {target}, expected NAME.html")
     if target.exists() and not overwrite:
-        raise RunExists(f"{target} is already there; choose another name, or overwrite it")
+        raise RunExists(
+            f"{target} is already there; choose another name, or overwrite it (--overwrite)"
+        )
 
 
 def seen(text: object) -> str:
@@ -127,13 +149,16 @@ def _template() -> Any:
     )
 
 
-def _facts(run: Location, check: bool, report: Callable[[int, int], None] | None) -> dict[str, Any]:
+def _facts(
+    run: Location, options: Options, check: bool, report: Callable[[int, int], None] | None
+) -> dict[str, Any]:
     info = information(run)
     ds = open_run(run)
     alone = [figure for figure in FIGURES.values() if not figure.between]
-    pictures, left_out = drawn([ds], alone, report)
-    scan = prepared(ds, [FIGURES["freeze"]], Options())
-    lazy, unknown = evidence(scan)
+    pictures, left_out = drawn([ds], alone, options, report)
+    scan = prepared(ds, [FIGURES["freeze"]], options).without_window()
+    ds = scan.ds
+    lazy, unknown = evidence(scan, options.min_still)
     found = dict(zip(lazy, compute_together(list(lazy.values())), strict=True))
     names, groups = populations(scan.ds)
     sizes = {name: int(group.sum()) for name, group in zip(names, groups, strict=True)}
@@ -141,7 +166,7 @@ def _facts(run: Location, check: bool, report: Callable[[int, int], None] | None
         {"title": f"{number:,} {name.replace('_', ' ')} tokens", "sentences": sentences}
         for name, number in sizes.items()
         if number and (name != "all" or len(sizes) == 1)
-        if (sentences := verdicts(found, name))
+        if (sentences := verdicts(found, name, options.min_still))
     ]
     general = [sentence for sentence in (_loss(ds), seam_verdict(found)) if sentence]
     general += [f"Not told: {name}, for {why}." for name, why in unknown.items()]
@@ -152,7 +177,7 @@ def _facts(run: Location, check: bool, report: Callable[[int, int], None] | None
         "system": run_system(ds),
         "span": span + (f", steps {steps['first']:,} to {steps['last']:,}" if steps else ""),
         "status": info["status"],
-        "caveats": _caveats(info),
+        "caveats": [*_window(scan, options), *_caveats(info)],
         "told": [*verdict_parts, {"title": "The run", "sentences": general}]
         if general
         else verdict_parts,
@@ -167,14 +192,25 @@ def _facts(run: Location, check: bool, report: Callable[[int, int], None] | None
     }
 
 
+def _window(scan: Scan, options: Options) -> list[str]:
+    """What of the page is about some of the steps only."""
+    if options.within:
+        alone = f"steps {scan.steps[0]:,} to {scan.steps[-1]:,} alone"
+        return [f"All sentences, tables and figures are computed from {alone}."]
+    if options.steps is not None:
+        return ["The figures show some of the steps; every number is that of the whole run."]
+    return []
+
+
 def drawn(
     runs: Sequence[xr.Dataset],
     figures: Sequence[Figure],
+    options: Options,
     report: Callable[[int, int], None] | None,
 ) -> tuple[list[dict[str, str]], Mapping[str, str]]:
     """Pictures of figures, each with its title, and by name those that cannot be drawn, and why."""
     try:
-        found = collect(runs, figures, Options(), leave_out=True, report=report)
+        found = collect(runs, figures, options, leave_out=True, report=report)
     except InvalidArgument as error:  # none of them: a run that has just begun
         return [], {"all": str(error)}
     made = []

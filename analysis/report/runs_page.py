@@ -7,15 +7,17 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
-from trajstore.analysis.figures import FIGURES
+from trajstore.analysis.figures import FIGURES, Options
 from trajstore.analysis.figures.titles import run_system
+from trajstore.analysis.motion.stillness import MIN_STILL
 from trajstore.analysis.report.page import drawn, html_table, verified, write_page
 from trajstore.analysis.results.run_summary import summary
 from trajstore.analysis.results.summary_table import summary_table
+from trajstore.analysis.scan.window import rows_of_window
 from trajstore.analysis.several.divergence import divergence
 from trajstore.errors import InvalidArgument, VariableNotRecorded
 from trajstore.store.reading.open_run import open_run
@@ -25,6 +27,9 @@ from trajstore.store.reading.run_table import final_loss, run_table
 from trajstore.store.storage.remote_path import location
 from trajstore.version import __version__
 
+if TYPE_CHECKING:
+    from trajstore.exchange.selection import Steps
+
 __all__ = ["write_runs_report"]
 
 
@@ -32,6 +37,9 @@ def write_runs_report(
     runs: Sequence[str],
     path: str | os.PathLike[str],
     *,
+    steps: Steps = None,
+    within: bool = False,
+    min_still: int = MIN_STILL,
     check: bool = False,
     overwrite: bool = False,
     report: Callable[[int, int], None] | None = None,
@@ -42,7 +50,7 @@ def write_runs_report(
     ----------
     runs : sequence of str
         At least two; also such as are being recorded.
-    path, check, overwrite, report
+    path, steps, within, min_still, check, overwrite, report
         As for `trajstore.analysis.report.write_report`.
 
     Raises
@@ -50,19 +58,27 @@ def write_runs_report(
     RunNotFound, FormatError, InvalidArgument, RunExists, MissingExtra
         As `trajstore.analysis.report.write_report`.
     """
-    return write_page(path, lambda: _facts(runs, check, report), overwrite=overwrite)
+    options = Options(steps=steps, within=within, min_still=min_still)
+    return write_page(path, lambda: _facts(runs, options, check, report), overwrite=overwrite)
 
 
 def _facts(
-    runs: Sequence[str], check: bool, report: Callable[[int, int], None] | None
+    runs: Sequence[str],
+    options: Options,
+    check: bool,
+    report: Callable[[int, int], None] | None,
 ) -> dict[str, Any]:
-    opened = {run: open_run(run) for run in runs}
+    whole = {run: open_run(run) for run in runs}
     found = {run: information(run) | {"final_loss": final_loss(run)} for run in runs}
-    attributes = [ds.attrs for ds in opened.values()]
+    attributes = [ds.attrs for ds in whole.values()]
     labels = dict(zip(runs, run_labels(attributes, runs), strict=True))
     differing = list(short_names(attributes, differing_settings(attributes)).values())
     figures = [figure for figure in FIGURES.values() if figure.overlays]
-    pictures, left_out = drawn(list(opened.values()), figures, report)
+    pictures, left_out = drawn(list(whole.values()), figures, options, report)
+    opened = {
+        run: rows_of_window(ds, options.steps) if options.within else ds
+        for run, ds in whole.items()
+    }
     statuses = Counter(run_status(facts) for facts in found.values())
     checked = {run: verified(location(run), check) for run in runs}
     sentences = {run: facts["verified"] for run, facts in checked.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,11 @@ from trajstore.populations.masks import populations
 __all__ = ["evidence", "verdicts"]
 
 
-def evidence(scan: Scan) -> tuple[dict[str, xr.Dataset], dict[str, str]]:
+def evidence(scan: Scan, min_still: int) -> tuple[dict[str, xr.Dataset], dict[str, str]]:
     """What the sentences need, lazy, and by name what cannot be sentences, and why."""
-    questions = {
+    questions: dict[str, Callable[[Scan], xr.Dataset]] = {
         "gradients": _gradients,
-        "rest": _rest,
+        "rest": partial(_rest, min_still=min_still),
         "causes": _causes,
         "seams": _seams,
     }
@@ -44,9 +46,9 @@ def _gradients(scan: Scan) -> xr.Dataset:
     return xr.Dataset({"counts": counts.sum("step")})
 
 
-def _rest(scan: Scan) -> xr.Dataset:
+def _rest(scan: Scan, min_still: int) -> xr.Dataset:
     names, groups = populations(scan.ds)
-    facts = freeze(scan)[["last_motion", "frozen_since", "moves"]]
+    facts = freeze(scan, min_still)[["last_motion", "frozen_since", "moves"]]
     return facts.assign(member=(("population", "token"), groups)).assign_coords(population=names)
 
 
@@ -59,7 +61,7 @@ def _causes(scan: Scan) -> xr.Dataset:
     return xr.Dataset({"counts": counts.sum("step").assign_coords(cause=list(CAUSES))})
 
 
-def verdicts(found: dict[str, xr.Dataset], population: str) -> list[str]:
+def verdicts(found: dict[str, xr.Dataset], population: str, min_still: int) -> list[str]:
     """Sentences about one population.
 
     Parameters
@@ -68,12 +70,14 @@ def verdicts(found: dict[str, xr.Dataset], population: str) -> list[str]:
         `evidence`, computed.
     population : str
         That has tokens.
+    min_still : int
+        As `evidence` got it.
     """
     sentences: list[str] = []
     if "gradients" in found:
         sentences.append(_of_gradients(found["gradients"]["counts"].sel(population=population)))
     if "rest" in found:
-        sentences.append(_of_rest(found["rest"], population))
+        sentences.append(_of_rest(found["rest"], population, min_still))
     if "causes" in found:
         sentences.append(_of_causes(found["causes"]["counts"].sel(population=population)))
     return [sentence for sentence in sentences if sentence]
@@ -87,21 +91,22 @@ def _of_gradients(counts: xr.DataArray) -> str:
     return f"{share:.1%} of their gradients were exactly zero: {zero:,} of {zero + other:,}."
 
 
-def _of_rest(rest: xr.Dataset, population: str) -> str:
+def _of_rest(rest: xr.Dataset, population: str, min_still: int) -> str:
     member = rest["member"].sel(population=population).values
     since, last = rest["frozen_since"].values[member], rest["last_motion"].values[member]
     frozen = since >= 0
+    still = f"still for {min_still:,} step{'s' * (min_still > 1)} or more at the end"
     if not frozen.any():
-        return "All of them moved at the last row."
+        return f"None of them was frozen: {still}."
     if frozen.all():
         first, final = int(since.min()), int(since.max())
         when = f"by step {final:,}" if first < final else f"at step {final:,}"
-        return f"All of them were frozen {when}" + (
-            f", the first at step {first:,}." if first < final else "."
+        return f"All of them were frozen {when}, {still}" + (
+            f"; the first at step {first:,}." if first < final else "."
         )
     never = int((last < 0).sum())
     return (
-        f"{int(frozen.sum()):,} of {frozen.size:,} were frozen at the end ({frozen.mean():.1%}), "
+        f"{int(frozen.sum()):,} of {frozen.size:,} were frozen ({frozen.mean():.1%}), {still}, "
         f"the first at step {int(since[frozen].min()):,}"
         + (f"; {never:,} never moved." if never else ".")
     )

@@ -120,7 +120,7 @@ def summary(ds: xr.Dataset, lattice: str = "native") -> xr.Dataset:
             )
     if "loss" in ds:
         parts["loss"] = ds["loss"].isel(step=trained).rename(step="when").drop_vars("when")
-    parts["displacement"] = _table(displacement(ds, since=int(steps[0])).isel(step=-1, drop=True))
+    parts["displacement"] = _table(displacement(ds).isel(step=-1, drop=True))
     if "W" in ds:
         parts["centroid_norm"] = _ends(ds, groups, len(names))
     if "logits" in ds:

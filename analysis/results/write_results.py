@@ -14,6 +14,7 @@ import dask
 import numpy as np
 import xarray as xr
 
+from trajstore.analysis.scan.flags import flags_of, is_category
 from trajstore.analysis.scan.task_progress import Report, compute_all
 from trajstore.errors import InvalidArgument, MissingExtra, RunExists
 from trajstore.store.storage.remote_path import local_path
@@ -47,10 +48,11 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
     Returns
     -------
     dict
-        Per variable: ``sizes``, ``units``, ``long_name``, ``nan`` (how many), and ``min``,
-        ``mean`` and ``max`` of the others; NaN if there is none. Of one along population also
-        ``populations``: the same four of each by itself. Of a small table of counts also
-        ``values``, and ``labels`` along each dimension.
+        Per variable: ``sizes``, ``units``, ``long_name``, ``flags`` (how many have each value that
+        is no number, by its meaning), ``nan`` (how many), and ``min``, ``mean`` and ``max`` of the
+        others; NaN if there is none. Of one along population also ``populations``: the same of
+        each by itself. Of a small table of counts also ``values``, and ``labels`` along each
+        dimension.
     """
     parts: dict[tuple[Any, str | None], xr.DataArray] = {
         (name, None): whole for name, whole in result.data_vars.items()
@@ -72,12 +74,18 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
     values = dict(zip(lazy, compute_all([*lazy.values()], report), strict=True))
 
     def facts_of(name: Any, population: str | None) -> dict[str, Any]:
-        return {
+        numbers = {
             fact: values[name, population, fact].item()
             if (name, population, fact) in lazy
             else none
             for fact, none in _OF_NOTHING.items()
         }
+        part = parts[name, population]
+        counts = {
+            meaning: values[name, population, meaning].item() if part.size else 0
+            for meaning in flags_of(part).values()
+        }
+        return {**numbers, "size": part.size, "flags": counts}
 
     return {
         str(name): {
@@ -96,11 +104,16 @@ _OF_NOTHING: dict[str, float] = {"min": nan, "mean": nan, "max": nan, "nan": 0}
 
 
 def _extremes(array: xr.DataArray) -> dict[str, xr.DataArray]:
-    return {
+    flags = flags_of(array)
+    counts = {meaning: (array == value).sum() for value, meaning in flags.items()}
+    if is_category(array):
+        return counts
+    array = array.where(~array.isin([*flags])) if flags else array
+    return counts | {
         "min": array.min(),
         "mean": array.astype(np.float64).mean(),
         "max": array.max(),
-        "nan": array.isnull().sum(),
+        "nan": xr.zeros_like(array.sum(), int) if flags else array.isnull().sum(),
     }
 
 
@@ -176,7 +189,8 @@ def write_result(
     taken = [str(part) for part in parts if part.exists()]
     if taken and not overwrite:
         raise RunExists(
-            f"{', '.join(taken)} is already there; choose another name, or overwrite it"
+            f"{', '.join(taken)} is already there; choose another name, or overwrite it "
+            "(--overwrite)"
         )
     for part in parts:
         _check_replaceable(part)

@@ -4,6 +4,8 @@
     Tasks about the blocks of an array: of whole vectors, of last rows, and in what order.
 ``consecutive_rows``
     One pass over a block of rows for everything that is asked about the way between rows.
+``flags``
+    Values that are categories, or stand for no number, with CF's attributes.
 ``input_checks``
     What every question checks first: one run, what it holds, its steps and its optimizer.
 ``lattice_points``
@@ -18,4 +20,6 @@
     A Dataset prepared for scans: blocks of rows, and the last row of the block before each.
 ``task_progress``
     Computing, and telling how far it is: on dask's local schedulers, and on clusters.
+``window``
+    Windows of steps: what of a run is shown, or all that is looked at.
 """

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan import input_checks
+from trajstore.analysis.scan.flags import flags_of
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.populations.masks import (
@@ -20,6 +21,7 @@ from trajstore.populations.masks import (
 
 __all__ = [
     "by_population",
+    "category_counts",
     "count_by_population",
     "over_groups",
     "statistics",
@@ -133,6 +135,24 @@ def _statistics(
             )
         out[np.isnan(chosen[..., -1])] = np.nan
     return result
+
+
+def category_counts(da: xr.DataArray) -> xr.DataArray:
+    """Number of tokens of each population in each category of a variable.
+
+    Parameters
+    ----------
+    da : DataArray, (…, token)
+        All of whose values are flags, 0, 1, ….
+
+    Returns
+    -------
+    DataArray, int64 (…, population, category)
+    """
+    names = [meaning for value, meaning in sorted(flags_of(da).items()) if value >= 0]
+    counts = count_by_population(da, len(names), "category").assign_coords(category=names)
+    long_name = da.attrs.get("long_name", da.name)
+    return counts.assign_attrs(long_name=f"number of tokens by {long_name}", units="1")
 
 
 @checks_types

@@ -33,11 +33,15 @@ class Quantity:
         What it needs of the way between rows, with default options.
     only_native : bool
         Whether it refuses any lattice but that of W itself.
+    of_window : bool
+        Whether it describes the rows of a window of steps, as if there were no others, such as a
+        mean over them. By default its values are those of the whole run, and a window shows some.
     """
 
     function: Callable[..., xr.DataArray | xr.Dataset]
     measures: tuple[str, ...] = ()
     only_native: bool = False
+    of_window: bool = False
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -59,9 +63,9 @@ class Quantity:
             return "whole numbers"
         return "numbers" if types <= {int, float} else "text"
 
-    def on(self, lattice: str) -> dict[str, Any]:
-        """Options that ask it on a lattice; none if it knows of none."""
-        return {"lattice": lattice} if "lattice" in self.options else {}
+    def known(self, **options: Any) -> dict[str, Any]:
+        """Those of these options that it has."""
+        return {name: value for name, value in options.items() if name in self.options}
 
 
 def _types_in(hint: Any) -> set[Any]:
@@ -105,15 +109,35 @@ def takes_scan(
     return decorated
 
 
+def _windowed(
+    function: Callable[Concatenate[Scan, P], R], of_window: bool
+) -> Callable[Concatenate[Scan, P], R]:
+    """The same function, of a `Scan` that may have a window, as `Quantity.of_window` says."""
+
+    def windowed(scan: Scan, /, *arguments: P.args, **options: P.kwargs) -> R:
+        if not scan.has_window:
+            return function(scan, *arguments, **options)
+        if of_window:
+            return function(scan.of_window(), *arguments, **options)
+        return scan.in_window(function(scan.without_window(), *arguments, **options))
+
+    functools.update_wrapper(windowed, function)
+    return windowed
+
+
 def registered(
-    *, measures: tuple[str, ...] = (), only_native: bool = False, alone: bool = False
+    *,
+    measures: tuple[str, ...] = (),
+    only_native: bool = False,
+    of_window: bool = False,
+    alone: bool = False,
 ) -> Callable[[F], F]:
     """Decorator that adds a public function to `QUANTITIES`, or to `ALONE`.
 
     Parameters
     ----------
     measures : tuple of str
-    only_native : bool
+    only_native, of_window : bool
         As in `Quantity`.
     alone : bool
         Whether it is never computed together with others.
@@ -121,7 +145,10 @@ def registered(
 
     def register(function: F) -> F:
         (ALONE if alone else QUANTITIES)[function.__name__] = Quantity(
-            function=function, measures=measures, only_native=only_native
+            function=function,
+            measures=measures,
+            only_native=only_native,
+            of_window=of_window,
         )
         return function
 
@@ -129,14 +156,20 @@ def registered(
 
 
 def quantity(
-    *, measures: tuple[str, ...] = (), only_native: bool = False, alone: bool = False
+    *,
+    measures: tuple[str, ...] = (),
+    only_native: bool = False,
+    of_window: bool = False,
+    alone: bool = False,
 ) -> Callable[[Callable[Concatenate[Scan, P], R]], Callable[Concatenate[xr.Dataset | Scan, P], R]]:
     """Decorator of a quantity, written as a function of a `Scan`: `registered` and `takes_scan`."""
-    register = registered(measures=measures, only_native=only_native, alone=alone)
+    register = registered(
+        measures=measures, only_native=only_native, of_window=of_window, alone=alone
+    )
 
     def decorate(
         function: Callable[Concatenate[Scan, P], R],
     ) -> Callable[Concatenate[xr.Dataset | Scan, P], R]:
-        return register(takes_scan(function))
+        return register(takes_scan(_windowed(function, of_window)))
 
     return decorate

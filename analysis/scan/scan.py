@@ -6,8 +6,9 @@ dask nodes is made once, so each chunk is read once.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import dask.array as da
 import numpy as np
@@ -32,6 +33,7 @@ from trajstore.values.token_norms import result_dtype
 __all__ = ["Scan", "native_dtype"]
 
 Array = npt.NDArray[Any]
+T = TypeVar("T", bound=xr.DataArray | xr.Dataset)
 
 _DIMS = ("step", "token", "hidden")
 _BLOCK_BYTES = 32 << 20
@@ -77,6 +79,13 @@ class Scan:
     measures : mapping of str to sequence of str
         By lattice, of `MEASURES`: what is measured together, in one
         pass. A measure that is not among them has a pass of its own.
+    window : ndarray of int, (step,), optional
+        Recorded steps, increasing, that results are wanted of; by default all.
+
+    Attributes
+    ----------
+    window : ndarray of int64, (step,)
+        Steps that are shown. Facts about them come from all of `steps`.
 
     Raises
     ------
@@ -88,6 +97,7 @@ class Scan:
         self,
         ds: xr.Dataset,
         measures: Mapping[str, Sequence[str]] | None = None,
+        window: npt.NDArray[np.int64] | None = None,
     ) -> None:
         check_dataset(ds)
         check_single_run(ds)
@@ -103,6 +113,7 @@ class Scan:
             raise InvalidArgument(
                 "the steps of this Dataset do not increase; sort it by step, and keep each once"
             )
+        self.window = self.steps if window is None else window
         self._measured_together: dict[str, tuple[str, ...]] = {}
         for lattice, asked in (measures or {}).items():
             known = self._measured_together.get(self._own_name(lattice), ())
@@ -118,6 +129,31 @@ class Scan:
     def rows(self) -> int:
         """Number of rows."""
         return int(self.steps.size)
+
+    @property
+    def has_window(self) -> bool:
+        """Whether only some of the steps are shown."""
+        return self.window.size < self.steps.size
+
+    def without_window(self) -> Scan:
+        """The same scan of the same blocks, all of whose steps are shown."""
+        whole = copy.copy(self)
+        whole.window = self.steps
+        return whole
+
+    def of_window(self) -> Scan:
+        """A scan of the rows of the window, as if there were no others."""
+        return Scan(self.in_window(self.ds), self._measured_together)
+
+    def in_window(self, result: T) -> T:
+        """The part of a result that the window shows; all of it, if it has no steps."""
+        if not self.has_window or "step" not in result.dims:
+            return result
+        rows = np.flatnonzero(np.isin(result["step"].values, self.window))
+        # A slice, where it is one, for dask takes that as it is.
+        whole = rows.size and rows.size == rows[-1] - rows[0] + 1
+        step = slice(int(rows[0]), int(rows[-1]) + 1) if whole else rows
+        return cast(T, result.isel(step=step))
 
     def require_rows(self, least: int, question: str) -> None:
         """Check that there are enough rows for a question.

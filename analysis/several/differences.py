@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
+from trajstore.analysis.scan.flags import flag_attributes
 from trajstore.errors import InvalidArgument
 from trajstore.store.reading.run_settings import settings
 from trajstore.values.ulp_lattice import unsigned_view
@@ -45,7 +46,9 @@ def first_step(differs: xr.DataArray) -> xr.DataArray:
         output_dtypes=[np.int64],
     )
     return first.assign_attrs(
-        long_name="first step at which any bit differs, -1 if none", units="1"
+        long_name="first step at which any bit differs",
+        units="1",
+        **flag_attributes({-1: "never"}),
     )
 
 

@@ -268,6 +268,7 @@ def test_a_census_is_printed() -> None:
     facts = {
         "census": {
             "sizes": {"cause": 2, "outcome": 2}, "min": 0, "mean": 1, "max": 9, "nan": 0,
+            "size": 4, "flags": {},
             "units": "1", "long_name": "census", "populations": {}, "values": [[1, 2000], [3, 4]],
             "labels": {"cause": ["lr", "moments"], "outcome": ["moves", "rests"]},
         }

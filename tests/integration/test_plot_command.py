@@ -56,6 +56,7 @@ def test_what_is_refused(run: Path, trajstore_cli: Callable[..., Any], tmp_path:
         (("all", "--log", "y"), 2, "log goes with a single kind"),
         (("regimes", "--log", "y"), 2, "leave out log"),
         (("loss", "--steps", "5:2"), 2, "no recorded step is in '5:2'"),
+        (("loss", "--within"), 2, "within without steps"),
         (("loss", "--tokens", "999"), 2, "token 999 was not recorded"),
         (("freeze", "--population", "mostly_dead"), 2, "expected dead, live, all"),
         (("loss", "--lattice", "float32"), 2, "loss knows of no lattice"),
@@ -65,7 +66,8 @@ def test_what_is_refused(run: Path, trajstore_cli: Callable[..., Any], tmp_path:
         error = trajstore_cli("plot", run, *arguments, rc=code).stderr
         assert sentence in " ".join(error.split()), arguments
     file.write_text("mine")
-    assert "already there" in trajstore_cli("plot", run, "loss", "-o", file, rc=2).stderr
+    refused = trajstore_cli("plot", run, "loss", "-o", file, rc=2).stderr
+    assert "already there; choose another name, or overwrite it (--overwrite)" in refused
     assert file.read_text() == "mine"
     trajstore_cli("plot", run, "loss", "-o", file, "--overwrite")
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]

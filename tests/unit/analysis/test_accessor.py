@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import pydoc
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import xarray as xr
 
 import trajstore.analysis.figures
 from trajstore import open_run
+from trajstore.analysis.motion.stillness import MIN_STILL
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
 
 
@@ -34,6 +37,20 @@ def test_a_run_is_written_to_netcdf(small_run: tuple[Path, Any], tmp_path: Path)
         assert (again.W.values.view("u4") == ds.W[:3].values.view("u4")).all()
         assert again.token_text.values.tolist() == ds.token_text.values.tolist()
         assert json.loads(again.attrs["config"]) == ds.attrs["config"] == {"why": "a test"}
+
+
+def test_help_shows_what_methods_take(small_run: tuple[Path, Any]) -> None:
+    pytest.importorskip("matplotlib")
+    ds = open_run(small_run[0])
+    shown = pydoc.plain(pydoc.render_doc(ds.traj.freeze))
+    assert "freeze(min_still: 'int' = 50, lattice: 'str' = 'native')" in shown
+    assert "When each token moved last, and how many have stopped for good." in shown
+    shown = pydoc.plain(pydoc.render_doc(ds.traj.plot.last_motion))
+    assert "last_motion(ax: 'Axes | None' = None, *, other:" in shown
+    assert "lattice: 'str' = 'native'" in shown
+    assert f"min_still: 'int' = {MIN_STILL}" in shown
+    assert "When the tokens moved for the last time." in shown
+    assert "lattice" not in str(inspect.signature(ds.traj.plot.loss))
 
 
 def test_every_kind_is_a_method() -> None:

@@ -14,8 +14,10 @@ import xarray as xr
 from trajstore import analysis
 from trajstore.analysis.registry import QUANTITIES
 from trajstore.analysis.results.write_results import describe
+from trajstore.analysis.scan.flags import NO_ROW_BEFORE, flags_of, with_flag
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.exchange.selection import select_part
 
 ADAM = {
     "class": "torch.optim.adamw.AdamW",
@@ -46,6 +48,15 @@ def run(make_run, walk):
 def function_result(name: str, ds: xr.Dataset) -> dict[str, xr.DataArray]:
     result = getattr(analysis, name)(ds)
     return {name: result} if isinstance(result, xr.DataArray) else dict(result.data_vars)
+
+
+def check_with_every_step(together: xr.DataArray, alone: xr.DataArray) -> None:
+    """The same; where the first row has no value, whole numbers have one that says so."""
+    if "step" in alone.dims:
+        padded = alone.dtype.kind == "i" and alone.sizes["step"] < together.sizes["step"]
+        alone = with_flag(alone, -1, NO_ROW_BEFORE) if padded else alone
+        together = together.sel(step=alone.step)
+    xr.testing.assert_identical(together, alone)
 
 
 def in_blocks(ds: xr.Dataset, step: int, token: int, hidden: int) -> xr.Dataset:
@@ -83,9 +94,7 @@ def test_together_they_are_what_they_are_alone(run, chunks):
     assert together.sizes["step"] == run.sizes["step"]
     for name in QUANTITIES:
         for key, alone in dask.compute(function_result(name, run))[0].items():
-            got = together[key]
-            got = got.sel(step=alone.step) if "step" in alone.dims else got
-            xr.testing.assert_identical(got, alone)
+            check_with_every_step(together[key], alone)
 
 
 ON_LATTICES = ("regimes", "freeze", "lifecycle", "lattice_displacement", "ulp", "distinct")
@@ -99,9 +108,7 @@ def test_a_lattice_is_of_those_that_know_of_it(run):
         alone = getattr(analysis, name)(run, lattice="float16")
         found = {name: alone} if isinstance(alone, xr.DataArray) else alone.data_vars
         for key, array in found.items():
-            got = together[key]
-            got = got.sel(step=array.step) if "step" in array.dims else got
-            xr.testing.assert_identical(got, array)
+            check_with_every_step(together[key], array)
         assert analysis.answer(run, [name], lattice="float16").identical(
             analysis.answer(run, [name], ["lattice=float16"])
         )
@@ -111,7 +118,7 @@ def test_a_lattice_that_nobody_knows_of_is_refused(run):
     for names in (["speed"], ["speed", "grad_norms"]):
         with pytest.raises(InvalidArgument, match=r"lattice='float16' with speed.*freeze_cause"):
             analysis.answer(run, names, lattice="float16")
-    with pytest.raises(InvalidArgument, match="two lattices, 'float16' and 'float32'"):
+    with pytest.raises(InvalidArgument, match="lattice twice, 'float16' and 'float32'"):
         analysis.answer(run, ["freeze"], ["lattice=float32"], lattice="float16")
     with pytest.raises(InvalidArgument, match="lattice='int8'"):
         analysis.answer(run, ["freeze"], ["lattice=int8"])
@@ -121,9 +128,19 @@ def test_where_there_is_no_row_before_nothing_is_claimed(run):
     first = analysis.compute(run, ["regimes", "freeze", "seams", "speed"]).isel(step=0).compute()
     assert (first.regime == -1).all()
     assert (first.census == -1).all()
+    assert flags_of(first.census) == {-1: "no_row_before"}
+    assert flags_of(first.regime) == {-1: "no_row_before"} | dict(enumerate(analysis.REGIMES))
     assert first.still_fraction.isnull().all()
     assert first.speed.isnull().all()
     assert not first.seam.any()
+
+
+def test_categories_are_counted_by_population(run):
+    cause = analysis.freeze_cause(run).values
+    tokens = analysis.answer(run, ["freeze_cause"], by_population=True).tokens
+    for number, name in enumerate(analysis.CAUSES):
+        counted = tokens.sel(population="dead", category=name)
+        np.testing.assert_array_equal(counted, (cause[:, run.is_dead] == number).sum(1))
 
 
 def counting(ds: xr.Dataset, chunks: dict[str, int]) -> tuple[xr.Dataset, Counter]:
@@ -216,6 +233,33 @@ def test_a_quantity_takes_a_dataset_or_a_scan(run):
     parameters = inspect.signature(analysis.freeze).parameters
     assert list(parameters) == ["ds", "min_still", "lattice"]
     assert analysis.freeze(Scan(run), 2).identical(analysis.freeze(ds=run, min_still=2))
+
+
+@pytest.mark.parametrize("steps", ["9:17", "2:20:3"])
+@pytest.mark.parametrize("name", sorted(QUANTITIES.keys() - {"autocorrelation", "path_efficiency"}))
+def test_a_window_shows_what_the_whole_run_gives(name, steps, run):
+    (expected,) = dask.compute(function_result(name, run))
+    shown = select_part(run, steps=steps)["step"]
+    got = analysis.compute(run.chunk(step=5), [name], steps=steps).compute()
+    assert list(got) == list(expected)
+    for key, array in expected.items():
+        wanted = array.sel(step=shown) if "step" in array.dims else array
+        xr.testing.assert_identical(got[key], wanted)
+
+
+@pytest.mark.parametrize("name", QUANTITIES)
+def test_within_a_window_there_are_no_other_rows(name, run):
+    part = run.isel(step=slice(9, 17))
+    got = analysis.compute(run, [name], steps="9:17", within=True)
+    xr.testing.assert_identical(got, analysis.compute(part, [name]))
+    if QUANTITIES[name].of_window:
+        shown = analysis.compute(run, [name], steps="9:17")
+        xr.testing.assert_identical(shown, got)
+
+
+def test_within_needs_a_window(run):
+    with pytest.raises(InvalidArgument, match="within without steps"):
+        analysis.answer(run, ["freeze"], within=True)
 
 
 @pytest.mark.parametrize("name", QUANTITIES)

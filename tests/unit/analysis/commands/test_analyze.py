@@ -13,7 +13,10 @@ import pytest
 from click.testing import CliRunner, Result
 from watched_runs import HOSTILE, TOKENS, begin, extend
 
+from trajstore import analysis, open_run
+from trajstore.analysis.motion.stillness import MIN_STILL
 from trajstore.analysis.registry import ACROSS_RUNS, ALONE, QUANTITIES
+from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.cli import tables
 from trajstore.cli.main import main
 
@@ -156,11 +159,33 @@ def test_a_population_that_is_only_named_is_told_where_to_be_asked_of(tmp_path: 
     assert told.endswith("record it with --record all,batch\n")
 
 
+def test_categories_are_counted_and_have_no_mean(tmp_path: Path) -> None:
+    run = recorded(tmp_path / "run.zarr")
+    regime = analysis.regimes(open_run(run)).regime.values
+    jumps = (regime == REGIMES.index("jump")).sum()
+    lines = [" ".join(line.split()) for line in call("analyze", run, "regimes").stdout.splitlines()]
+    assert f"regime step 9 × token {TOKENS} 0" in lines
+    assert f"regime jump {jumps} of {regime.size} {jumps / regime.size:.1%}" in lines
+
+
+def test_a_window_is_noted(tmp_path: Path) -> None:
+    run = recorded(tmp_path / "run.zarr")
+    note = "every value is that of the whole run; --within computes from --steps alone"
+    assert note in call("analyze", run, "freeze", "--steps", "2:5").stdout
+    assert note not in call("analyze", run, "freeze", "--steps", "2:5", "--within").stdout
+    for options, number in (((), TOKENS), (("--min-still", 1), 0)):
+        facts = json.loads(call("analyze", run, "freeze", "--json", *options).stdout)
+        assert facts["frozen_since"]["flags"] == {"not_frozen": number}
+    done = call("analyze", run, "speed", "--min-still", 1, rc=2)
+    assert "got min_still=1 with speed, and it goes with freeze" in done.stderr
+    assert f"default: {MIN_STILL}." in " ".join(call("analyze", "--help").stdout.split())
+
+
 def test_what_minus_one_means_is_told_where_it_is_found(tmp_path: Path) -> None:
     said = call("analyze", recorded(tmp_path / "run.zarr"), "clusters").stdout
-    assert "Note: events: groups to which this happened since the row before; -1 in the" in said
-    assert "Note: cluster" not in said
+    lines = [" ".join(line.split()) for line in said.splitlines()]
+    assert "events all no_row_before 4 of 40 10.0%" in lines
+    assert not any(line.startswith("cluster outside") for line in lines)
     for name in ("cluster", "events", "herfindahl"):
-        assert all(
-            row.split()[-1] == "1" for row in said.splitlines() if row.startswith(f"  {name} ")
-        )
+        rows = [row for row in said.splitlines() if row.startswith(f"  {name} ")]
+        assert all(row.split()[-1] in ("1", "10.0%") for row in rows)

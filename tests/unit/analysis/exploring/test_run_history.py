@@ -21,9 +21,15 @@ def ds(tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
     return open_run(path)
 
 
+@pytest.fixture(autouse=True)
+def short_stillness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of runs that are shorter than the default."""
+    monkeypatch.setattr(run_history, "MIN_STILL", 3)
+
+
 def check_against_analysis(history: run_history.RunHistory, ds: xr.Dataset) -> None:
     """Everything but the positions, whose plane may be of fewer rows."""
-    rest = analysis.freeze(ds).compute()
+    rest = analysis.freeze(ds, run_history.MIN_STILL).compute()
     assert np.array_equal(history.steps, ds["step"])
     assert np.array_equal(history.regime, analysis.regimes(ds)["regime"])
     assert np.array_equal(history.last_motion, rest["last_motion"])

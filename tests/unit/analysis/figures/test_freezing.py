@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from matplotlib.figure import Figure as Canvas
 
 from trajstore import analysis
@@ -11,8 +12,8 @@ from trajstore.analysis.figures import FIGURES
 
 def test_freeze(run):
     for lattice in ("native", "float16"):
-        expected = analysis.freeze(run, lattice=lattice)
-        ax = FIGURES["freeze"](run, Canvas().subplots(), lattice=lattice)
+        expected = analysis.freeze(run, 4, lattice)
+        ax = FIGURES["freeze"](run, Canvas().subplots(), lattice=lattice, min_still=4)
         lines = iter(ax.lines)
         for population in ("dead", "live"):
             part = expected.sel(population=population)
@@ -20,12 +21,48 @@ def test_freeze(run):
             np.testing.assert_array_equal(next(lines).get_ydata(), part.still_fraction)
 
 
+def shaded(ax):
+    """From where to where the end of the run decides, and what the legend says of it."""
+    handles, labels = ax.get_legend_handles_labels()
+    return next(
+        ((part.get_x(), part.get_x() + part.get_width(), label)
+         for part, label in zip(handles, labels, strict=True) if label.startswith("last ")),
+        None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["freeze", "last-motion", "lifecycle"])
+def test_the_steps_that_the_end_decides_are_shaded(kind, run):
+    draw = FIGURES[kind]
+    first, last, label = shaded(draw(run, Canvas().subplots(), min_still=5))
+    assert (first, last) == (17, 22)
+    assert label.startswith("last 5 steps: ")
+    assert shaded(draw(run, Canvas().subplots(), min_still=5, steps="4:17")) is None
+    assert shaded(draw(run, Canvas().subplots(), min_still=5, steps="4:20"))[:2] == (17, 19)
+    within = draw(run, Canvas().subplots(), min_still=5, steps="4:20", within=True)
+    assert shaded(within)[:2] == (14, 19)
+    assert "computed from steps 4 to 19 alone" in within.texts[0].get_text()
+
+
+def test_a_window_shows_what_the_whole_run_gives(run):
+    expected = analysis.freeze(run, 3).frozen_fraction.sel(step=slice(8, 14), population="live")
+    ax = FIGURES["freeze"](run, Canvas().subplots(), steps="8:15", min_still=3)
+    line = ax.lines[2]
+    np.testing.assert_array_equal(line.get_xdata(), expected.step)
+    np.testing.assert_array_equal(line.get_ydata(), expected)
+    last = analysis.freeze(run).last_motion.values
+    ax = FIGURES["last-motion"](run, Canvas().subplots(), steps="8:15")
+    before, after = ((last >= 0) & (last < 8)).sum(), (last > 14).sum()
+    assert f"{before} tokens moved last before these steps, {after} after" in ax.texts[0].get_text()
+
+
 def test_last_motion(run):
     last = analysis.freeze(run).last_motion.values
-    ax = FIGURES["last-motion"](run, Canvas().subplots())
+    ax = FIGURES["last-motion"](run, Canvas().subplots(), min_still=4)
     dead = run.is_dead.values
     shown = {}
-    for label, bars in zip(("dead", "live"), ax.containers or ax.patches, strict=True):
+    bars_of_both = ax.containers or ax.patches[:2]
+    for label, bars in zip(("dead", "live"), bars_of_both, strict=True):
         patch = bars if not hasattr(bars, "patches") else bars.patches[0]
         shown[label] = patch
     for label, members in (("dead", dead), ("live", ~dead)):
@@ -33,9 +70,9 @@ def test_last_motion(run):
         counts, _ = np.histogram(last[members][last[members] >= 0], edges)
         outline = shown[label].get_path().vertices[:, 1]
         assert outline.max() == counts.max()
-        never, end = (last[members] < 0).sum(), (last[members] == 22).sum()
+        never, end = (last[members] < 0).sum(), (last[members] > 18).sum()
         (text,) = (t.get_text() for t in ax.get_legend().get_texts() if label in t.get_text())
-        assert f"({members.sum()}): {never} never moved, {end} still moved at the last step" in text
+        assert f"({members.sum()}): {never} never moved, {end} moved in the last 4 steps" in text
 
 
 def test_lifecycle(run):

@@ -77,13 +77,16 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_verdicts_are_those_of_the_analysis(letters: Path, tmp_path: Path) -> None:
-    html = write_report(letters, tmp_path / "page.html").read_text()
+    html = write_report(letters, tmp_path / "page.html", min_still=3).read_text()
     page = Page(html)
     ds = open_run(letters)
-    rest = analysis.freeze(ds).compute()
+    rest = analysis.freeze(ds, min_still=3).compute()
     dead = ds.is_dead.values
     assert "118 dead tokens" in page.told
-    assert f"All of them were frozen at step {rest.frozen_since.values[dead].max()}." in page.told
+    when = rest.frozen_since.values[dead].max()
+    assert (
+        f"All of them were frozen at step {when}, still for 3 steps or more at the end" in page.told
+    )
     cause = analysis.freeze_cause(ds).values[:, dead]
     still = cause[cause > 0]
     share = f"{(still == analysis.CAUSES.index('underflow')).mean():.1%}"
@@ -98,6 +101,25 @@ def test_verdicts_are_those_of_the_analysis(letters: Path, tmp_path: Path) -> No
     assert len(sources) == 2 * 3  # `parameters` of the model are not recorded
     assert all(str(source).startswith("data:image/png;base64,") for source in sources)
     assert not re.search(r"https?:|@import|url\(", html)
+
+
+def test_a_window_is_of_the_figures_or_of_the_whole_page(
+    letters: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only = {"loss": FIGURES["loss"], "freeze": FIGURES["freeze"]}
+    monkeypatch.setattr(report_page, "FIGURES", only)
+
+    def told(name: str, **options: Any) -> str:
+        return Page(write_report(letters, tmp_path / name, **options).read_text()).told
+
+    shown = told("shown.html", steps="12:19")
+    assert "The figures show some of the steps; every number is that of the whole run." in shown
+    assert "None of them was frozen: still for 50 steps or more at the end." in shown
+    assert "Displacement from step 0 to 20" in shown
+    within = told("within.html", steps="12:19", within=True, min_still=1)
+    assert "are computed from steps 12 to 18 alone." in within
+    assert "still for 1 step or more" in within
+    assert "Displacement from step 12 to 18" in within
 
 
 def test_texts_are_escaped_everywhere(tmp_path: Path) -> None:
