@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.text import Text
@@ -13,9 +15,22 @@ from trajstore.cli.errors import sentences
 from trajstore.cli.options import COMMON_STEPS, LATTICE, Choice, opened, runs_and_names
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out, print_notes
-from trajstore.errors import InvalidArgument
 
 __all__ = ["plot"]
+
+
+class _Size(click.ParamType[tuple[float, float]]):
+    """Width and height of a figure, in inches."""
+
+    name = "WxH"
+
+    def convert(self, value: str, param: Any, ctx: Any) -> tuple[float, float]:
+        """Numbers of a text such as 8x5."""
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)x(\d+(?:\.\d+)?)", value)
+        width, height = map(float, found.groups()) if found else (0.0, 0.0)
+        if not 1 <= min(width, height) <= max(width, height) <= 100:
+            self.fail(f"got {value!r}, expected WxH of 1 to 100 inches each, such as 8x5")
+        return width, height
 
 
 @click.command()
@@ -55,7 +70,16 @@ __all__ = ["plot"]
     help="Plane of trajectory.",
 )
 @COMMON_STEPS
-@click.option("--with", "other", type=click.Path(), help="A second run, in the same axes.")
+@click.option("--with", "other", type=click.Path(), help="One more run, also with other steps.")
+@click.option(
+    "--label",
+    "labels",
+    multiple=True,
+    help="Of each run, in their order; default: the settings in which they differ. Runs of one "
+    "label are shown as their mean and spread.",
+)
+@click.option("--title", help="In place of what is shown, and of which run.")
+@click.option("--size", type=_Size(), help="Width and height in inches, such as 8x5.")
 @click.option(
     "--style",
     type=Choice(("light", "dark")),
@@ -79,18 +103,22 @@ def plot(
     plane: str,
     common_steps: bool,
     other: str | None,
+    labels: tuple[str, ...],
+    title: str | None,
+    size: tuple[float, float] | None,
     style: str,
     dpi: int,
     overwrite: bool,
 ) -> None:
     """Draw figures of a run; several kinds, or `all`, make one sheet. Also while it is recorded.
 
-    Of several runs the mean and the spread between those that differ in their seeds only; kinds
-    that have no mean show each run.
+    Of several runs each has a line, labeled by the settings in which they differ; of more than
+    eight, those that differ in their seeds only have a mean and its spread. Kinds without lines
+    show each run in a panel of its own.
 
     Kinds are loss, gradients, displacement, speed, freeze, last-motion, lifecycle, regimes, causes,
     hops, stratigraphy, bulk-thermal, speed-density, centroid, trajectory, spectrum,
-    autocorrelation, moments, clusters, logits, parameters, seams.
+    autocorrelation, moments, clusters, logits, parameters, seams; of several runs divergence.
 
     \b
     Example:
@@ -100,7 +128,6 @@ def plot(
       trajstore plot gatsby.zarr displacement --with other.zarr --steps 0:500 -o both.svg
       trajstore plot runs/*.zarr gradients --population dead -o dead.png
     """
-    from trajstore.analysis.figures.across_runs import run_groups
     from trajstore.analysis.figures.figure import Options, check_matplotlib
     from trajstore.analysis.figures.registry import FIGURES, figures_named
     from trajstore.analysis.figures.sheet import check_target, collect, draw_sheet, save
@@ -108,21 +135,21 @@ def plot(
     from trajstore.exchange.selection import select_part
     from trajstore.populations.files import populations_from
     from trajstore.populations.named import with_populations
-    from trajstore.store.reading.open_runs import run_paths
+    from trajstore.store.reading.open_run import open_run
+    from trajstore.store.reading.run_paths import run_paths
     from trajstore.store.storage.remote_path import local_path
 
     check_matplotlib()
     paths, kinds = runs_and_names(words, {*FIGURES, "all"})
-    figures = figures_named(kinds)
     paths = run_paths(paths)
+    others = [] if other is None else run_paths([other])
+    figures = figures_named(kinds, len(paths) + len(others))
     several = len(paths) > 1
     stem = "runs" if several else Path(paths[0].rstrip("/")).name.removesuffix(".zarr")
     target = local_path(
         output or f"{stem}-{figures[0].name if len(figures) == 1 else 'figures'}.png"
     )
     check_target(target, dpi=dpi, overwrite=overwrite)
-    if several and other is not None:
-        raise InvalidArgument(f"got {len(paths)} runs, and another one with --with; leave it out")
     named = populations_from([population]) if population and "=" in population else {}
     chosen = next(iter(named), population)
     options = Options(
@@ -136,22 +163,23 @@ def plot(
     )
     if "all" not in kinds:
         for figure in figures:
-            figure.check(options, other=other is not None, log=log)
+            figure.check(options, log=log)
     ds = opened(paths, common_steps=common_steps)
     runs = each_run(ds) if several else [ds]
     runs = [
         select_part(with_populations(run, named), tokens=tokens)
-        for run in [*runs, *([] if other is None else [opened([other])])]
+        for run in [*runs, *map(open_run, others)]
     ]
     with AnalysisProgress() as progress:
         found = collect(
             runs,
             figures,
             options,
-            groups=run_groups(ds) if several else (),
+            labels=labels or None,
             leave_out="all" in kinds,
             report=progress.show,
         )
-    save(draw_sheet(found, style=style, log=log), target, dpi=dpi, overwrite=overwrite)
+    canvas = draw_sheet(found, style=style, log=log, title=title, size=size)
+    save(canvas, target, dpi=dpi, overwrite=overwrite)
     out.print(Text(f"Wrote {target}: {', '.join(figure.name for figure in found.figures)}."))
     print_notes(f"without {name}, for {why}" for name, why in found.left_out.items())

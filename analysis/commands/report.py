@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.text import Text
@@ -10,7 +11,7 @@ from rich.text import Text
 from trajstore.analysis.commands.step_options import STEPS, STILLNESS, WITHIN
 from trajstore.analysis.motion.stillness import MIN_STILL
 from trajstore.cli.errors import sentences
-from trajstore.cli.options import RUN
+from trajstore.cli.options import RUNS
 from trajstore.cli.progress import AnalysisProgress
 from trajstore.cli.tables import out
 
@@ -18,8 +19,10 @@ __all__ = ["report"]
 
 
 @click.command()
-@RUN
-@click.option("-o", "--output", type=click.Path(), help="The page; default: RUN.html.")
+@RUNS
+@click.option(
+    "-o", "--output", type=click.Path(), help="The page; default: RUN.html, of several runs.html."
+)
 @STEPS
 @WITHIN
 @STILLNESS
@@ -27,7 +30,7 @@ __all__ = ["report"]
 @click.option("--overwrite", is_flag=True, help="Replace a page that is there.")
 @sentences
 def report(
-    run: str,
+    runs: tuple[str, ...],
     output: str | None,
     steps: str | None,
     within: bool,
@@ -37,25 +40,33 @@ def report(
 ) -> None:
     """Write a page about a run: what happened, tables, figures, and how to reproduce it.
 
-    One file of HTML, which asks nothing of the network.
+    One file of HTML, which asks nothing of the network. Of several runs, or the folder of a sweep,
+    one page that compares them.
 
     \b
     Example:
       trajstore report gatsby.zarr
       trajstore report gatsby.zarr --verify -o gatsby.html
+      trajstore report runs/
     """
-    from trajstore.analysis.report import write_report
+    from trajstore.analysis.report import write_report, write_runs_report
+    from trajstore.store.reading.run_paths import run_paths
 
-    stem = Path(run.rstrip("/")).name.removesuffix(".zarr")
+    paths = run_paths(runs)
+    one = len(paths) == 1
+    stem = Path(paths[0].rstrip("/")).name.removesuffix(".zarr") if one else "runs"
+    target = output or f"{stem}.html"
     with AnalysisProgress() as progress:
-        target = write_report(
-            run,
-            output or f"{stem}.html",
-            steps=steps,
-            within=within,
-            min_still=min_still or MIN_STILL,
-            check=check,
-            overwrite=overwrite,
-            report=progress.show,
-        )
-    out.print(Text(f"Wrote {target}."))
+        how: Any = {
+            "steps": steps,
+            "within": within,
+            "min_still": min_still or MIN_STILL,
+            "check": check,
+            "overwrite": overwrite,
+            "report": progress.show,
+        }
+        if one:
+            written = write_report(paths[0], target, **how)
+        else:
+            written = write_runs_report(paths, target, **how)
+    out.print(Text(f"Wrote {written}."))

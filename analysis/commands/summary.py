@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from trajstore.cli.errors import sentences
-from trajstore.cli.options import JSON, LATTICE, POPULATIONS, RUN, given_populations
+from trajstore.cli.options import JSON, LATTICE, POPULATIONS, RUNS, given_populations
 from trajstore.cli.tables import out, print_json, print_notes, print_table, table, without_tokens
 
 if TYPE_CHECKING:
@@ -19,36 +19,61 @@ __all__ = ["summary"]
 
 
 @click.command()
-@RUN
+@RUNS
 @LATTICE
 @POPULATIONS
 @JSON
 @sentences
-def summary(run: str, lattice: str, populations: tuple[str, ...], as_json: bool) -> None:
+def summary(
+    runs: tuple[str, ...], lattice: str, populations: tuple[str, ...], as_json: bool
+) -> None:
     """Print the tables of the notebooks: gradients, displacement, centroid, logits, loss.
+
+    Of several runs, or the folder of a sweep, a table with a line for each, or a list with --json.
 
     \b
     Example:
       trajstore summary gatsby.zarr
       trajstore summary duckling.zarr --lattice bfloat16
       trajstore summary gatsby.zarr --population 'rare=0 < token_count <= 10'
+      trajstore summary runs/
     """
     from trajstore import analysis
+    from trajstore.analysis.results.summary_table import summary_table
     from trajstore.store.reading.open_run import open_run
+    from trajstore.store.reading.run_paths import run_paths
+    from trajstore.store.reading.run_settings import run_labels
 
-    ds = analysis.with_populations(open_run(run), given_populations(populations))
-    facts = analysis.summary(ds, lattice).compute()
+    given = given_populations(populations)
+    paths = run_paths(runs)
+    opened = [analysis.with_populations(open_run(path), given) for path in paths]
+    found = [analysis.summary(ds, lattice).compute() for ds in opened]
     if as_json:
-        print_json(
-            {
-                name: {"dims": list(da.dims), "values": da.values.tolist()}
-                for name, da in facts.variables.items()
-            }
-        )
+        listed = [_json_facts(facts) for facts in found]
+        if len(paths) > 1:
+            print_json([{"run": path, **facts} for path, facts in zip(paths, listed, strict=True)])
+        else:
+            print_json(listed[0])
         return
     if lattice != "native":
         out.print(f"W is rounded to {lattice}.")
-    print_summary(facts)
+    if len(paths) == 1:
+        print_summary(found[0])
+        return
+    labels = run_labels([ds.attrs for ds in opened], paths)
+    title, columns, rows = summary_table(dict(zip(labels, found, strict=True)))
+    printed = table(title, *columns)
+    printed.columns[0].no_wrap = False
+    for row in rows:
+        printed.add_row(*row)
+    print_table(printed)
+
+
+def _json_facts(facts: xr.Dataset) -> dict[str, dict[str, Any]]:
+    return {
+        str(name): {"dims": list(da.dims), "values": da.values.tolist()}
+        for name, da in facts.variables.items()
+    }
 
 
 def print_summary(summary: xr.Dataset) -> None:

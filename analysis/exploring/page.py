@@ -13,8 +13,8 @@ import numpy as np
 from trajstore.analysis.exploring import plots
 from trajstore.analysis.exploring.live_run import LiveRun
 from trajstore.analysis.exploring.tokens import cause_sentences, nearest, token_history
-from trajstore.analysis.figures.figure import described
 from trajstore.analysis.figures.style import CAUSE_COLOURS, REGIME_COLOURS, population_colour
+from trajstore.analysis.figures.titles import titled_runs
 
 __all__ = ["Page"]
 
@@ -319,7 +319,7 @@ class Page:
 
     def _show_status(self) -> None:
         seen = self._seen
-        texts = [f"<b>{html.escape(described(seen.ds))}</b>", html.escape(seen.standing)]
+        texts = [f"<b>{html.escape(titled_runs([seen.ds]))}</b>", html.escape(seen.standing)]
         texts.append(f"{seen.history.rows:,} rows")
         if seen.history.every > 1:
             texts.append(f"positions of every {seen.history.every}th row")

@@ -13,7 +13,7 @@ from typing import Any
 from trajstore.analysis.exploring.live_run import LiveRun
 from trajstore.analysis.exploring.page import Page
 from trajstore.analysis.exploring.plots import MANY
-from trajstore.analysis.figures.figure import run_name
+from trajstore.analysis.figures.titles import run_name
 from trajstore.errors import InvalidArgument, MissingExtra
 
 __all__ = ["address", "check_panel", "free_port", "serving"]

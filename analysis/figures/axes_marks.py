@@ -11,7 +11,6 @@ import numpy as np
 import xarray as xr
 
 from trajstore.analysis.figures.figure import Look
-from trajstore.analysis.figures.style import population_colour
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -22,10 +21,12 @@ if TYPE_CHECKING:
 __all__ = [
     "along_steps",
     "log_scale",
+    "name_kinds",
     "named",
     "note",
     "population_band",
     "population_curves",
+    "spread_edges",
     "spread_note",
     "with_legend",
     "with_units",
@@ -113,59 +114,62 @@ def _below(ax: Axes, points: float) -> Transform:
 def population_band(ax: Axes, data: xr.Dataset, population: str, look: Look) -> None:
     """Mean over the tokens of a population, and the band between two quantiles.
 
-    Of several runs the mean of that, and the band of one standard deviation between them.
+    Of several runs the means alone; of the mean of many, the spread between them.
     """
     part = data.sel(population=population)
-    colour = population_colour(population)
-    if look.spread is None:
+    kind = data["population"].values.tolist().index(population)
+    steps, colour = part["step"].values, look.colour(population)
+    spread_edges(ax, steps, look, "mean", population)
+    if look.alone and look.band is None:
         low, high = part["quantiles"].transpose("quantile", "step").values
-    else:
-        low, high = _around(part, "mean", look, population)
-    steps = part["step"].values
-    tokens = int(part["tokens"])
-    ax.fill_between(steps, low, high, color=colour, alpha=look.band, lw=0)
-    ax.plot(
-        steps,
-        part["mean"].values,
-        look.line,
-        color=colour,
-        label=look.label(f"{named(population)} ({tokens:,})"),
-    )
+        ax.fill_between(steps, low, high, color=colour, alpha=look.style.band, lw=0)
+    label = look.label(f"{named(population)} ({int(part['tokens']):,})", kind)
+    ax.plot(steps, part["mean"].values, look.line(kind), color=colour, label=label)
 
 
 def population_curves(ax: Axes, data: xr.Dataset, look: Look, labels: Mapping[str, str]) -> None:
-    """Two variables over the steps, of each population: a whole line and a dotted one."""
+    """Two variables over the steps, of each population: a whole line and a dotted one.
+
+    Of several runs, both are shown of a single population only, and else the first.
+    """
     steps = data["step"].values
-    lines = (look.line, "-." if look.second else ":")
-    for population in data["population"].values.tolist():
-        part = data.sel(population=population)
-        for line, (name, label) in zip(lines, labels.items(), strict=True):
-            if look.spread is not None:
-                low, high = _around(part, name, look, population)
-                colour = population_colour(population)
-                ax.fill_between(steps, low, high, color=colour, alpha=look.band, lw=0)
-            ax.plot(
-                steps,
-                part[name].values,
-                line,
-                color=population_colour(population),
-                label=look.label(f"{named(population)}: {label}"),
-            )
+    populations = data["population"].values.tolist()
+    first = dict([*labels.items()][:1])
+    shown = labels if look.alone or len(populations) == 1 else first
+    kinds = [(population, name) for population in populations for name in shown]
+    for kind, (population, name) in enumerate(kinds):
+        spread_edges(ax, steps, look, name, population)
+        ax.plot(
+            steps,
+            data[name].sel(population=population).values,
+            ":" if look.alone and name not in first else look.line(kind),
+            color=look.colour(population),
+            label=look.label(f"{named(population)}: {labels[name]}", kind),
+        )
+    name_kinds(ax, look, [f"{named(population)}: {labels[name]}" for population, name in kinds])
 
 
-def _around(part: xr.Dataset, name: str, look: Look, population: str) -> tuple[Any, Any]:
-    """One standard deviation between runs below and above their mean."""
-    spreads = look.spread or xr.Dataset()
-    spread = spreads[name].sel(population=population).values
-    mean = part[name].values
-    return mean - spread, mean + spread
+def spread_edges(ax: Axes, steps: Any, look: Look, name: str, population: str) -> None:
+    """Band of the spread between runs about their mean, where there is one."""
+    if look.band is None:
+        return
+    low, high = (edge[name].sel(population=population).values for edge in look.band)
+    opacity = look.style.band / look.runs**0.5
+    ax.fill_between(steps, low, high, color=look.colour(population), alpha=opacity, lw=0)
+
+
+def name_kinds(ax: Axes, look: Look, kinds: Sequence[str]) -> None:
+    """Put into the legend what kinds of curves each run has, once: after the last run."""
+    if look.number == look.runs - 1 and not look.alone:
+        for kind, text in enumerate(kinds):
+            ax.plot([], [], look.line(kind), color=look.style.ink, label=text)
 
 
 def spread_note(ax: Axes, look: Look, *, over: str = "runs", alone: str = "") -> None:
     """Say what lines and bands of several runs are; of a single one, what is said of it alone."""
-    if look.spread is not None:
+    if look.band is not None:
         note(ax, f"line: mean over {over}; band: ± one standard deviation between runs")
-    elif alone:
+    elif alone and look.alone:
         note(ax, alone)
 
 

@@ -12,6 +12,7 @@ from trajstore.analysis.cloud import identical_vectors, shape
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
     log_scale,
+    name_kinds,
     named,
     note,
     population_curves,
@@ -181,17 +182,20 @@ def spectrum(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Variance of the tokens along their principal axes."""
     values = data["spectrum"].transpose("population", "rows", "principal").values
     numbers = np.arange(1, values.shape[2] + 1)
-    lines = (look.line, "-." if look.second else ":")
-    for population, spectra, ranks in zip(
-        data["population"].values.tolist(), values, data["effective_rank"].values, strict=True
-    ):
-        for line, rows, variances, rank in zip(lines, _ROWS.values(), spectra, ranks, strict=True):
-            # Zero has no place on a logarithmic axis, and what is less than this is rounding.
-            least = variances.max(initial=0) * variances.size * np.finfo(np.float64).eps
-            shown = np.where(variances > least, variances, np.nan)
-            label = f"{named(population)}, {rows}: effective rank {rank:.3g}"
-            colour = population_colour(population)
-            ax.plot(numbers, shown, line, marker=".", ms=4, color=colour, label=look.label(label))
+    populations = data["population"].values.tolist()
+    shown = _ROWS if look.alone or len(populations) == 1 else {"all": _ROWS["all"]}
+    kinds = [(place, rows) for place in range(len(populations)) for rows in range(len(shown))]
+    texts = [f"{named(populations[place])}, {[*shown.values()][rows]}" for place, rows in kinds]
+    for kind, (place, rows) in enumerate(kinds):
+        variances, rank = values[place, rows], data["effective_rank"].values[place, rows]
+        # Zero has no place on a logarithmic axis, and what is less than this is rounding.
+        least = variances.max(initial=0) * variances.size * np.finfo(np.float64).eps
+        drawn = np.where(variances > least, variances, np.nan)
+        line = ":" if look.alone and rows else look.line(kind)
+        label = look.label(f"{texts[kind]}: effective rank {rank:.3g}", kind)
+        colour = look.colour(populations[place])
+        ax.plot(numbers, drawn, line, marker=".", ms=4, color=colour, label=label)
+    name_kinds(ax, look, texts)
     ax.set_xlabel("principal axis")
     ax.set_ylabel(with_units("variance along it", data["spectrum"].attrs["units"]))
     ax.grid(True, axis="y")

@@ -8,9 +8,15 @@ import numpy as np
 import numpy.typing as npt
 import xarray as xr
 
-from trajstore.analysis.figures.axes_marks import log_scale, named, note, with_legend, with_units
+from trajstore.analysis.figures.axes_marks import (
+    log_scale,
+    name_kinds,
+    named,
+    note,
+    with_legend,
+    with_units,
+)
 from trajstore.analysis.figures.figure import Look, Options, figure
-from trajstore.analysis.figures.style import population_colour
 from trajstore.analysis.motion import ulp_motion, velocity
 from trajstore.analysis.scan.population_statistics import over_groups
 from trajstore.analysis.scan.scan import Scan
@@ -123,21 +129,24 @@ def _hops(scan: Scan, options: Options) -> xr.Dataset:
 def hops(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Lengths of the hops from step to step."""
     edges = np.append(data["lower"].values, data["upper"].values[-1:])
-    for population in data["population"].values.tolist():
+    populations = data["population"].values.tolist()
+    for kind, population in enumerate(populations):
         part = data.sel(population=population)
         total = sum(int(part[name].sum()) for name in ("count", "zero", "outside", "nan"))
         still = int(part["zero"]) / total if total else np.nan
         ax.stairs(
             part["count"].values,
             edges,
-            color=population_colour(population),
-            ls=look.line,
+            color=look.colour(population),
+            ls=look.line(kind),
             lw=1.4,
-            label=look.label(f"{named(population)}: still in {still:.1%} of {total:,}"),
+            label=look.label(f"{named(population)}: still in {still:.1%} of {total:,}", kind),
         )
         lost = int(part["outside"] + part["nan"])
         if lost:
-            note(ax, look.label(f"{named(population)}: {lost:,} beyond the axis or NaN"))
+            run = f"{look.run}: " if look.run else ""
+            note(ax, f"{run}{named(population)}: {lost:,} beyond the axis or NaN")
+    name_kinds(ax, look, [named(population) for population in populations])
     if data["count"].values[:, edges[1:] < 1].any():
         note(ax, "below 1: down across a power of two, where the neighbour is half a spacing away")
     counted = data["count"].values.sum(0)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
-from trajstore.analysis.figures.across_runs import Group, mean_and_spread, run_groups
-from trajstore.analysis.figures.style import STYLES, Style, style
+from trajstore.analysis.figures.across_runs import (
+    MOST_CURVES,
+    Group,
+    mean_and_spread,
+    run_groups,
+)
+from trajstore.analysis.figures.style import STYLES, Style, population_colour, style
+from trajstore.analysis.figures.titles import titled_runs
 from trajstore.analysis.motion.stillness import MIN_STILL
 from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.scan.task_progress import Report, compute_all
@@ -27,7 +32,7 @@ if TYPE_CHECKING:
     from trajstore.exchange.selection import Steps
 
 __all__ = [
-    "MOST_GROUPS",
+    "SIZE",
     "Figure",
     "Look",
     "Options",
@@ -36,15 +41,16 @@ __all__ = [
     "compute_together",
     "figure",
     "prepared",
-    "run_name",
-    "run_system",
 ]
 
-MOST_GROUPS = 2
-"""Of settings in one axes: whole lines and broken ones."""
+_LINES = ("-", "--", ":", "-.")
+"""Of several runs, which have a colour each: kinds of curves, as of dead and of live tokens."""
+
+SIZE = (8.0, 5.0)
+"""Width and height of a figure, in inches."""
 
 _ALONE = "alone"
-"""Attribute of what is drawn: a sentence on the rows that alone were looked at."""
+"""Attribute of what is drawn: which rows alone were looked at."""
 
 LOGS = ("none", "x", "y", "xy")
 
@@ -120,31 +126,44 @@ class Look:
     ----------
     style : Style
     run : str
-        In front of the labels, where two runs are in one axes.
-    second : bool
-        Whether this is the second of them, which has broken lines.
-    spread : Dataset, optional
-        Of the mean of several runs: the standard deviation between them, of each variable.
+        Label of the run, or of several, where there are others in the figure.
+    number : int
+        Place of this run among those of the axes.
+    runs : int
+        How many there are: if it is one, colours are those of the populations.
+    band : tuple of Dataset, optional
+        Of the mean of several runs: lower and upper edge of the spread between them.
     """
 
     style: Style = field(default_factory=lambda: STYLES["light"])
     run: str = ""
-    second: bool = False
-    spread: xr.Dataset | None = None
+    number: int = 0
+    runs: int = 1
+    band: tuple[xr.Dataset, xr.Dataset] | None = None
 
     @property
-    def band(self) -> float:
-        """How opaque the bands of this run are."""
-        return self.style.band / 2 if self.second else self.style.band
+    def alone(self) -> bool:
+        """Whether this is the only run of the axes, or the mean of all."""
+        return self.runs == 1
 
     @property
-    def line(self) -> str:
-        """Style of the lines of this run."""
-        return "--" if self.second else "-"
+    def run_colour(self) -> str:
+        """Colour of this run, among others."""
+        return self.style.runs[self.number]
 
-    def label(self, text: str) -> str:
-        """Label in a legend."""
-        return f"{self.run}: {text}" if self.run else text
+    def colour(self, population: str) -> str:
+        """Colour of a population; of several runs that of the run."""
+        return population_colour(population) if self.alone else self.run_colour
+
+    def line(self, kind: int) -> str:
+        """Style of the lines of each kind of curve, such as those of dead and of live tokens."""
+        return "-" if self.alone else _LINES[kind % len(_LINES)]
+
+    def label(self, text: str, kind: int = 0) -> str:
+        """Label in a legend; of several runs, each has one, whatever kinds of curves there are."""
+        if self.alone:
+            return f"{self.run}: {text}" if self.run else text
+        return "" if kind else self.run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,9 +186,13 @@ class Figure:
     on_lattice : bool
         Whether it can be asked on a lattice.
     overlays : bool
-        Whether two runs go into one axes.
+        Whether several runs go into one axes; of other figures, each run has a panel.
     averages : bool
-        Whether it can show the mean and the spread of several runs; of others, each is shown.
+        Whether it can show the mean and the spread of many runs.
+    bounds : tuple of float
+        Least and largest value that there can be: a spread ends there.
+    between : bool
+        Whether it shows how runs differ from the first, which `collect` takes, too.
     scales : bool
         Whether the scales of its axes are a matter of choice.
     of_populations : bool
@@ -183,34 +206,47 @@ class Figure:
 
     name: str
     title: str
-    collect: Callable[[Scan, Options], xr.Dataset]
+    collect: Callable[..., xr.Dataset]
     draw: Callable[[Axes, xr.Dataset, Look], None]
     rows: int = 2
     measures: tuple[str, ...] = ()
     on_lattice: bool = False
     overlays: bool = False
     averages: bool = False
+    bounds: tuple[float, float] = (0, math.inf)
+    between: bool = False
     scales: bool = True
     of_populations: bool = True
     of_window: bool = False
     reading: str = "blocks"
 
-    def data(self, scan: Scan, options: Options) -> xr.Dataset:
-        """What is drawn, lazy.
+    def data(self, scans: Sequence[Scan], options: Options) -> list[xr.Dataset]:
+        """What is drawn of each run, lazy; or of each but the first, how it differs from that.
 
         Raises
         ------
         InvalidArgument
-            If there are too few rows.
+            If there are too few rows, or runs.
         VariableNotRecorded
-            If the run does not hold what it is about.
+            If a run does not hold what it is about.
         """
-        if scan.window.size < self.rows:
-            of = "the window" if scan.has_window else "the run"
+        for scan in scans:
+            if scan.window.size < self.rows:
+                of = "the window" if scan.has_window else "the run"
+                raise InvalidArgument(
+                    f"{self.name} needs at least {self.rows} rows, and {of} has {scan.window.size}"
+                )
+        if not self.between:
+            return [self._one(scan, options) for scan in scans]
+        first, *others = scans
+        if not others:
             raise InvalidArgument(
-                f"{self.name} needs at least {self.rows} rows, and {of} has {scan.window.size}"
+                f"{self.name} is between runs, and there is one; name another, --with OTHER"
             )
-        found = self.collect(scan.of_window() if self.of_window else scan, options)
+        return [self._one(scan, options, first) for scan in others]
+
+    def _one(self, scan: Scan, options: Options, *first: Scan) -> xr.Dataset:
+        found = self.collect(scan.of_window() if self.of_window else scan, options, *first)
         if options.within or (self.of_window and scan.has_window):
             found.attrs[_ALONE] = f"computed from steps {scan.window[0]} to {scan.window[-1]} alone"
         return found
@@ -223,6 +259,9 @@ class Figure:
         other: xr.Dataset | None = None,
         style: str = "light",
         log: str | None = None,
+        labels: Sequence[str] | None = None,
+        title: str | None = None,
+        size: tuple[float, float] | None = None,
         **options: Any,
     ) -> Axes:
         """Draw this figure of a run.
@@ -230,15 +269,22 @@ class Figure:
         Parameters
         ----------
         ds : Dataset
-            A run, or a part of it; or several along ``run``, of which the mean and the spread are
-            drawn, of up to two settings.
+            A run, or a part of it; or several along ``run``: each has a line, and of more than
+            eight, those that differ in their seeds only have a mean and its spread.
         ax : Axes of matplotlib, optional
             By default those of a new figure.
         other : Dataset, optional
-            A second run in the same axes, with broken lines.
+            One more run in the same axes.
         style : {'light', 'dark'}
         log : {'none', 'x', 'y', 'xy'}, optional
             Which axes are logarithmic; by default what suits the figure.
+        labels : sequence of str, optional
+            One for each run; by default the settings in which they differ. Runs of one label are
+            shown as their mean and spread.
+        title : str, optional
+            By default what is shown, and of which run.
+        size : tuple of float, optional
+            Width and height of a new figure, in inches.
         **options
             Of `Options`: ``population``, ``lattice``, ``colour``, ``plane``, ``steps``, ``within``,
             ``min_still``.
@@ -260,40 +306,40 @@ class Figure:
         for run in (ds, ds if other is None else other):
             check_dataset(run)
         _check_axes(ax)
+        if ax is not None and size is not None:
+            raise InvalidArgument(f"got ax and size={size!r}; the size is that of a new figure")
         chosen = asked_for(options)
-        self.check(chosen, other=other is not None, log=log)
-        if "run" in ds.dims:
-            groups, runs = self._groups(ds, other), each_run(ds)
-            draw, about = partial(self.draw_groups, groups=groups), described_runs(runs)
-        else:
-            runs = [ds] if other is None else [ds, other]
-            draw, about = partial(self.draw_all, runs=runs), " | ".join(map(described, runs))
-        found = compute_together([self.data(prepared(run, [self], chosen), chosen) for run in runs])
+        self.check(chosen, log=log)
+        runs = [*(each_run(ds) if "run" in ds.dims else [ds]), *([] if other is None else [other])]
+        groups = run_groups(runs, labels)
+        if not self.in_one_axes(groups):
+            raise InvalidArgument(
+                f"{self.name} cannot show these runs in one axes; choose one, ds.isel(run=0), or "
+                "draw them beside each other: trajstore plot RUN… KIND"
+            )
+        scans = [prepared(run, [self], chosen) for run in runs]
+        found = compute_together(self.data(scans, chosen))
         with in_style(style):
-            target = new_axes() if ax is None else ax
-            draw(target, found, style=style, log=log)
-            target.set_title(f"{self.title}\n{about}", loc="left")
+            target = new_axes(size) if ax is None else ax
+            self.draw_groups(target, found, groups, style=style, log=log)
+            about = titled_runs(runs, labels)
+            target.set_title(title or f"{self.title}\n{about}", loc="left")
         return target
 
-    def _groups(self, ds: xr.Dataset, other: xr.Dataset | None) -> list[Group]:
-        """Groups of several runs, if this figure can show them in one axes."""
-        groups = run_groups(ds)
-        if other is not None or not self.averages or len(groups) > MOST_GROUPS:
-            why = f"they have {len(groups)} settings" if self.averages else "it is not averaged"
-            why = "there is another one, too" if other is not None else why
-            raise InvalidArgument(
-                f"{self.name} cannot show these runs in one axes, as {why}; choose one, "
-                "ds.isel(run=0), or draw them beside each other: trajstore plot RUN… KIND"
-            )
-        return groups
+    def in_one_axes(self, groups: Sequence[Group]) -> bool:
+        """Whether these runs, or means of runs, have a place in one axes."""
+        one_each = all(len(group.members) == 1 for group in groups)
+        if len(groups) == 1 and one_each:
+            return True
+        return self.overlays and len(groups) <= MOST_CURVES and (one_each or self.averages)
 
-    def check(self, options: Options, *, other: bool, log: str | None = None) -> None:
+    def check(self, options: Options, *, log: str | None = None) -> None:
         """Refuse what this figure does not have.
 
         Raises
         ------
         InvalidArgument
-            For a second run, a population, a lattice or scales, where it has none.
+            For a population, a lattice or scales, where it has none.
         """
         if options.population is not None and not self.of_populations:
             raise InvalidArgument(
@@ -301,29 +347,10 @@ class Figure:
             )
         if options.lattice != "native" and not self.on_lattice:
             raise InvalidArgument(f"{self.name} knows of no lattice; leave it out")
-        if other and not self.overlays:
-            raise InvalidArgument(f"{self.name} shows a single run; leave the other out")
         if log is not None and log not in LOGS:
             raise InvalidArgument(f"got log={log!r}, expected {', '.join(LOGS)}")
         if log is not None and not self.scales:
             raise InvalidArgument(f"the scales of {self.name} are what they are; leave out log")
-
-    def draw_all(
-        self,
-        ax: Axes,
-        found: Sequence[xr.Dataset],
-        runs: Sequence[xr.Dataset],
-        *,
-        style: str,
-        log: str | None = None,
-    ) -> None:
-        """Draw what has been computed of one run, or of two."""
-        for number, (data, ds) in enumerate(zip(found, runs, strict=True)):
-            name = run_name(ds) if len(found) > 1 else ""
-            if number and name == run_name(runs[0]):
-                name = f"{name} (2)"
-            self._draw(ax, data, Look(style=STYLES[style], run=name, second=number > 0))
-        _scale(ax, log)
 
     def draw_groups(
         self,
@@ -334,30 +361,39 @@ class Figure:
         style: str,
         log: str | None = None,
     ) -> None:
-        """Draw what has been computed of several runs: mean and spread of each group."""
-        for number, group in enumerate(groups):
-            data = [found[member] for member in group.members]
-            mean, spread = mean_and_spread(data) if self.averages else (data[0], None)
-            label = f"{group.label} ({len(data)} {'run' if len(data) == 1 else 'runs'})"
-            look = Look(
-                style=STYLES[style],
-                run=label if len(groups) > 1 else "",
-                second=number > 0,
-                spread=spread,
-            )
-            self._draw(ax, mean, look)
+        """Draw what `data` made of some runs, computed: each by itself, or their mean."""
+        shown = _after_the_first(groups) if self.between else groups
+        runs = len(groups) if len(shown) > 1 else 1
+        curves: list[xr.Dataset] = []
+        for number, group in enumerate(shown, runs - len(shown)):  # colours as in other figures
+            data, band = found[group.members[0]], None
+            if len(group.members) > 1:
+                data, band = mean_and_spread([found[at] for at in group.members], self.bounds)
+            same = next((at for at, other in enumerate(curves, 1) if other.equals(data)), None)
+            curves.append(data)
+            label = group.label if same is None else f"{group.label} (same as no. {same})"
+            look = Look(style=STYLES[style], run=label, number=number, runs=runs, band=band)
+            self._draw(ax, data, look)
         _scale(ax, log)
 
     def _draw(self, ax: Axes, data: xr.Dataset, look: Look) -> None:
-        from trajstore.analysis.figures.axes_marks import note  # which knows what a `Look` is
-
-        if _ALONE in data.attrs:
-            note(ax, data.attrs[_ALONE])
         self.draw(ax, data, look)
+        label, alone = ax.get_xlabel(), data.attrs.get(_ALONE, "")
+        if alone and alone not in label:
+            ax.set_xlabel(f"{label} ({alone})")
+
+
+def _after_the_first(groups: Sequence[Group]) -> list[Group]:
+    """Groups without the first run, by the places of the others among themselves."""
+    moved = [
+        Group(label=group.label, members=tuple(at - 1 for at in group.members if at))
+        for group in groups
+    ]
+    return [group for group in moved if group.members]
 
 
 def figure(
-    collect: Callable[[Scan, Options], xr.Dataset], **traits: Any
+    collect: Callable[..., xr.Dataset], **traits: Any
 ) -> Callable[[Callable[[Axes, xr.Dataset, Look], None]], Figure]:
     """Make a `Figure` of the function that draws it: its name, and its docstring as the title.
 
@@ -404,7 +440,7 @@ def asked_for(options: Mapping[str, Any]) -> Options:
         unknown_names = [f"{name!r}{did_you_mean(name, known)}" for name in unknown]
         raise InvalidArgument(
             f"got {', '.join(unknown_names)}, "
-            f"expected some of other, style, log, {', '.join(known)}"
+            f"expected some of other, style, log, labels, title, size, {', '.join(known)}"
         )
     return Options(**options)
 
@@ -462,42 +498,8 @@ def in_style(name: str) -> Any:
     return rc_context(settings)
 
 
-def new_axes() -> Axes:
+def new_axes(size: tuple[float, float] | None = None) -> Axes:
     """Axes of a new figure that a notebook shows."""
     from matplotlib import pyplot
 
-    return pyplot.subplots(figsize=(8, 5), dpi=150, layout="constrained")[1]
-
-
-def run_name(ds: xr.Dataset) -> str:
-    """Name of the folder it was opened from, else the beginning of its identity."""
-    source = ds.encoding.get("source")
-    if source:
-        return Path(str(source).rstrip("/")).name
-    runs = ds.attrs.get("runs") or [[0, ""]]
-    return f"run {runs[-1][1][:8]}".strip()
-
-
-def run_system(ds: xr.Dataset) -> str:
-    """What was trained: text, tokens × hidden, optimizer and type, as far as the run says so."""
-    config = ds.attrs.get("config") or {}
-    sizes = " × ".join(f"{ds.sizes[dim]:,}" for dim in ("token", "hidden") if dim in ds.sizes)
-    optimizer = str((ds.attrs.get("optimizer") or {}).get("class", "")).rpartition(".")[2]
-    facts = [
-        str((config.get("data") or {}).get("corpus") or ""),
-        f"{sizes} W" if sizes else "",
-        optimizer,
-        str(ds["W"].attrs.get("native_dtype", "")) if "W" in ds else "",
-    ]
-    return ", ".join(fact for fact in facts if fact)
-
-
-def described(ds: xr.Dataset) -> str:
-    """Name and system of a run."""
-    system = run_system(ds)
-    return f"{run_name(ds)} · {system}" if system else run_name(ds)
-
-
-def described_runs(runs: Sequence[xr.Dataset]) -> str:
-    """How many runs, and the system of the first."""
-    return " · ".join(filter(None, (f"{len(runs)} runs", run_system(runs[0]))))
+    return pyplot.subplots(figsize=size or SIZE, dpi=150, layout="constrained")[1]

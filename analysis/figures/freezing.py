@@ -10,6 +10,7 @@ import xarray as xr
 
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
+    name_kinds,
     named,
     note,
     population_curves,
@@ -60,6 +61,9 @@ def _shade_end(ax: Axes, data: xr.Dataset, look: Look, first: int, last: int) ->
         return
     label = f"last {min_still:,} steps: a token that moves here is not called frozen"
     known = label in ax.get_legend_handles_labels()[1]
+    name = f"end {end} {last}"
+    if any(patch.get_gid() == name for patch in ax.patches):
+        return  # of another run, which ends there, too
     ax.axvspan(
         max(first, end - min_still),
         last,
@@ -67,6 +71,7 @@ def _shade_end(ax: Axes, data: xr.Dataset, look: Look, first: int, last: int) ->
         alpha=0.35,
         lw=0,
         zorder=0,
+        gid=name,
         label="" if known else label,
     )
 
@@ -78,7 +83,7 @@ def _freeze(scan: Scan, options: Options) -> xr.Dataset:
     return _with_end(facts, scan, options)
 
 
-@figure(_freeze, measures=("moved",), on_lattice=True, overlays=True, averages=True)
+@figure(_freeze, measures=("moved",), on_lattice=True, overlays=True, averages=True, bounds=(0, 1))
 def freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Share of the tokens that never move again."""
     labels = {
@@ -106,22 +111,25 @@ def last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """When the tokens moved for the last time."""
     first, last = int(data["first_step"]), int(data["last_step"])
     edges = np.linspace(first, last, min(_BINS, max(1, last - first)) + 1)
-    for population in data["population"].values.tolist():
+    populations = data["population"].values.tolist()
+    for kind, population in enumerate(populations):
         steps = data["last_motion"].values[data["member"].sel(population=population).values]
         moved = steps[steps >= 0]
         ends = (moved > data.attrs["run_end"] - data.attrs["min_still"]).sum()
         ax.hist(
             moved,
             bins=edges.tolist(),
-            color=population_colour(population),
-            histtype="step" if look.second else "stepfilled",
-            ls=look.line,
-            alpha=0.6,
+            color=look.colour(population),
+            histtype="stepfilled" if look.alone else "step",
+            ls=look.line(kind),
+            alpha=0.6 if look.alone else 1,
             label=look.label(
                 f"{named(population)} ({steps.size:,}): {steps.size - moved.size:,} never moved, "
-                f"{ends:,} moved in the last {data.attrs['min_still']:,} steps"
+                f"{ends:,} moved in the last {data.attrs['min_still']:,} steps",
+                kind,
             ),
         )
+    name_kinds(ax, look, [named(population) for population in populations])
     ax.set_xlabel("optimizer step of the last motion")
     ax.set_ylabel(f"tokens in {(last - first) / (edges.size - 1):.3g} steps")
     ax.grid(True, axis="y")

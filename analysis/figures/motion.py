@@ -11,6 +11,7 @@ import xarray as xr
 from trajstore.analysis.figures.axes_marks import (
     along_steps,
     log_scale,
+    name_kinds,
     named,
     note,
     population_band,
@@ -50,25 +51,30 @@ def _draw_bands(ax: Axes, data: xr.Dataset, look: Look) -> None:
     log_scale(ax, "y", data["mean"].values)
     text = "line: mean over tokens; band: 5 % to 95 % of them"
     spread_note(ax, look, over="tokens and runs", alone=text)
-    if look.spread is None and (zeros := _zeros(data, look)):
-        note(ax, f"0, which a logarithmic axis does not show: {zeros}")
+    if look.band is None:
+        if not look.alone:
+            note(ax, "line: mean over tokens")
+        if zeros := _zeros(data, look):
+            note(ax, f"0, which a logarithmic axis does not show: {zeros}")
+    name_kinds(ax, look, [named(population) for population in data["population"].values.tolist()])
     with_legend(ax)
 
 
 def _zeros(data: xr.Dataset, look: Look) -> str:
-    """At how many steps the lower end of a band is 0, and the mean is."""
+    """At how many steps the mean is 0, and the lower end of a band, where there is one."""
     notes = []
     for population in data["population"].values.tolist():
         part = data.sel(population=population)
         low, mean = ((part[name] == 0).values for name in ("quantiles", "mean"))
-        counts = {"5 % quantile": low.any(-1).sum(), "mean": mean.sum()}
+        counts = {"5 % quantile": low.any(-1).sum() * look.alone, "mean": mean.sum()}
         of = f"of {part.sizes['step']:,} steps"
         notes += [
-            look.label(f"{name} of {named(population)} at {count:,} {of}")
+            f"{name} of {named(population)} at {count:,} {of}"
             for name, count in counts.items()
             if count
         ]
-    return "; ".join(notes)
+    run = f"{look.run}: " if notes and look.run else ""
+    return run + "; ".join(notes)
 
 
 def _gradients(scan: Scan, options: Options) -> xr.Dataset:
@@ -174,16 +180,18 @@ def _autocorrelation(scan: Scan, options: Options) -> xr.Dataset:
 def autocorrelation(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """How long motion keeps its direction."""
     values = data["autocorrelation"].transpose("population", "lag").values
-    for population, curve in zip(data["population"].values.tolist(), values, strict=True):
+    populations = data["population"].values.tolist()
+    for kind, (population, curve) in enumerate(zip(populations, values, strict=True)):
         ax.plot(
             data["lag_steps"].values,
             curve,
-            look.line,
+            look.line(kind),
             marker=".",
             ms=4,
-            color=population_colour(population),
-            label=look.label(named(population)),
+            color=look.colour(population),
+            label=look.label(named(population), kind),
         )
+    name_kinds(ax, look, [named(population) for population in populations])
     ax.set_xscale("log")
     ax.axhline(0, color=look.style.grid, lw=1, zorder=0)
     ax.set_xlabel("lag / optimizer steps")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from trajstore.analysis.figures.cloud import centroid, clusters, spectrum, trajectory
 from trajstore.analysis.figures.densities import hops, speed_density
+from trajstore.analysis.figures.divergence import divergence
 from trajstore.analysis.figures.figure import Figure
 from trajstore.analysis.figures.freezing import freeze, last_motion, lifecycle, stratigraphy
 from trajstore.analysis.figures.motion import (
@@ -48,13 +49,14 @@ FIGURES: dict[str, Figure] = {
         logits,
         parameters,
         seams,
+        divergence,
     )
 }
 """What ``trajstore plot`` and ``ds.traj.plot`` can draw, in the order of a sheet."""
 
 
-def figures_named(names: Sequence[str]) -> list[Figure]:
-    """Figures of these names, each once; ``all`` means all.
+def figures_named(names: Sequence[str], runs: int = 1) -> list[Figure]:
+    """Figures of these names, each once; ``all`` means all that there are of so many runs.
 
     Raises
     ------
@@ -68,5 +70,6 @@ def figures_named(names: Sequence[str]) -> list[Figure]:
             f"got {', '.join(unknown_names) or 'no kind of figure'}, "
             f"expected some of all, {', '.join(FIGURES)}"
         )
-    wanted = FIGURES if "all" in names else dict.fromkeys(names)
+    every = [name for name, figure in FIGURES.items() if runs > 1 or not figure.between]
+    wanted = dict.fromkeys(every if "all" in names else names)
     return [FIGURES[name] for name in wanted]

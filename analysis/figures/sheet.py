@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xarray as xr
 
-from trajstore.analysis.figures.across_runs import Group
+from trajstore.analysis.figures.across_runs import Group, run_groups
 from trajstore.analysis.figures.figure import (
-    MOST_GROUPS,
+    SIZE,
     Figure,
     Options,
     check_matplotlib,
     compute_together,
-    described,
-    described_runs,
     in_style,
     prepared,
-    run_name,
 )
+from trajstore.analysis.figures.titles import run_name, titled_runs
 from trajstore.analysis.scan.task_progress import return_memory
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
+from trajstore.store.reading.run_settings import run_labels
 from trajstore.store.storage.remote_path import local_path
 from trajstore.store.writing.create import staged_file
 
@@ -50,19 +49,25 @@ class Collected:
     Attributes
     ----------
     data : mapping
-        By figure, of each run.
+        By figure, of each run; or of each but the first, how it differs from that.
     left_out : mapping
         By the name of each figure that cannot be drawn, why.
     runs : sequence of Dataset
+    labels : sequence of str
+        Of the runs, where each is shown by itself.
     groups : sequence of Group
-        Of which of them the mean and the spread are shown; without any, the runs themselves.
+        Curves of figures that have several runs in one axes.
+    title : str
+        Of the runs together.
     """
 
-    data: Mapping[str, tuple[xr.Dataset, ...]]
+    data: Mapping[str, Sequence[xr.Dataset]]
     figures: Sequence[Figure]
     runs: Sequence[xr.Dataset]
+    labels: Sequence[str]
+    groups: Sequence[Group]
+    title: str
     left_out: Mapping[str, str] = field(default_factory=dict)
-    groups: Sequence[Group] = ()
 
 
 def collect(
@@ -70,7 +75,7 @@ def collect(
     figures: Sequence[Figure],
     options: Options,
     *,
-    groups: Sequence[Group] = (),
+    labels: Sequence[str] | None = None,
     leave_out: bool = False,
     report: Callable[[int, int], None] | None = None,
 ) -> Collected:
@@ -79,11 +84,11 @@ def collect(
     Parameters
     ----------
     runs : sequence of Dataset
-        One, or two for one axes; or with `groups` any number.
     figures : sequence of Figure
     options : Options
-    groups : sequence of Group
-        Which of them differ in their seeds only: their mean and spread are shown.
+    labels : sequence of str, optional
+        One for each run; by default the settings in which they differ. Runs of one label are shown
+        as their mean and spread.
     leave_out : bool
         Leave out figures that the runs do not hold what is needed for; by default that is an error.
     report : callable, optional
@@ -94,15 +99,15 @@ def collect(
     VariableNotRecorded, InvalidArgument
         As the analysis that a figure draws; with `leave_out`, if nothing is left.
     """
+    groups = run_groups(runs, labels)
     scans = [prepared(run, figures, options) for run in runs]
-    lazy: dict[str, tuple[xr.Dataset, ...]] = {}
+    lazy: dict[str, list[xr.Dataset]] = {}
     left_out: dict[str, str] = {}
     for figure in figures:
         try:
             # On a sheet of all, what is not about populations or lattices shows the run as it is.
-            other = len(runs) > 1 and not groups
-            figure.check(Options() if leave_out else options, other=other)
-            lazy[figure.name] = tuple(figure.data(scan, options) for scan in scans)
+            figure.check(Options() if leave_out else options)
+            lazy[figure.name] = figure.data(scans, options)
         except (VariableNotRecorded, InvalidArgument) as error:
             if not leave_out:
                 raise
@@ -113,22 +118,32 @@ def collect(
             + "; ".join(f"{name}: {why}" for name, why in left_out.items())
         )
     there = [figure for figure in figures if figure.name in lazy]
-    data: dict[str, tuple[xr.Dataset, ...]] = {}
+    data: dict[str, list[xr.Dataset]] = {}
     for reading in dict.fromkeys(figure.reading for figure in there):
         names = [figure.name for figure in there if figure.reading == reading]
         computed = iter(compute_together([each for name in names for each in lazy[name]], report))
-        data |= {name: tuple(next(computed) for _ in runs) for name in names}
+        data |= {name: [next(computed) for _ in lazy[name]] for name in names}
         return_memory()
+    names = [run_name(run).removesuffix(".zarr") for run in runs]
     return Collected(
         data={figure.name: data[figure.name] for figure in there},
         figures=there,
         runs=runs,
-        left_out=left_out,
+        labels=labels or run_labels([run.attrs for run in runs], names),
         groups=groups,
+        title=titled_runs(runs, labels),
+        left_out=left_out,
     )
 
 
-def draw_sheet(collected: Collected, *, style: str = "light", log: str | None = None) -> Canvas:
+def draw_sheet(
+    collected: Collected,
+    *,
+    style: str = "light",
+    log: str | None = None,
+    title: str | None = None,
+    size: tuple[float, float] | None = None,
+) -> Canvas:
     """Figures on one sheet, two in a row; one by itself, if it is the only one.
 
     Parameters
@@ -137,11 +152,15 @@ def draw_sheet(collected: Collected, *, style: str = "light", log: str | None = 
     style : {'light', 'dark'}
     log : {'none', 'x', 'y', 'xy'}, optional
         For the only one.
+    title : str, optional
+        By default what is shown, and of which runs.
+    size : tuple of float, optional
+        Width and height of the whole sheet, in inches.
 
     Raises
     ------
     InvalidArgument
-        If there are several and scales are asked for.
+        If there are several and scales are asked for; for a size that no sheet has.
     MissingExtra
         Without matplotlib.
     """
@@ -154,39 +173,30 @@ def draw_sheet(collected: Collected, *, style: str = "light", log: str | None = 
     alone = len(panels) == 1
     rows = -(-len(panels) // _COLUMNS)
     with in_style(style):
-        canvas = Canvas(figsize=(8, 5) if alone else (14, 4.6 * rows), layout="constrained")
+        usual = SIZE if alone else (14, 4.6 * rows)
+        canvas = Canvas(figsize=size or usual, layout="constrained")
         # A part for each, so that the legend of one takes no room from the others.
         parts = canvas.subfigures(rows, 1 if alone else _COLUMNS, squeeze=False).ravel()
-        several = bool(collected.groups)
-        title = (
-            described_runs(collected.runs)
-            if several
-            else "  |  ".join(map(described, collected.runs))
-        )
         for (name, draw), part in zip(panels, parts, strict=False):
             ax = part.subplots()
             draw(ax)
-            ax.set_title(f"{name}\n{title}" if alone else name)
+            ax.set_title((title or f"{name}\n{collected.title}") if alone else name)
         if not alone:
-            canvas.suptitle(title)
+            canvas.suptitle(title or collected.title)
     return canvas
 
 
 def _panels(collected: Collected, style: str, log: str | None) -> list[_Panel]:
     """What is drawn, by its title: a panel a figure, or where runs do not go into one, several."""
     panels: list[_Panel] = []
-    several = bool(collected.groups)
     for figure in collected.figures:
         data = collected.data[figure.name]
-        figure.check(Options(), other=len(collected.runs) > 1 and not several, log=log)
-        if not several:
-            draw = partial(figure.draw_all, found=data, runs=collected.runs, style=style, log=log)
-            panels.append((figure.title, draw))
-            continue
+        figure.check(Options(), log=log)
         shown = _panel_groups(figure, collected)
         for groups in shown:
-            label = f": {groups[0].label}" if len(shown) > 1 else ""
-            draw = partial(figure.draw_groups, found=data, groups=groups, style=style, log=log)
+            label = f"\n{groups[0].label}" if len(shown) > 1 else ""
+            curves = [replace(groups[0], label="")] if len(shown) > 1 else groups
+            draw = partial(figure.draw_groups, found=data, groups=curves, style=style, log=log)
             panels.append((f"{figure.title}{label}", draw))
     if len(panels) > _MOST_PANELS:
         raise InvalidArgument(
@@ -196,16 +206,16 @@ def _panels(collected: Collected, style: str, log: str | None) -> list[_Panel]:
     return panels
 
 
-def _panel_groups(figure: Figure, collected: Collected) -> list[list[Group]]:
-    """Groups of each panel; of a figure that is not averaged, each run is one."""
-    if not figure.averages:
-        return [
-            [Group(label=run_name(run).removesuffix(".zarr"), members=(number,))]
-            for number, run in enumerate(collected.runs)
-        ]
-    if len(collected.groups) <= MOST_GROUPS:
-        return [list(collected.groups)]
-    return [[group] for group in collected.groups]
+def _panel_groups(figure: Figure, collected: Collected) -> list[Sequence[Group]]:
+    """Groups of each panel: all, or one in each; of a figure without a mean, each run."""
+    if figure.in_one_axes(collected.groups):
+        return [collected.groups]
+    if figure.averages:
+        first = (0,) if figure.between else ()
+        return [[group] for group in collected.groups if group.members != first]
+    return [
+        [Group(label=label, members=(number,))] for number, label in enumerate(collected.labels)
+    ]
 
 
 def save(

@@ -75,6 +75,8 @@ class Style:
         Colour map of matplotlib for counts and lengths.
     band : float
         How opaque a band between two quantiles is.
+    runs : tuple of str
+        Colours of several runs in one axes; none is that of dead or of live tokens.
     """
 
     ground: str
@@ -83,6 +85,7 @@ class Style:
     grid: str
     density: str
     band: float
+    runs: tuple[str, ...]
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -118,6 +121,16 @@ STYLES = {
         grid="#D0D0D0",
         density="viridis",
         band=0.25,
+        runs=(
+            "#009E73",
+            "#7B3FA0",
+            "#E69F00",
+            "#56B4E9",
+            "#CC79A7",
+            "#9A6A4F",
+            "#A0A800",
+            "#909090",
+        ),
     ),
     "dark": Style(
         ground="black",
@@ -126,6 +139,16 @@ STYLES = {
         grid="#444444",
         density="inferno",
         band=0.5,
+        runs=(
+            "#2CC295",
+            "#B48AD6",
+            "#E69F00",
+            "#56B4E9",
+            "#CC79A7",
+            "#C9A27E",
+            "#D4DB3A",
+            "#909090",
+        ),
     ),
 }
 

@@ -38,17 +38,15 @@ def _loss(scan: Scan, options: Options) -> xr.Dataset:
 def loss(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Training loss."""
     steps, values = data["step"].values, data["loss"].values
-    colour = look.style.second if look.second else look.style.ink
-    if look.spread is not None:
-        spread = look.spread["loss"].values
-        ax.fill_between(
-            steps, values - spread, values + spread, color=colour, alpha=look.band, lw=0
-        )
+    colour = look.style.ink if look.alone else look.run_colour
+    if look.band is not None:
+        low, high = (edge["loss"].values for edge in look.band)
+        ax.fill_between(steps, low, high, color=colour, alpha=look.style.band, lw=0)
         spread_note(ax, look)
-    ax.plot(steps, values, look.line, color=colour, lw=0.9, label=look.label("loss"))
+    ax.plot(steps, values, color=colour, lw=0.9, label=look.label("loss"))
     along_steps(ax, "training loss", data["loss"].attrs.get("units"))
     last = np.flatnonzero(np.isfinite(values))
-    if not look.run and look.spread is None and last.size:
+    if not look.run and last.size:
         note(
             ax,
             f"{values[last[0]]:.3f} at step {steps[last[0]]}, "

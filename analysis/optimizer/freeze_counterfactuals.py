@@ -64,10 +64,11 @@ def freeze_blame(
 ) -> xr.Dataset:
     """What of the optimizer keeps each frozen token where it is.
 
-    A token is frozen when it does not move after its last motion, as in `freeze`. The first
-    `window` optimizer steps of that stillness are taken once more, each from the recorded state
-    before it, with one thing otherwise. If W + update then rounds to another W in any element at
-    any of these steps, that thing is to blame: the token would not have frozen there.
+    A token is frozen when it does not move after its last motion, as in `freeze` with
+    ``min_still=1``: ``blame_steps`` says for how long. The first `window` optimizer steps of that
+    stillness are taken once more, each from the recorded state before it, with one thing
+    otherwise. If W + update then rounds to another W in any element at any of these steps, that
+    thing is to blame: the token would not have frozen there.
 
     ===============  ===========================================================================
     recorded         nothing: the update as it was, for comparison

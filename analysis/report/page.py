@@ -7,16 +7,17 @@ import io
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import xarray as xr
 
-from trajstore.analysis.figures import FIGURES, Options, collect, draw_sheet
-from trajstore.analysis.figures.figure import compute_together, described, prepared, run_system
-from trajstore.analysis.figures.sheet import Collected
+from trajstore.analysis.figures import FIGURES, Collected, Figure, Options, collect, draw_sheet
+from trajstore.analysis.figures.figure import compute_together, prepared
+from trajstore.analysis.figures.titles import run_system
 from trajstore.analysis.motion.stillness import MIN_STILL
 from trajstore.analysis.report.verdicts import evidence, latest, seam_verdict, verdicts
 from trajstore.analysis.results.run_summary import summary
@@ -34,7 +35,7 @@ from trajstore.version import __version__
 if TYPE_CHECKING:
     from trajstore.exchange.selection import Steps
 
-__all__ = ["check_target", "write_report"]
+__all__ = ["check_target", "drawn", "html_table", "verified", "write_page", "write_report"]
 
 _DPI = 110
 _TOKENS = 12
@@ -82,11 +83,28 @@ def write_report(
     MissingExtra
         Without Jinja2 or matplotlib.
     """
+    options = Options(steps=steps, within=within, min_still=min_still)
+
+    def facts() -> dict[str, Any]:
+        return _facts(location(run), options, check, report)
+
+    return write_page(path, facts, overwrite=overwrite)
+
+
+def write_page(
+    path: str | os.PathLike[str], facts: Callable[[], Mapping[str, Any]], *, overwrite: bool
+) -> Path:
+    """Fill the template with facts, which are asked for when the page can be written.
+
+    Raises
+    ------
+    InvalidArgument, RunExists, MissingExtra
+        As `write_report`.
+    """
     template = _template()
     target = local_path(path)
     check_target(target, overwrite=overwrite)
-    options = Options(steps=steps, within=within, min_still=min_still)
-    html = template.render(**_facts(location(run), options, check, report))
+    html = template.render(**facts())
     with staged_file(target, overwrite=overwrite) as new:
         new.write_text(html, "utf-8")
     return target
@@ -136,7 +154,8 @@ def _facts(
 ) -> dict[str, Any]:
     info = information(run)
     ds = open_run(run)
-    drawn, left_out = _drawn(ds, options, report)
+    alone = [figure for figure in FIGURES.values() if not figure.between]
+    pictures, left_out = drawn([ds], alone, options, report)
     scan = prepared(ds, [FIGURES["freeze"]], options).without_window()
     ds = scan.ds
     lazy, unknown = evidence(scan, options.min_still)
@@ -164,9 +183,9 @@ def _facts(
         else verdict_parts,
         "advice": [f"{advice['sentence']}." for advice in info["advice"]],
         "tables": [*_summary_tables(ds), *_token_tables(found, ds), _array_table(info)],
-        "figures": drawn,
+        "figures": pictures,
         "left_out": left_out,
-        **_verified(run, check),
+        **verified(run, check),
         **_reproduction(run, info),
         "provenance": list(_flat(info.get("provenance") or {})),
         "version": __version__,
@@ -183,19 +202,28 @@ def _window(scan: Scan, options: Options) -> list[str]:
     return []
 
 
-def _drawn(
-    ds: xr.Dataset, options: Options, report: Callable[[int, int], None] | None
+def drawn(
+    runs: Sequence[xr.Dataset],
+    figures: Sequence[Figure],
+    options: Options,
+    report: Callable[[int, int], None] | None,
 ) -> tuple[list[dict[str, str]], Mapping[str, str]]:
+    """Pictures of figures, each with its title, and by name those that cannot be drawn, and why."""
     try:
-        found = collect([ds], list(FIGURES.values()), options, leave_out=True, report=report)
+        found = collect(runs, figures, options, leave_out=True, report=report)
     except InvalidArgument as error:  # none of them: a run that has just begun
         return [], {"all": str(error)}
-    drawn = []
+    made = []
+    left_out = dict(found.left_out)
     for figure in found.figures:
-        one = Collected(data=found.data, figures=[figure], runs=found.runs)
-        pictures = {style: _picture(one, style) for style in ("light", "dark")}
-        drawn.append({"title": f"{figure.title}: {described(ds)}", **pictures})
-    return drawn, found.left_out
+        one = replace(found, figures=[figure])
+        try:
+            pictures = {style: _picture(one, style) for style in ("light", "dark")}
+        except InvalidArgument as error:  # a mean of runs with different steps
+            left_out[figure.name] = str(error)
+            continue
+        made.append({"title": f"{figure.title}: {found.title}", **pictures})
+    return made, left_out
 
 
 def _picture(one: Collected, style: str) -> str:
@@ -229,7 +257,7 @@ def _summary_tables(ds: xr.Dataset) -> Iterator[dict[str, Any]]:
     try:
         facts = summary(ds).compute()
     except (VariableNotRecorded, InvalidArgument) as error:
-        yield _table("Summary", ["there is none"], [[str(error)]])
+        yield html_table("Summary", ["there is none"], [[str(error)]])
         return
     statistics = ["mean", "median", "min", "max"]
     names = [str(name) for name in facts["population"].values]
@@ -244,7 +272,7 @@ def _summary_tables(ds: xr.Dataset) -> Iterator[dict[str, Any]]:
             for name in names
             for when, step in zip(("first", "last"), facts["when_step"].values, strict=True)
         ]
-        yield _table("Gradient norms (L2)", ["tokens", "step", *statistics], rows)
+        yield html_table("Gradient norms (L2)", ["tokens", "step", *statistics], rows)
     first, last = facts["state_step"].values.tolist()
     rows = [
         [f"{name} ({sizes[name]:,})"]
@@ -256,14 +284,14 @@ def _summary_tables(ds: xr.Dataset) -> Iterator[dict[str, Any]]:
         for name in names
     ]
     columns = [*statistics, f"centroid at {first}", f"centroid at {last}"]
-    yield _table(f"Displacement from step {first} to {last}", ["tokens", *columns], rows)
+    yield html_table(f"Displacement from step {first} to {last}", ["tokens", *columns], rows)
 
 
 def _token_tables(found: Mapping[str, xr.Dataset], ds: xr.Dataset) -> Iterator[dict[str, Any]]:
     if "rest" in found:
         rows = [list(row.values()) for row in latest(found["rest"], ds, _TOKENS)]
         columns = ["id", "text", "kind", "in the text", "last motion", "rows with motion"]
-        yield _table("The tokens that moved longest", columns, rows) | {"text": 1}
+        yield html_table("The tokens that moved longest", columns, rows) | {"text": 1}
 
 
 def _array_table(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,25 +306,29 @@ def _array_table(info: Mapping[str, Any]) -> dict[str, Any]:
         for name, array in info["arrays"].items()
     ]
     total = ["all", "", "", format_bytes(info["bytes_native"]), format_bytes(info["bytes_on_disk"])]
-    return _table("What is stored", ["array", "shape", "type", "native", "on disk"], [*rows, total])
+    return html_table(
+        "What is stored", ["array", "shape", "type", "native", "on disk"], [*rows, total]
+    )
 
 
-def _table(title: str, columns: list[str], rows: list[list[Any]]) -> dict[str, Any]:
+def html_table(title: str, columns: list[str], rows: list[list[Any]]) -> dict[str, Any]:
+    """A table as the template takes it."""
     return {"title": title, "columns": columns, "rows": rows, "text": None}
 
 
-def _verified(run: Location, check: bool) -> dict[str, Any]:
+def verified(run: Location, check: bool) -> dict[str, Any]:
+    """What the page says of the stored bytes of a run."""
     if not check:
-        verified = "Nothing was verified for this page; trajstore report --verify does it."
-        return {"verified": verified, "problems": []}
+        nothing = "Nothing was verified for this page; trajstore report --verify does it."
+        return {"verified": nothing, "problems": []}
     found = verify(run)
     verdict = "and is sound" if found.clean else f"with {len(found.problems):,} problems"
-    verified = (
+    said = (
         f"Every stored byte was held against its checksum, {verdict}: {found.rows:,} rows, "
         f"{found.shards:,} shards, {found.chunks:,} chunks, {format_bytes(found.bytes)}. The steps "
         "were not replayed; trajstore verify --replay does that."
     )
-    return {"verified": verified, "problems": [problem.message for problem in found.problems]}
+    return {"verified": said, "problems": [problem.message for problem in found.problems]}
 
 
 def _reproduction(run: Location, info: Mapping[str, Any]) -> dict[str, str]:

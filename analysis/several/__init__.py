@@ -1,5 +1,7 @@
 """Several runs.
 
+``differences``
+    Two arrays, vector by vector: in how many elements they differ, and how far they are apart.
 ``divergence``
     How far several runs go apart.
 ``many_runs``

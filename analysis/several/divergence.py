@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import dask.array as da
 import numpy as np
@@ -11,6 +11,12 @@ import xarray as xr
 
 from trajstore.analysis.scan.block_tasks import over_hidden
 from trajstore.analysis.scan.scan import Scan
+from trajstore.analysis.several.differences import (
+    DIFFERENCE,
+    check_comparable,
+    differences,
+    first_step,
+)
 from trajstore.analysis.several.many_runs import each_run
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
@@ -18,29 +24,41 @@ from trajstore.populations.masks import populations
 
 __all__ = ["divergence"]
 
-Array = npt.NDArray[Any]
+_OTHER_DEAD = (
+    "these runs differ in which tokens are dead, so they have no populations in common; give them "
+    "ones: drop_vars('is_dead')"
+)
 
 
 @checks_types
-def divergence(ds: xr.Dataset) -> xr.Dataset:
-    """How far W of each run is from that of the first, at each step and for each population.
+def divergence(ds: xr.Dataset, other: xr.Dataset | None = None) -> xr.Dataset:
+    """How far W of runs is from that of the first, at each step and for each population.
+
+    Runs from a common start, as a run and its fork, or two settings of one seed, are 0 apart up to
+    ``first_difference``.
 
     Parameters
     ----------
     ds : Dataset
-        As `trajstore.open_runs` returns it.
+        As `trajstore.open_runs` returns it; or with `other` a single run, the first.
+    other : Dataset, optional
+        A second run, over the same tokens and hidden dimensions, of which the steps that both have
+        are looked at. Then there is no dimension run.
 
     Returns
     -------
     Dataset
         ``distance``, float64 (run, step, population): L2 norm of the difference of all values of
         the population's tokens; ``mean_distance``: mean over these tokens of the L2 norm of each
-        one's difference. Of the first run, both are 0; a population without tokens has NaN.
+        one's difference; ``differing``: share of the population's elements that differ in any bit.
+        ``first_difference``, int64 (run): the first step at which any element does, −1 if none. Of
+        the first run, the three are 0; a population without tokens has NaN.
 
     Raises
     ------
     InvalidArgument
-        If there is no dimension run, or the runs differ in which tokens are dead.
+        If there is no dimension run, or one and `other`; if the runs differ in which tokens are
+        dead, or tokens, hidden dimensions or all steps of `other` are different ones.
     VariableNotRecorded
         If they do not hold W.
 
@@ -49,70 +67,93 @@ def divergence(ds: xr.Dataset) -> xr.Dataset:
     >>> from trajstore import open_runs
     >>> divergence(open_runs("gatsby.zarr")).distance.sel(population="dead").values.max()
     np.float64(0.0)
+    >>> changed = ds.assign(W=ds.W.where(ds.step < 7, 0))
+    >>> int(divergence(ds, changed).first_difference)
+    7
     """
+    if other is not None:
+        first, second = _of_common_steps(ds, other)
+        return _divergence([first, second]).isel(run=1)
     if any(c.dims == ("run", "token") for c in ds.coords.values() if c.dtype == bool):
-        raise InvalidArgument(
-            "these runs differ in which tokens are dead, so they have no populations in common; "
-            "give them ones: drop_vars('is_dead')"
-        )
-    scans = [Scan(run) for run in each_run(ds)]
+        raise InvalidArgument(_OTHER_DEAD)
+    found = _divergence(each_run(ds))
+    return found.assign_coords({name: c for name, c in ds.coords.items() if c.dims == ("run",)})
+
+
+def _of_common_steps(ds: xr.Dataset, other: xr.Dataset) -> tuple[xr.Dataset, xr.Dataset]:
+    if "run" in ds.dims:
+        raise InvalidArgument("got several runs and another one; open all of them together")
+    check_comparable(ds, other)
+    if "is_dead" in ds and "is_dead" in other and (ds.is_dead.values != other.is_dead.values).any():
+        raise InvalidArgument(_OTHER_DEAD)
+    steps = (ds["step"].values, other["step"].values)
+    common, one, two = np.intersect1d(*steps, return_indices=True)
+    if not common.size:
+        raise InvalidArgument("these runs have no step in common, so nothing can be compared")
+    return ds.isel(step=one), other.isel(step=two)
+
+
+def _divergence(runs: Sequence[xr.Dataset]) -> xr.Dataset:
+    scans = [Scan(run) for run in runs]
     names, groups = populations(scans[0].ds)
     members = da.from_array(groups, chunks=groups.shape)  # once, and not with each task
     first = scans[0].blocks("W")
     tables = []
     for scan in scans:
-        squares = over_hidden(
-            _squares, scan.blocks("W").rechunk(first.chunks), first, dtype=np.float64
+        blocks = scan.blocks("W")
+        widest = np.result_type(blocks.dtype, first.dtype)
+        pieces = over_hidden(
+            differences,
+            blocks.astype(widest).rechunk(first.chunks),
+            first.astype(widest),
+            dtype=DIFFERENCE,
         )
-        tables.append(_by_group(squares.rechunk({1: -1}), members))
+        tables.append(_by_group(pieces.rechunk({1: -1}), members, first.shape[-1]))
     table = xr.DataArray(
         da.stack(tables),
         dims=("run", "step", "population", "measure"),
-        coords={"step": ds["step"], "population": names},
+        coords={"step": scans[0].ds["step"], "population": names},
     )
-    along = {name: c for name, c in ds.coords.items() if c.dims == ("run",)}
-    attrs = {"units": scans[0].units}
     long_names = {
         "distance": "L2 distance of W from that of the first run",
         "mean_distance": "mean distance of the tokens from those of the first run",
+        "differing": "share of the elements that differ in any bit from the first run",
     }
-    return xr.Dataset(
-        {
-            name: table.isel(measure=at).assign_attrs(long_name=text, **attrs)
-            for at, (name, text) in enumerate(long_names.items())
-        }
-    ).assign_coords(along)
+    units = dict.fromkeys(long_names, scans[0].units) | {"differing": "1"}
+    measures = {
+        name: table.isel(measure=at).assign_attrs(long_name=text, units=units[name])
+        for at, (name, text) in enumerate(long_names.items())
+    }
+    differs = (measures["differing"] > 0).any("population")
+    return xr.Dataset({**measures, "first_difference": first_step(differs)})
 
 
-def _squares(block: Array, first: Array) -> Array:
-    """Squared distance of each vector, (row, token)."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        difference = np.subtract(block, first, dtype=np.float64)
-        return np.asarray(np.einsum("...i,...i->...", difference, difference))
-
-
-def _by_group(squares: da.Array, members: da.Array) -> da.Array:
-    """Distance and mean distance of each group, (row, group, 2)."""
+def _by_group(pieces: da.Array, members: da.Array, hidden: int) -> da.Array:
+    """Distance, mean distance and share of each group, (row, group, 3)."""
     return da.blockwise(
-        _distances,
+        _measures,
         "sgm",
-        squares,
+        pieces,
         "st",
         members,
         "gt",
-        new_axes={"m": 2},
+        new_axes={"m": 3},
         concatenate=True,
         align_arrays=False,
+        hidden=hidden,
         dtype=np.float64,
         meta=np.empty((0, 0, 0)),
     )
 
 
-def _distances(squares: Array, groups: npt.NDArray[np.bool_]) -> Array:
-    result = np.full((squares.shape[0], len(groups), 2), np.nan)
+def _measures(
+    pieces: npt.NDArray[np.void], groups: npt.NDArray[np.bool_], hidden: int
+) -> npt.NDArray[np.float64]:
+    result = np.full((pieces.shape[0], len(groups), 3), np.nan)
     for number, group in enumerate(groups):
         if group.any():
-            chosen = squares[:, group]
-            result[:, number, 0] = np.sqrt(chosen.sum(-1))
-            result[:, number, 1] = np.sqrt(chosen).mean(-1)
+            squares = np.ascontiguousarray(pieces["square"][:, group])
+            result[:, number, 0] = np.sqrt(squares.sum(-1))
+            result[:, number, 1] = np.sqrt(squares).mean(-1)
+            result[:, number, 2] = pieces["differing"][:, group].mean(-1) / hidden
     return result

@@ -11,68 +11,20 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.analysis.scan.block_tasks import field, over_hidden
-from trajstore.analysis.scan.flags import flag_attributes
+from trajstore.analysis.several.differences import (
+    DIFFERENCE,
+    check_comparable,
+    differences,
+    differing_names,
+    first_step,
+)
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.schema import MODEL, VARIABLES
-from trajstore.values.ulp_lattice import unsigned_view
 
 __all__ = ["compare"]
 
 Array = npt.NDArray[Any]
-
-_FIELDS = np.dtype([("differs", bool), ("square", np.float64)])
-
-
-def _flat(attributes: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(attributes, dict):
-        return {prefix.removesuffix("."): attributes}
-    return {
-        name: value
-        for key, item in attributes.items()
-        for name, value in _flat(item, f"{prefix}{key}.").items()
-    }
-
-
-def _settings(ds: xr.Dataset) -> dict[str, Any]:
-    return _flat({key: ds.attrs.get(key) or {} for key in ("config", "optimizer")})
-
-
-def _differing_settings(a: xr.Dataset, b: xr.Dataset) -> list[str]:
-    first, second = _settings(a), _settings(b)
-    return sorted(
-        name for name in first.keys() | second.keys() if first.get(name) != second.get(name)
-    )
-
-
-def _check_comparable(a: xr.Dataset, b: xr.Dataset) -> None:
-    problems = []
-    for dim in ("token", "hidden"):
-        if a.sizes.get(dim) != b.sizes.get(dim):
-            problems.append(f"{dim} has length {a.sizes.get(dim)} and {b.sizes.get(dim)}")
-        elif dim in a.coords and dim in b.coords and not (a[dim].values == b[dim].values).all():
-            differing = int((a[dim].values != b[dim].values).sum())
-            problems.append(f"{differing} of {a.sizes[dim]} ids along {dim} differ")
-    if problems:
-        settings = ", ".join(_differing_settings(a, b))
-        raise InvalidArgument(
-            f"these runs cannot be compared value by value: {'; '.join(problems)}"
-            + (f"; their configurations differ in {settings}" if settings else "")
-            + "; select the same tokens in the same order from both"
-        )
-
-
-def _difference_kernel(first: Array, second: Array) -> npt.NDArray[np.void]:
-    """Per (row, …): whether any bit differs along the last axis, and the squared distance."""
-    x, y = np.ascontiguousarray(first), np.ascontiguousarray(second)
-    result = np.empty(x.shape[:-1], _FIELDS)
-    different = unsigned_view(x) != unsigned_view(y)
-    with np.errstate(invalid="ignore", over="ignore"):
-        square = np.square(np.subtract(x, y, dtype=np.float64))
-    square[~different] = 0  # an infinity or NaN that both have is no distance
-    result["differs"] = different.any(-1)
-    result["square"] = square.sum(-1)
-    return result
 
 
 def _shape_of_rows(array: xr.DataArray) -> dict[Hashable, int]:
@@ -82,15 +34,15 @@ def _shape_of_rows(array: xr.DataArray) -> dict[Hashable, int]:
 def _over_rows(pieces: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     if pieces.ndim == 1:
         return pieces
-    result = np.empty(pieces.shape[0], _FIELDS)
+    result = np.empty(pieces.shape[0], DIFFERENCE)
     others = tuple(range(1, pieces.ndim))
-    result["differs"] = pieces["differs"].any(others)
+    result["differing"] = np.ascontiguousarray(pieces["differing"]).sum(others)
     result["square"] = np.ascontiguousarray(pieces["square"]).sum(others)
     return result
 
 
 def _difference(a: xr.DataArray, b: xr.DataArray) -> da.Array:
-    """Structured array (step) of `_FIELDS`."""
+    """Structured array (step) of `DIFFERENCE`."""
     dims = VARIABLES[str(a.name)].dims
     x, y = (
         array.transpose(*dims).chunk() if array.chunks is None else array.transpose(*dims)
@@ -101,12 +53,12 @@ def _difference(a: xr.DataArray, b: xr.DataArray) -> da.Array:
     last = x.ndim - 1
     first = x.data.rechunk({last: -1})
     second = y.data.astype(first.dtype).rechunk(first.chunks)
-    pieces = over_hidden(_difference_kernel, first, second, dtype=_FIELDS)
+    pieces = over_hidden(differences, first, second, dtype=DIFFERENCE)
     if pieces.ndim == 1:
         return pieces
     others = list(range(1, pieces.ndim))
     return pieces.rechunk(dict.fromkeys(others, -1)).map_blocks(
-        _over_rows, drop_axis=others, dtype=_FIELDS, meta=np.empty(0, _FIELDS)
+        _over_rows, drop_axis=others, dtype=DIFFERENCE, meta=np.empty(0, DIFFERENCE)
     )
 
 
@@ -141,7 +93,7 @@ def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
     >>> compare(ds, other).first_difference.to_series().to_dict()
     {'W': 7, 'loss': -1}
     """
-    _check_comparable(a, b)
+    check_comparable(a, b)
     steps, rows_a, rows_b = np.intersect1d(a["step"].values, b["step"].values, return_indices=True)
     names = [
         name
@@ -156,27 +108,16 @@ def compare(a: xr.Dataset, b: xr.Dataset) -> xr.Dataset:
     table = da.stack([_difference(a[name], b[name]).rechunk(-1) for name in names], axis=1)
 
     differs = xr.DataArray(
-        field(table, "differs"),
+        field(table, "differing") > 0,
         dims=("step", "variable"),
         coords={"step": steps, "variable": names},
     )
     distance = differs.copy(data=np.sqrt(field(table, "square")))
-    first = xr.apply_ufunc(
-        lambda flags: np.where(flags.any(-1), steps[np.argmax(flags, axis=-1)], -1),
-        differs,
-        input_core_dims=[["step"]],
-        dask="parallelized",
-        output_dtypes=[np.int64],
-    )
     return xr.Dataset(
         {
-            "first_difference": first.assign_attrs(
-                long_name="first step at which any bit differs",
-                units="1",
-                **flag_attributes({-1: "never"}),
-            ),
+            "first_difference": first_step(differs),
             "differs": differs.assign_attrs(long_name="any bit differs"),
             "distance": distance.assign_attrs(long_name="L2 norm of the difference"),
         },
-        attrs={"differing_settings": _differing_settings(a, b)},
+        attrs={"differing_settings": differing_names(a, b)},
     )

@@ -62,7 +62,10 @@ def test_killed_in_the_middle_and_started_again(
     ]  # fmt: skip
     assert "small_seed=2.zarr: complete after" in done.stderr
     xr.testing.assert_equal(xr.open_zarr(running), xr.open_zarr(tmp_path / "straight.zarr"))
-    assert json.loads((folder / "sweep.json").read_text()) == {"threads": 1}
+    assert json.loads((folder / "sweep.json").read_text()) == {
+        "threads": 1,
+        "runs": ["small_seed=1.zarr", "small_seed=2.zarr"],
+    }
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -62,7 +62,7 @@ def test_it_works_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "trajstore.analysis.report.page._drawn", lambda ds, report: ([], {})
+        "trajstore.analysis.report.page.drawn", lambda *arguments: ([], {})
     )  # takes long
     result = run(line)
     assert result.exit_code == 0, result.output
@@ -99,7 +99,7 @@ def test_sizes_that_a_web_server_does_not_say_are_unknown(
     run: Callable[[str], Result], here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last test, as it ends the connections, and with them what ``memory://`` holds."""
-    monkeypatch.setattr("trajstore.analysis.report.page._drawn", lambda ds, report: ([], {}))
+    monkeypatch.setattr("trajstore.analysis.report.page.drawn", lambda *arguments: ([], {}))
     with web_server(here.parent) as (server, _):
         told = {}
         for command in ("info", "info --json", "report", "watch"):

@@ -36,10 +36,13 @@ def test_figures(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -
     trajstore_cli("plot", run, "loss", "freeze", "--with", run, "-o", both, "--lattice", "native")
     other = tmp_path / "other.zarr"
     shutil.copytree(run, other)
-    out = trajstore_cli("plot", run, other, "loss", "hops", "-o", tmp_path / "runs.png").stdout
-    assert "runs.png: loss, hops." in out
-    refused = trajstore_cli("plot", run, other, "loss", "--with", run, rc=2).stderr
-    assert "got 2 runs, and another one" in refused
+    options = ("--label", "one", "--label", "two", "--title", "Mine", "--size", "6x4")
+    runs = tmp_path / "runs.svg"
+    out = trajstore_cli("plot", run, other, "divergence", "-o", runs, *options).stdout
+    assert "runs.svg: divergence." in out
+    text = runs.read_text()
+    assert "Mine" in text
+    assert 'width="432pt" height="288pt"' in text
 
 
 def test_what_is_refused(run: Path, trajstore_cli: Callable[..., Any], tmp_path: Path) -> None:
@@ -47,7 +50,9 @@ def test_what_is_refused(run: Path, trajstore_cli: Callable[..., Any], tmp_path:
     for arguments, code, sentence in (
         (("los",), 2, "got 'los' (did you mean 'loss'?), expected some of all, loss"),
         (("loss", "-o", tmp_path / "a.gif"), 2, "by its ending; expected .png, .svg, .pdf"),
-        (("causes", "--with", run), 2, "causes shows a single run"),
+        (("divergence",), 2, "divergence is between runs, and there is one"),
+        (("loss", "--label", "a", "--label", "b"), 2, "got 2 labels of 1 runs"),
+        (("loss", "--size", "8"), 2, "expected WxH of 1 to 100 inches each"),
         (("all", "--log", "y"), 2, "log goes with a single kind"),
         (("regimes", "--log", "y"), 2, "leave out log"),
         (("loss", "--steps", "5:2"), 2, "no recorded step is in '5:2'"),

@@ -50,7 +50,7 @@ PUBLIC = {
 }
 """Packages whose names scripts import, and their subpackages among these."""
 
-LONG = ("long.zarr", "model.zarr")
+LONG = ("long.zarr", "model.zarr", "short.zarr")
 """The runs that the gallery shows. Tests of the figures draw each kind."""
 
 
@@ -116,7 +116,12 @@ def test_the_gallery_has_every_figure() -> None:
     missing = [
         name
         for name in FIGURES
-        if not any(f"trajstore plot {run} {name}\n```\n\n![" in page for run in LONG)
+        if not any(
+            re.search(
+                rf"^trajstore plot {run} {name}( --with \S+)?\n```\n\n!\[", page, re.MULTILINE
+            )
+            for run in LONG
+        )
     ]
     assert missing == []
 

@@ -84,7 +84,7 @@ def sweep(
       trajstore sweep --preset gatsby --seeds 1:1001 -o runs/ --print > commands.txt
     """
     from trajstore.trainers.sweeps.grid import parse_seeds, swept_runs
-    from trajstore.trainers.sweeps.sweep_folder import settle_threads
+    from trajstore.trainers.sweeps.sweep_folder import keep_names, settle_threads
 
     if "://" in output:
         raise InvalidArgument(
@@ -106,6 +106,7 @@ def sweep(
         for command in commands:
             click.echo(f"OMP_NUM_THREADS={threads} {shlex.join(['trajstore', *command])}")
         return
+    keep_names(folder, (run.name for run in runs))
     steps_given = any(
         text.partition("=")[0].strip() == "training.steps" for text in (*assignments, *common)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,16 @@ from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.atomic import make_folder, put
 from trajstore.trainers.config import MAY_CHANGE, RunConfig
+from trajstore.watching.followed_runs import SWEEP, swept_names
 
-__all__ = ["SETTLED", "committed_rows", "is_done", "planned_rows", "settle_threads", "threads_of"]
-
-SETTLED = "sweep.json"
-"""File in which a sweep's folder says what is the same for all its runs."""
+__all__ = [
+    "committed_rows",
+    "is_done",
+    "keep_names",
+    "planned_rows",
+    "settle_threads",
+    "threads_of",
+]
 
 
 def is_done(run: Path, config: RunConfig, *, steps_given: bool) -> bool:
@@ -58,7 +64,7 @@ def threads_of(folder: Path) -> int | None:
     FormatError
         If its file cannot be read.
     """
-    file = folder / SETTLED
+    file = folder / SWEEP
     try:
         return int(json.loads(file.read_text())["threads"])
     except FileNotFoundError:
@@ -103,8 +109,27 @@ def settle_threads(folder: Path, jobs: int, given: int | None, *, keep: bool) ->
     threads = given or _from_environment() or max(1, _processors() // jobs)
     if keep:
         make_folder(folder)
-        put(folder / SETTLED, [json.dumps({"threads": threads}).encode() + b"\n"])
+        _write(folder, {"threads": threads})
     return threads
+
+
+def keep_names(folder: Path, names: Iterable[str]) -> None:
+    """Write down which runs a sweep has, so that who watches the folder waits for all of them.
+
+    Parameters
+    ----------
+    folder : Path
+        Of which the threads are settled; the names of earlier sweeps stay.
+    names : iterable of str
+    """
+    known = swept_names(folder)
+    every = [*known, *(name for name in names if name not in known)]
+    if every != known:
+        _write(folder, {"threads": threads_of(folder), "runs": every})
+
+
+def _write(folder: Path, facts: dict[str, Any]) -> None:
+    put(folder / SWEEP, [json.dumps(facts).encode() + b"\n"])
 
 
 def _from_environment() -> int | None:

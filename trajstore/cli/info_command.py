@@ -11,7 +11,7 @@ from rich.text import Text
 
 from trajstore.byte_sizes import format_bytes
 from trajstore.cli.errors import sentences
-from trajstore.cli.options import JSON
+from trajstore.cli.options import JSON, RUNS
 from trajstore.cli.tables import (
     counted,
     err,
@@ -31,47 +31,65 @@ _WIDE = 100  # columns of a terminal from which on tables have all of theirs
 
 
 @click.command()
-@click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=click.Path())
+@RUNS
 @JSON
 @sentences
 def info(runs: tuple[str, ...], as_json: bool) -> None:
     """Tell what a run is: rows, arrays, sizes, configuration, origin. Also while it is recorded.
 
-    Of several runs a table, or a list with --json; what is no run is told, and the exit code is 1.
+    Of several runs, or the folder of a sweep, a table with the settings that differ and the final
+    loss, or a list with --json; what is no run is told, and the exit code is 1.
 
     \b
     Example:
       trajstore info gatsby.zarr
-      trajstore info runs/*.zarr
+      trajstore info runs/
     """
     from trajstore.store.reading.run_info import information
+    from trajstore.store.reading.run_paths import run_paths
 
-    if len(runs) == 1:
-        facts = information(runs[0])
+    paths = run_paths(runs)
+    if len(paths) == 1:
+        facts = information(paths[0])
         if as_json:
             print_json(facts)
         else:
-            print_information(runs[0], facts)
+            print_information(paths[0], facts)
         return
+    from trajstore.store.reading.run_settings import differing_settings
+    from trajstore.store.reading.run_table import final_loss  # which loads xarray
+
     found = {}
-    for run in runs:
+    for run in paths:
         try:
-            found[run] = information(run)
+            found[run] = information(run) | {"final_loss": final_loss(run)}
         except (FormatError, RunNotFound) as error:
             err.print(f"trajstore: {error}")
     if as_json:
-        print_json([{"run": run, **facts} for run, facts in found.items()])
+        differing = differing_settings(list(found.values()))
+        print_json(
+            [
+                {
+                    "run": run,
+                    **facts,
+                    "differing_settings": {name: values[at] for name, values in differing.items()},
+                }
+                for at, (run, facts) in enumerate(found.items())
+            ]
+        )
     elif found:
         print_runs(found)
-    if len(found) < len(set(runs)):
+    if len(found) < len(paths):
         sys.exit(1)
 
 
 def print_information(run: str, facts: dict[str, Any]) -> None:
     """Print what `trajstore.store.reading.run_info.information` found."""
+    from trajstore.store.reading.run_info import run_status
+
     steps = facts["steps"]
     span = f"steps {steps['first']} to {steps['last']}" if steps else "no steps"
-    out.print(f"{run}: {_status(facts)}, {facts['committed_rows']} rows, {span}")
+    out.print(f"{run}: {run_status(facts)}, {facts['committed_rows']} rows, {span}")
     parameter = (facts.get("recording") or {}).get("parameter")
     if parameter:
         out.print(f"Recorded is {parameter}.")
@@ -110,24 +128,15 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
 
 def print_runs(found: dict[str, dict[str, Any]]) -> None:
     """Print a line about each of several runs."""
-    printed = table(
-        "", "run", "status", "rows", "last step", "tokens", "on disk", "ratio", words=(0, 1)
-    )
-    for run, facts in found.items():
-        _, on_disk, ratio = _sizes(facts)
-        last = "" if facts["steps"] is None else f"{facts['steps']['last']:,}"
-        tokens = f"{facts['arrays']['token']['shape'][0]:,}"
-        row = (f"{facts['committed_rows']:,}", last, tokens, on_disk, ratio)
-        printed.add_row(run, _status(facts), *row)
+    from trajstore.store.reading.run_table import run_table
+
+    columns, rows = run_table(found)
+    printed = table("", *columns, words=(0, 1))
+    for row in rows:
+        printed.add_row(*row)
     printed.columns[0].no_wrap = False  # a path goes on below rather than being cut
     printed.columns[0].overflow = "fold"
     print_table(printed)
-
-
-def _status(facts: dict[str, Any]) -> str:
-    """Status of a run, and whether it can be true."""
-    dead = facts["status"] == "recording" and facts["written_to"] is False
-    return f"{facts['status']}, but its process is gone" if dead else str(facts["status"])
 
 
 def _shape(sizes: Iterable[int]) -> str:

@@ -23,6 +23,7 @@ __all__ = [
     "POPULATIONS",
     "RECORD",
     "RUN",
+    "RUNS",
     "Choice",
     "given_populations",
     "opened",
@@ -40,6 +41,7 @@ class Choice(click.Choice[str]):
 
 
 RUN = click.argument("run", type=click.Path())
+RUNS = click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=click.Path())
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
 LATTICE = click.option(
     "--lattice",
@@ -124,7 +126,8 @@ def given_populations(assignments: Sequence[str]) -> dict[str, Any]:
 def opened(runs: Sequence[str], *, common_steps: bool = False) -> xr.Dataset:
     """One run, or several along ``run``: those that are named, or that a pattern matches."""
     from trajstore.store.reading.open_run import open_run
-    from trajstore.store.reading.open_runs import open_runs, run_paths
+    from trajstore.store.reading.open_runs import open_runs
+    from trajstore.store.reading.run_paths import run_paths
 
     paths = run_paths(runs)
     if len(paths) == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trajstore.watching.measures import BoundedCurve
     from trajstore.watching.run_follower import Look
 
-__all__ = ["facts", "line", "sparkline", "view"]
+__all__ = ["facts", "line", "overview", "sparkline", "view"]
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PLAIN_BLOCKS = "_.-=+*#"
@@ -56,6 +56,29 @@ def view(run: str, look: Look, width: int, *, plain: bool = False) -> Group:
     for number, text in enumerate(_tail(look)):
         lines.append(Text(text, "dim" if number else "", no_wrap=True, overflow="ellipsis"))
     return Group(*lines)
+
+
+def overview(looks: Mapping[str, Look], width: int) -> Table:
+    """A line for each of several runs, on a terminal."""
+    grid = Table.grid(padding=(0, 2), expand=False)
+    grid.width = width
+    grid.add_column(no_wrap=True, overflow="ellipsis", min_width=12)
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True, justify="right")
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True, justify="right")
+    grid.add_column(no_wrap=True, justify="right")
+    for run, look in looks.items():
+        loss = look.curves.get("loss")
+        grid.add_row(
+            Text(printable(run), style="bold"),
+            Text(_STANDINGS[look.standing], style=_standing_colour(look)),
+            "" if look.standing == "absent" else _step(look),
+            _Bar(look) if look.steps else "",
+            f"loss {_number('loss', loss.last)}" if loss is not None else "",
+            _left(look),
+        )
+    return grid
 
 
 def line(run: str, look: Look) -> str:
@@ -129,16 +152,18 @@ class _Bar:
 
 
 def _title(run: str, look: Look) -> Text:
-    colour = {"recording": "green", "abandoned": "red"}.get(look.standing, "yellow")
-    if look.standing == "complete":
-        colour = "blue"
     named = Text(printable(run), style="bold")
-    named.append(f"  {_STANDINGS[look.standing]}", style=colour)
+    named.append(f"  {_STANDINGS[look.standing]}", style=_standing_colour(look))
     provenance = look.attributes.get("provenance")
     corpus = provenance.get("corpus") if isinstance(provenance, dict) else None
     if isinstance(corpus, dict) and corpus.get("name"):
         named.append(f"  on {printable(str(corpus['name']))}", style="dim")
     return named
+
+
+def _standing_colour(look: Look) -> str:
+    colours = {"recording": "green", "abandoned": "red", "complete": "blue"}
+    return colours.get(look.standing, "yellow")
 
 
 def _progress(look: Look, width: int) -> Table:

@@ -10,6 +10,12 @@
     Opening many runs: one lazy Dataset along `run`.
 ``run_info``
     What a run is: the facts that `trajstore info` prints.
+``run_paths``
+    Which runs are meant: names, patterns, and folders of sweeps.
+``run_settings``
+    Settings of several runs: those that differ, and the labels that these make.
+``run_table``
+    Several runs as a table: what each is, and in which settings they differ.
 ``tiled_reader``
     A run as exporters read it: variables in tiles, small enough to hold and large enough to be fast
 ``xarray_engine``

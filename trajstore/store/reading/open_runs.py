@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import glob
-import os
-import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,13 +11,13 @@ import numpy.typing as npt
 import xarray as xr
 
 from trajstore.argument_types import checks_types
-from trajstore.errors import InvalidArgument, RunNotFound
+from trajstore.errors import InvalidArgument
 from trajstore.schema import OF_RUN
 from trajstore.store.reading.open_run import open_run
+from trajstore.store.reading.run_paths import Paths, run_paths
+from trajstore.store.reading.run_settings import differing_settings, setting_text, short_names
 
-__all__ = ["open_runs", "run_paths"]
-
-Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+__all__ = ["open_runs"]
 
 _SHOWN = 5  # of what differs, in a message
 
@@ -33,8 +29,8 @@ def open_runs(paths: Paths, *, join: Literal["exact", "inner"] = "exact") -> xr.
     Parameters
     ----------
     paths : path-like or iterable of path-like
-        Runs, or patterns such as ``"runs/*.zarr"``, whose runs come in the order of their names,
-        numbers in them counted as such.
+        Runs, patterns such as ``"runs/*.zarr"``, or a folder of runs, as a sweep makes it; the runs
+        of these two come in the order of their names, numbers in them counted as such.
     join : {'exact', 'inner'}
         What becomes of runs with different steps or variables: with ``'exact'`` they are refused;
         of ``'inner'`` there is what all of them have.
@@ -93,35 +89,6 @@ def open_runs(paths: Paths, *, join: Literal["exact", "inner"] = "exact") -> xr.
     return combined.assign_coords(_swept(combined, list(runs.values()))).assign_attrs(
         {**shared, OF_RUN: of_run}
     )
-
-
-def run_paths(paths: Paths) -> list[str]:
-    """Paths of runs, each once, patterns replaced by what they match.
-
-    Raises
-    ------
-    RunNotFound
-        If a pattern matches nothing, or there are no paths.
-    """
-    given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    found: list[str] = []
-    for path in (os.fspath(one) for one in given):
-        if os.path.exists(path) or "://" in path or not glob.has_magic(path):
-            found.append(path)
-            continue
-        matching = sorted(filter(os.path.isdir, glob.glob(path)), key=_by_numbers)
-        if not matching:
-            raise RunNotFound(f"there is no run at {path}")
-        found += matching
-    if not found:
-        raise RunNotFound("got no runs to open, expected paths or a pattern such as runs/*.zarr")
-    return list(dict.fromkeys(found))
-
-
-def _by_numbers(path: str) -> list[tuple[int, str]]:
-    """Order of names: numbers as numbers."""
-    parts = re.findall(r"\d+|\D+", path)
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
 
 
 def _names(paths: Sequence[str]) -> list[str]:
@@ -219,41 +186,18 @@ def _own(run: xr.Dataset, shared: dict[str, Any], combined: xr.Dataset) -> dict[
 
 def _swept(combined: xr.Dataset, runs: Sequence[xr.Dataset]) -> dict[str, Any]:
     """Coordinates along run: the fields in which the configurations differ."""
-    keys = ["config"] if any(run.attrs.get("config") for run in runs) else ["optimizer"]
-    settings = [_flat({key: run.attrs.get(key) or {} for key in keys}) for run in runs]
-    fields = {
-        field: [one.get(field) for one in settings]
-        for field in dict.fromkeys(field for one in settings for field in one)
-    }
-    differing = {
-        field: values
-        for field, values in fields.items()
-        if any(value != values[0] for value in values)
-    }
-    short = Counter(field.rpartition(".")[2] for field in differing)
-    known = Counter(field.rpartition(".")[2] for field in fields)
+    attributes = [run.attrs for run in runs]
+    differing = differing_settings(attributes)
     coordinates = {}
-    for field, values in differing.items():
-        own = field.rpartition(".")[2]
-        clear = short[own] == known[own] == 1
-        clear = clear and own not in combined.variables and own not in combined.dims
-        name = own if clear else field.partition(".")[2]
-        coordinates[name] = ("run", _values(values), {"long_name": field.partition(".")[2]})
+    for field, short in short_names(attributes, differing).items():
+        whole = field.partition(".")[2]
+        name = whole if short in combined.variables or short in combined.dims else short
+        coordinates[name] = ("run", _values(differing[field]), {"long_name": whole})
     return coordinates
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(value, dict):
-        return {prefix.removesuffix("."): value}
-    return {
-        name: one
-        for key, item in value.items()
-        for name, one in _flat(item, f"{prefix}{key}.").items()
-    }
 
 
 def _values(values: Sequence[Any]) -> npt.NDArray[Any]:
     """Numbers as such, all else as text."""
     if all(isinstance(value, int | float) for value in values):
         return np.array(values)
-    return np.array(["" if value is None else str(value) for value in values])
+    return np.array([setting_text(value) for value in values])

@@ -18,7 +18,7 @@ from trajstore.store.storage.lock import is_written_to
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["information", "object_sizes", "stored_bytes"]
+__all__ = ["information", "object_sizes", "run_status", "stored_bytes"]
 
 
 def information(path: RunPath) -> dict[str, Any]:
@@ -88,6 +88,12 @@ def information(path: RunPath) -> dict[str, Any]:
             if name not in COORDINATES
         },
     }
+
+
+def run_status(facts: Mapping[str, Any]) -> str:
+    """Status of a run, and whether it can be true."""
+    dead = facts["status"] == "recording" and facts["written_to"] is False
+    return f"{facts['status']}, but its process is gone" if dead else str(facts["status"])
 
 
 def stored_bytes(path: RunPath) -> int | None:

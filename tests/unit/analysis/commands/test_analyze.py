@@ -33,19 +33,6 @@ def recorded(path: Path, **options: Any) -> Path:
     return path
 
 
-def test_info_of_several_runs_is_a_table(tmp_path: Path) -> None:
-    runs = [recorded(tmp_path / f"{name}.zarr") for name in ("one", "two")]
-    printed = call("info", *runs).stdout
-    for run in runs:
-        (line,) = [line for line in printed.splitlines() if run.name in line]
-        assert line.split()[1:5] == ["complete", "10", "9", str(TOKENS)]
-    told = json.loads(call("info", *runs, "--json").stdout)
-    assert [Path(one["run"]).name for one in told] == ["one.zarr", "two.zarr"]
-    done = call("info", runs[0], tmp_path / "nothing.zarr", rc=1)
-    assert "one.zarr" in done.stdout
-    assert done.stderr == f"trajstore: there is no run at {tmp_path / 'nothing.zarr'}\n"
-
-
 def test_info_of_a_run_waits_for_no_xarray(tmp_path: Path) -> None:
     code = (
         "import sys\n"

@@ -9,79 +9,146 @@ from matplotlib.figure import Figure as Canvas
 
 from trajstore import analysis
 from trajstore.analysis.figures import FIGURES, Options, collect, draw_sheet, figures_named
-from trajstore.analysis.figures.across_runs import mean_and_spread, run_groups
+from trajstore.analysis.figures.across_runs import MOST_CURVES, mean_and_spread, run_groups
 from trajstore.errors import InvalidArgument
+
+AVERAGED = [name for name, figure in FIGURES.items() if figure.averages]
 
 
 @pytest.fixture
-def runs(run) -> xr.Dataset:
-    """Four runs: two seeds of two settings, each a multiple of one."""
-    several = xr.concat([run.assign(grad=run.grad * factor) for factor in (1, 3, 5, 9)], "run")
-    seed = ("run", [1, 2, 1, 2], {"long_name": "training.seed"})
-    return several.assign_coords(run=list("abcd"), seed=seed, sigma=("run", [0.1, 0.1, 2, 2]))
+def several(run):
+    """Make runs of two seeds of each setting, the gradients of each multiplied by a number."""
+
+    def make(*factors: float, settings: int = 2) -> list[xr.Dataset]:
+        return [
+            run.assign(grad=run.grad * factor).assign_attrs(
+                config={
+                    "training": {"seed": number % 2},
+                    "data": {"sigma": None if number // 2 % settings else 0.1},
+                }
+            )
+            for number, factor in enumerate(factors)
+        ]
+
+    return make
 
 
-def test_groups_differ_in_more_than_the_seed(runs):
+def dead_norms(run: xr.Dataset) -> np.ndarray:
+    return analysis.grad_norms(run).isel(token=run.is_dead.values).mean("token").values[1:]
+
+
+def told(ax) -> list[str]:
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def test_a_run_is_labelled_by_what_differs(several):
+    runs = several(1, 3, 5, 9)
+    labels = [
+        "sigma=0.1, seed=0",
+        "sigma=0.1, seed=1",
+        "sigma=unset, seed=0",
+        "sigma=unset, seed=1",
+    ]
+    assert [group.label.replace("seed=0, ", "") for group in run_groups(runs)] != []
+    assert [(set(group.label.split(", ")), group.members) for group in run_groups(runs)] == [
+        (set(label.split(", ")), (number,)) for number, label in enumerate(labels)
+    ]
+    assert [group.label for group in run_groups(runs[:1])] == [""]
+
+
+def test_many_runs_are_grouped_by_all_but_their_seed(several):
+    runs = several(*range(MOST_CURVES + 1))
     assert [(group.label, group.members) for group in run_groups(runs)] == [
-        ("sigma=0.1", (0, 1)), ("sigma=2.0", (2, 3)),
+        ("sigma=0.1 (5 runs)", (0, 1, 4, 5, 8)), ("sigma=unset (4 runs)", (2, 3, 6, 7)),
     ]  # fmt: skip
-    (alone,) = run_groups(runs.drop_vars("sigma"))
-    assert (alone.label, alone.members) == ("", (0, 1, 2, 3))
+    (alone,) = run_groups(several(*range(9), settings=1))
+    assert (alone.label, alone.members) == ("9 runs", tuple(range(9)))
 
 
-def test_mean_and_spread_are_drawn_of_each_group(runs):
-    ax = FIGURES["gradients"](runs, Canvas().subplots(), population="dead")
-    norms = analysis.grad_norms(runs.isel(run=0)).isel(token=runs.is_dead.values)
-    one = norms.mean("token").values[1:]
-    assert [line.get_label() for line in ax.get_lines()] == [
-        "sigma=0.1 (2 runs): dead tokens (4)", "sigma=2.0 (2 runs): dead tokens (4)",
+def test_runs_of_one_label_are_one_curve(several):
+    groups = run_groups(several(1, 3, 5), ["a", "b", "a"])
+    assert [(group.label, group.members) for group in groups] == [
+        ("a (2 runs)", (0, 2)), ("b (1 run)", (1,)),
     ]  # fmt: skip
-    for line, band, (low, high) in zip(
-        ax.get_lines(), ax.collections, ((1, 3), (5, 9)), strict=True
-    ):
-        mean, spread = (low + high) / 2, (high - low) / np.sqrt(2)
-        np.testing.assert_allclose(line.get_ydata(), one * mean, rtol=1e-5)
-        drawn = band.get_paths()[0].vertices[:, 1]
-        np.testing.assert_allclose(drawn.min(), (one * (mean - spread)).min(), rtol=1e-5)
-        np.testing.assert_allclose(drawn.max(), (one * (mean + spread)).max(), rtol=1e-5)
-    assert "4 runs · 11 × 6 W" in ax.get_title("left")
-    assert len(ax.texts) == 1, "one note, which says what bands are"
 
 
-@pytest.mark.parametrize("name", [name for name, figure in FIGURES.items() if figure.averages])
-def test_every_figure_that_averages(name, runs):
-    ax = FIGURES[name](runs.isel(run=slice(0, 3)), Canvas().subplots())  # two groups, one of one
+def test_few_runs_have_a_line_each(several):
+    runs = several(1, 3, 5)
+    found = collect(
+        runs, [FIGURES["gradients"]], Options(population="dead"), labels=["a", "b", "c"]
+    )
+    (ax,) = draw_sheet(found).axes
+    norms = dead_norms(runs[0])
+    for line, factor in zip(ax.lines, (1, 3, 5), strict=False):
+        np.testing.assert_allclose(line.get_ydata(), norms * factor, rtol=1e-5)
+    assert told(ax) == ["a", "b", "c", "dead tokens"]
+    assert not ax.collections
+    assert "3 runs · 11 × 6 W" in ax.get_title("left")
+
+
+def test_lines_that_lie_on_each_other_are_told(several):
+    (ax,) = draw_sheet(collect(several(1, 1), [FIGURES["gradients"]], Options())).axes
+    assert told(ax) == ["seed=0", "seed=1 (same as no. 1)", "dead tokens", "live tokens"]
+
+
+def test_mean_and_spread_of_many_end_where_values_do(several):
+    factors = (1, 3, 30)
+    found = collect(several(*factors), [FIGURES["gradients"]], Options(), labels=["x"] * 3)
+    (ax,) = draw_sheet(found).axes
+    norms = dead_norms(several(1)[0])
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), norms * np.mean(factors), rtol=1e-5)
+    high = norms * (np.mean(factors) + np.std(factors, ddof=1))
+    drawn = ax.collections[0].get_paths()[0].vertices[:, 1]
+    np.testing.assert_allclose(drawn.max(), high.max(), rtol=1e-5)
+    assert drawn.min() == 0, "no norm is below"
+    assert told(ax)[0] == "x (3 runs): dead tokens (4)"
+
+
+@pytest.mark.parametrize("name", AVERAGED)
+def test_every_figure_that_averages(name, several):
+    runs = several(1, 2, 3)
+    if FIGURES[name].between:
+        runs = [run.assign(W=run.W * (1 + number)) for number, run in enumerate(runs)]
+    (ax, *_) = draw_sheet(collect(runs, [FIGURES[name]], Options(), labels=["x"] * 3)).axes
     ax.figure.canvas.draw()
-    assert any("standard deviation between runs" in text.get_text() for text in ax.texts)
+    assert sum("standard deviation between runs" in text.get_text() for text in ax.texts) == 1
 
 
-def test_a_single_run_has_no_spread(runs):
-    data = analysis.speed(runs.isel(run=0)).to_dataset(name="speed").compute()
-    mean, spread = mean_and_spread([data])
-    np.testing.assert_array_equal(mean.speed, data.speed)
-    assert spread.speed.isnull().all()
-    assert mean.speed.dims == data.speed.dims
+def test_a_mean_has_the_dimensions_of_what_it_is_of(several):
+    data = [analysis.speed(run).to_dataset(name="speed").compute() for run in several(1, 2)]
+    mean, (low, high) = mean_and_spread(data, (0, np.inf))
+    np.testing.assert_array_equal(mean.speed, data[0].speed)
+    assert mean.speed.dims == data[0].speed.dims
+    xr.testing.assert_equal(low, high)
 
 
-def test_a_sheet_has_a_panel_for_what_does_not_go_into_one(runs):
-    each = analysis.each_run(runs)
-    for names, settings, panels in (
-        (["loss", "hops"], runs, 1 + 4),
-        (["loss"], runs.assign_coords(sigma=("run", [1, 2, 3, 3])), 3),
-    ):
-        figures = figures_named(names)
-        found = collect(each, figures, Options(), groups=run_groups(settings))
-        canvas = draw_sheet(found)
+def test_a_sheet_has_a_panel_for_what_does_not_go_into_one(several):
+    for names, number, panels in ((["loss", "regimes"], 4, 1 + 4), (["loss"], 20, 1)):
+        canvas = draw_sheet(collect(several(*range(number)), figures_named(names), Options()))
         axes = [ax for part in canvas.subfigs for ax in part.axes if ax.get_title("left")]
         assert len(axes) == panels
-        assert canvas.get_suptitle().startswith("4 runs")
+    assert axes[0].get_title("left").startswith("Training loss\n20 runs")
+    many = [
+        run.assign_attrs(config={"data": {"sigma": number // 2}})
+        for number, run in enumerate(several(*range(19)))
+    ]
+    canvas = draw_sheet(collect(many, figures_named(["loss"]), Options()))
+    assert len(canvas.subfigs) == 10
+    assert canvas.axes[0].get_title("left") == "Training loss\nsigma=0 (2 runs)"
+    (alone,) = (ax for ax in canvas.axes if ax.get_title("left").endswith("sigma=9 (1 run)"))
+    assert not any("mean over runs" in text.get_text() for text in alone.texts)
 
 
-def test_what_is_refused(runs):
-    with pytest.raises(InvalidArgument, match=r"hops cannot show these runs .* not averaged"):
-        FIGURES["hops"](runs, Canvas().subplots())
-    many = runs.assign_coords(sigma=("run", [1, 2, 3, 3]))
-    with pytest.raises(InvalidArgument, match="they have 3 settings"):
-        FIGURES["loss"](many, Canvas().subplots())
-    with pytest.raises(InvalidArgument, match="there is another one"):
-        FIGURES["loss"](runs, Canvas().subplots(), other=runs.isel(run=0))
+def test_what_is_refused(run, several):
+    runs = xr.concat([run, run], "run").assign_coords(run=["a", "b"])
+    with pytest.raises(InvalidArgument, match=r"regimes cannot show these runs in one axes"):
+        FIGURES["regimes"](runs, Canvas().subplots())
+    with pytest.raises(InvalidArgument, match="got 1 labels of 2 runs"):
+        FIGURES["loss"](runs, Canvas().subplots(), labels=["a"])
+    other = {"other": run.isel(step=slice(0, 9)), "labels": ["a", "a"]}
+    with pytest.raises(InvalidArgument, match="different steps"):
+        FIGURES["loss"](run, Canvas().subplots(), **other)
+    with pytest.raises(InvalidArgument, match="the size is that of a new figure"):
+        FIGURES["loss"](run, Canvas().subplots(), size=(3, 2))
+    with pytest.raises(InvalidArgument, match="divergence is between runs, and there is one"):
+        FIGURES["divergence"](run, Canvas().subplots())

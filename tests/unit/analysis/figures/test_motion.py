@@ -85,10 +85,15 @@ def test_bands_are_seen_on_black(run):
     assert alpha("dark") > alpha("light")
 
 
-def test_a_second_run_has_broken_lines(run):
+def test_each_run_has_a_colour_and_each_population_a_line(run):
     ax = FIGURES["speed"](run, Canvas().subplots(), other=run.isel(step=slice(0, 9)))
-    assert [line.get_linestyle() for line in ax.lines] == ["-", "-", "--", "--"]
-    np.testing.assert_array_equal(ax.lines[2].get_ydata(), ax.lines[0].get_ydata()[:8])
+    drawn = ax.lines[:4]
+    assert [line.get_linestyle() for line in drawn] == ["-", "--", "-", "--"]
+    first, _, second, _ = (line.get_color() for line in drawn)
+    assert [line.get_color() for line in drawn] == [first, first, second, second]
+    assert first != second
+    np.testing.assert_array_equal(drawn[2].get_ydata(), drawn[0].get_ydata()[:8])
+    assert not ax.collections, "bands of several runs would hide each other"
 
 
 def test_speeds(run):

@@ -18,6 +18,8 @@ NEEDS = {
     "parameters": "param_update_lost",
 }
 
+ALONE = [name for name, figure in FIGURES.items() if not figure.between]
+
 
 def drawn(name, ds, **options):
     ax = Canvas().subplots()
@@ -26,7 +28,7 @@ def drawn(name, ds, **options):
     return ax
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", ALONE)
 def test_it_draws_titled_and_labelled_into_the_axes_it_is_given(name, run):
     ax = drawn(name, run, style="dark" if name in ("loss", "regimes") else "light")
     assert isinstance(ax, Axes)
@@ -35,14 +37,14 @@ def test_it_draws_titled_and_labelled_into_the_axes_it_is_given(name, run):
     assert ax.get_ylabel()
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", ALONE)
 def test_what_is_missing_is_named(name, run):
     missing = NEEDS.get(name, "W")
     with pytest.raises(VariableNotRecorded, match=rf"\b{missing}\b"):
         FIGURES[name](run.drop_vars(missing), Canvas().subplots())
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", ALONE)
 def test_a_run_that_has_just_begun(name, run):
     with pytest.raises(InvalidArgument, match=f"{name} needs at least . rows, and the run has 0"):
         FIGURES[name](run.isel(step=slice(0, 0)), Canvas().subplots())
@@ -56,14 +58,14 @@ def test_a_run_that_has_just_begun(name, run):
     drawn(name, run.isel(step=slice(0, max(2, FIGURES[name].rows))))
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", ALONE)
 def test_one_token_and_nan(name, run):
     one = run.isel(token=[3])
     drawn(name, one.assign(W=one.W.where(one.step < 5)))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", ALONE)
 def test_no_dead_ones_none_known_and_none_that_move(name, run):
     drawn(name, run.isel(token=run.is_dead.values.nonzero()[0]))
     drawn(name, run.isel(token=(~run.is_dead.values).nonzero()[0]))
@@ -71,7 +73,7 @@ def test_no_dead_ones_none_known_and_none_that_move(name, run):
     drawn(name, run.assign(W=run.W.where(False, 1.0)))  # nothing ever moves
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", ALONE)
 def test_options_that_it_does_not_have_are_refused(name, run):
     figure = FIGURES[name]
     with pytest.raises(InvalidArgument, match=r"'colour_map'.*, expected some of other, style"):
@@ -82,7 +84,7 @@ def test_options_that_it_does_not_have_are_refused(name, run):
         figure(run, population="undead")
     other = {"other": run.isel(step=slice(0, 9))} if figure.overlays else {}
     if not figure.overlays:
-        with pytest.raises(InvalidArgument, match="shows a single run"):
+        with pytest.raises(InvalidArgument, match="cannot show these runs in one axes"):
             figure(run, other=run)
     if figure.scales:
         ax = drawn(name, run, log="x", **other)
@@ -99,6 +101,7 @@ def test_kinds_by_name():
         "seams",
         "loss",
     ]
-    assert len(figures_named(["loss", "all"])) == len(FIGURES)
+    assert [figure.name for figure in figures_named(["loss", "all"])] == ALONE
+    assert len(figures_named(["all"], runs=2)) == len(FIGURES)
     with pytest.raises(InvalidArgument, match=r"got 'lss' .*'loss'.*, expected some of all, loss"):
         figures_named(["lss"])

@@ -10,7 +10,7 @@ from trajstore.errors import InvalidArgument, RunExists
 
 def test_all_at_once_show_what_each_shows_alone(run):
     found = collect([run], figures_named(["all"]), Options())
-    assert list(found.data) == list(FIGURES)
+    assert found.figures == figures_named(["all"])
     for name, (data,) in found.data.items():
         alone = collect([run], [FIGURES[name]], Options()).data[name][0]
         assert alone.identical(data), name
@@ -22,7 +22,7 @@ def test_what_cannot_be_drawn_is_left_out_and_told(run):
     assert set(found.left_out) == {"gradients", "causes", "moments"}
     assert "grad" in found.left_out["gradients"]
     axes = [ax for part in draw_sheet(found).subfigs for ax in part.axes if ax.get_title("left")]
-    assert len(axes) == len(FIGURES) - 3
+    assert len(axes) == len(figures_named(["all"])) - 3
     with pytest.raises(InvalidArgument, match="none of these figures can be drawn: loss: loss nee"):
         collect([run.isel(step=slice(0, 0))], figures_named(["all"]), Options(), leave_out=True)
 
@@ -33,6 +33,18 @@ def test_scales_go_with_one(run):
         draw_sheet(found, log="y")
     alone = collect([run], figures_named(["loss"]), Options())
     assert draw_sheet(alone, log="y").axes[0].get_yscale() == "log"
+
+
+def test_a_title_and_a_size_of_ones_own(run):
+    alone = collect([run], figures_named(["loss"]), Options(), labels=["mine"])
+    assert draw_sheet(alone).axes[0].get_title("left").startswith("Training loss\nmine · ")
+    canvas = draw_sheet(alone, title="Mine", size=(3, 2))
+    assert canvas.axes[0].get_title("left") == "Mine"
+    assert canvas.get_size_inches().tolist() == [3, 2]
+    sheet = collect([run], figures_named(["loss", "speed"]), Options())
+    assert draw_sheet(sheet, title="Mine").get_suptitle() == "Mine"
+    with pytest.raises(InvalidArgument, match="got 2 labels of 1 runs"):
+        collect([run], figures_named(["loss"]), Options(), labels=["a", "b"])
 
 
 @pytest.mark.parametrize("ending", ["png", "svg", "pdf"])

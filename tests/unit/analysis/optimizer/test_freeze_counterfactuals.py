@@ -70,7 +70,7 @@ def test_a_window_ends_where_it_ends_whatever_the_chunks(window):
 
 def test_what_is_frozen_is_what_freeze_says():
     ds = resting("AdamW, bfloat16")
-    frozen = (analysis.freeze(ds).frozen_since >= 0).values
+    frozen = (analysis.freeze(ds, min_still=1).frozen_since >= 0).values
     blame = analysis.freeze_blame(ds).blame
     assert ((blame != OUTCOMES.index("moving")) == frozen).all()
     assert not frozen.all()

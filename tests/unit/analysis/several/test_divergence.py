@@ -7,7 +7,7 @@ import pytest
 import xarray as xr
 
 from trajstore import RunWriter, analysis, open_run, open_runs
-from trajstore.errors import VariableNotRecorded
+from trajstore.errors import InvalidArgument, VariableNotRecorded
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,54 @@ def test_against_its_definition_and_compare(paths: list[Path]) -> None:
         compared = analysis.compare(open_run(paths[0]), open_run(paths[number]))
         distance = compared.distance.sel(variable="W")
         np.testing.assert_allclose(got.distance[number].sel(population="all"), distance, rtol=1e-13)
+        assert got.first_difference[number] == compared.first_difference.sel(variable="W")
+
+
+def test_two_runs_from_a_common_start(paths: list[Path]) -> None:
+    """Against brute force: loops over steps, populations and elements."""
+    one = open_run(paths[0])
+    W = one.W.values.copy()
+    W[4:, 0, 1] += 1
+    W[6:, 3:, :] = -W[6:, 3:, :]  # −0 of 0 is another bit, and no distance
+    W[7, 5, 0] = np.nan
+    one = one.assign(W=one.W.where(one.token != 3, 0))
+    W[6:, 3] = -0.0
+    W[:6, 3] = 0
+    other = one.assign(W=(one.W.dims, W)).isel(step=slice(1, 9)).chunk(step=2, token=4)
+    lazy = analysis.divergence(one, other)
+    assert all(array.chunks is not None for array in lazy.data_vars.values())
+    got = lazy.compute()
+    assert got.step.values.tolist() == list(range(1, 9))
+    assert got.first_difference == 4
+    assert "run" not in got.dims
+    for row, step in enumerate(range(1, 9)):
+        for name, group in {"dead": (0, 1), "live": (2, 3, 4, 5)}.items():
+            pairs = [
+                (float(x), float(y), x.tobytes() != y.tobytes())
+                for token in group
+                for x, y in zip(one.W.values[step, token], W[step, token], strict=True)
+            ]
+            part = got.sel(population=name).isel(step=row)
+            distance = sum((x - y) ** 2 for x, y, _ in pairs) ** 0.5
+            np.testing.assert_allclose(part.distance, distance, rtol=1e-13)
+            assert part.differing == sum(differs for *_, differs in pairs) / len(pairs)
+    xr.testing.assert_identical(one.traj.divergence(other).compute(), got)
+
+
+def test_what_two_runs_must_share(paths: list[Path]) -> None:
+    one, two = open_run(paths[0]), open_run(paths[1])
+    with pytest.raises(InvalidArgument, match="open all of them together"):
+        analysis.divergence(open_runs(paths), one)
+    with pytest.raises(InvalidArgument, match="token has length 6 and 4"):
+        analysis.divergence(one, two.isel(token=slice(0, 4)))
+    with pytest.raises(InvalidArgument, match="which tokens are dead"):
+        analysis.divergence(one, two.assign_coords(is_dead=~two.is_dead))
+    with pytest.raises(InvalidArgument, match="no step in common"):
+        analysis.divergence(one.isel(step=[0]), two.isel(step=[1]))
+    same = analysis.divergence(one, one).compute()
+    assert same.first_difference == -1
+    assert not same.distance.any()
+    assert not same.differing.any()
 
 
 def test_chunks_change_nothing(paths: list[Path]) -> None:

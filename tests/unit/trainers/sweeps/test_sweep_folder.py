@@ -9,7 +9,8 @@ pytest.importorskip("pydantic")
 from trajstore import RunWriter
 from trajstore.errors import FormatError, InvalidArgument
 from trajstore.trainers import preset
-from trajstore.trainers.sweeps.sweep_folder import SETTLED, is_done, planned_rows, settle_threads
+from trajstore.trainers.sweeps.sweep_folder import is_done, keep_names, planned_rows, settle_threads
+from trajstore.watching.followed_runs import SWEEP, swept_names
 
 CONFIG = preset("gatsby").with_values(["training.steps=3"])
 
@@ -62,6 +63,14 @@ def test_the_threads_are_settled_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert settle_threads(tmp_path / "others", 2, None, keep=True) == 5
     with pytest.raises(InvalidArgument, match="trained with 3 threads each"):
         settle_threads(folder, 1, 2, keep=True)
-    (folder / SETTLED).write_text("{}")
+    (folder / SWEEP).write_text("{}")
     with pytest.raises(FormatError, match="does not say how many threads"):
         settle_threads(folder, 1, None, keep=True)
+
+
+def test_names_are_kept_beside_the_threads(tmp_path: Path) -> None:
+    settle_threads(tmp_path, 1, 3, keep=True)
+    keep_names(tmp_path, ["b.zarr"])
+    keep_names(tmp_path, ["a.zarr", "b.zarr"])
+    assert swept_names(tmp_path) == ["b.zarr", "a.zarr"]
+    assert settle_threads(tmp_path, 1, None, keep=True) == 3

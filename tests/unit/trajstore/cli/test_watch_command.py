@@ -107,3 +107,13 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     bar = re.sub(r"\x1b\[[0-9;]*m", "", bar)
     assert bar.rstrip().endswith("22%")
     assert len(bar.rstrip()) == columns
+
+
+def test_several_runs_have_a_line_each_until_all_have_ended(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = begin(run.with_name("later.zarr"))
+    monkeypatch.setattr(watch_command.time, "sleep", lambda seconds: later.close())
+    done = CliRunner().invoke(main, ["watch", str(run.parent)])
+    said = [line.split(": ")[1].split(",")[0] for line in done.output.splitlines()]
+    assert (done.exit_code, said) == (0, ["recording", "complete", "complete"])

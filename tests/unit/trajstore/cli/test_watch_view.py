@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from watched_runs import begin, extend
 
-from trajstore.cli.watch_view import facts, line, sparkline, view
+from trajstore.cli.watch_view import facts, line, overview, sparkline, view
 from trajstore.watching.measures import BoundedCurve
 from trajstore.watching.run_follower import Look, RunFollower
 
@@ -109,3 +109,17 @@ def test_a_sparkline_of_anything() -> None:
     assert drawn([math.nan, math.nan]) == "  "
     assert drawn([0, 0], log=True) == "__"
     assert drawn([0, 1e-9, 1, math.nan, 1e9], log=True) == "__= #"
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_several_runs_have_a_line_each(look: Look, width: int) -> None:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    absent = Look(standing="absent", curves={}, attributes={})
+    console.print(overview({"one.zarr": look, "\x1b[31mother.zarr": absent}, width))
+    assert isinstance(console.file, io.StringIO)
+    first, second = console.file.getvalue().splitlines()
+    assert max(len(first), len(second)) <= width
+    for part in ("one.zarr", "recording", "step 19 of 40", "loss 3.1000"):
+        assert part in first
+    assert "not there yet" in second
+    assert "\x1b" not in second

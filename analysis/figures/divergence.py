@@ -1,0 +1,80 @@
+"""How far runs go apart, from the first step at which they differ."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xarray as xr
+
+from trajstore.analysis.figures.axes_marks import (
+    along_steps,
+    log_scale,
+    name_kinds,
+    named,
+    note,
+    spread_edges,
+    spread_note,
+    with_legend,
+)
+from trajstore.analysis.figures.figure import Look, Options, figure
+from trajstore.analysis.figures.titles import run_name
+from trajstore.analysis.scan.scan import Scan
+from trajstore.analysis.several.divergence import divergence as divergence_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["divergence"]
+
+
+def _divergence(scan: Scan, options: Options, first: Scan) -> xr.Dataset:
+    found = divergence_of(first.ds, scan.ds).sel(population=options.populations(first))
+    begin = found["first_difference"]
+    apart = found[["distance", "differing"]].where((begin >= 0) & (found["step"] >= begin))
+    return scan.in_window(apart).assign_attrs(first=run_name(first.ds))
+
+
+@figure(_divergence, rows=1, reading="runs", overlays=True, averages=True, between=True)
+def divergence(ax: Axes, data: xr.Dataset, look: Look) -> None:
+    """Distance of W from that of the first run, from their first difference on."""
+    steps = data["step"].values
+    populations = data["population"].values.tolist()
+    for kind, population in enumerate(populations):
+        part = data.sel(population=population)
+        spread_edges(ax, steps, look, "distance", population)
+        ax.plot(
+            steps,
+            part["distance"].values,
+            look.line(kind),
+            color=look.colour(population),
+            label=look.label(f"{named(population)}: distance", kind),
+        )
+    name_kinds(ax, look, [f"{named(population)}: distance" for population in populations])
+    along_steps(ax, "L2 distance of W from the first run", data["distance"].attrs["units"])
+    spread_note(ax, look)
+    apart = np.isfinite(data["distance"].values).any(-1)
+    if apart.any():
+        log_scale(ax, "y", data["distance"].values)
+    name = f"{look.run}: " if look.run else ""
+    note(
+        ax,
+        f"{name}differs from {data.attrs['first']} since step {steps[apart][0]:,}"
+        if apart.any()
+        else f"{name}never differs from {data.attrs['first']}",
+    )
+    others = []
+    if look.alone and apart.any():
+        others.append(ax.twinx())
+        for population in populations:
+            others[0].plot(
+                steps,
+                data["differing"].sel(population=population).values,
+                ":",
+                color=look.colour(population),
+                label=f"{named(population)}: share of the elements that differ in bits",
+            )
+        others[0].set_ylabel("share of the elements")
+        others[0].set_ylim(-0.02, 1.02)
+        others[0].margins(x=0.01)
+    with_legend(ax, *others)

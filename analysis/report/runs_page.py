@@ -1,0 +1,139 @@
+"""The page about several runs: how they compare, in tables, sentences and figures."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xarray as xr
+
+from trajstore.analysis.figures import FIGURES, Options
+from trajstore.analysis.figures.titles import run_system
+from trajstore.analysis.motion.stillness import MIN_STILL
+from trajstore.analysis.report.page import drawn, html_table, verified, write_page
+from trajstore.analysis.results.run_summary import summary
+from trajstore.analysis.results.summary_table import summary_table
+from trajstore.analysis.scan.window import rows_of_window
+from trajstore.analysis.several.divergence import divergence
+from trajstore.errors import InvalidArgument, VariableNotRecorded
+from trajstore.store.reading.open_run import open_run
+from trajstore.store.reading.run_info import information, run_status
+from trajstore.store.reading.run_settings import differing_settings, run_labels, short_names
+from trajstore.store.reading.run_table import final_loss, run_table
+from trajstore.store.storage.remote_path import location
+from trajstore.version import __version__
+
+if TYPE_CHECKING:
+    from trajstore.exchange.selection import Steps
+
+__all__ = ["write_runs_report"]
+
+
+def write_runs_report(
+    runs: Sequence[str],
+    path: str | os.PathLike[str],
+    *,
+    steps: Steps = None,
+    within: bool = False,
+    min_still: int = MIN_STILL,
+    check: bool = False,
+    overwrite: bool = False,
+    report: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Write a page that compares runs: one file of HTML, which asks nothing of the network.
+
+    Parameters
+    ----------
+    runs : sequence of str
+        At least two; also such as are being recorded.
+    path, steps, within, min_still, check, overwrite, report
+        As for `trajstore.analysis.report.write_report`.
+
+    Raises
+    ------
+    RunNotFound, FormatError, InvalidArgument, RunExists, MissingExtra
+        As `trajstore.analysis.report.write_report`.
+    """
+    options = Options(steps=steps, within=within, min_still=min_still)
+    return write_page(path, lambda: _facts(runs, options, check, report), overwrite=overwrite)
+
+
+def _facts(
+    runs: Sequence[str],
+    options: Options,
+    check: bool,
+    report: Callable[[int, int], None] | None,
+) -> dict[str, Any]:
+    whole = {run: open_run(run) for run in runs}
+    found = {run: information(run) | {"final_loss": final_loss(run)} for run in runs}
+    attributes = [ds.attrs for ds in whole.values()]
+    labels = dict(zip(runs, run_labels(attributes, runs), strict=True))
+    differing = list(short_names(attributes, differing_settings(attributes)).values())
+    figures = [figure for figure in FIGURES.values() if figure.overlays]
+    pictures, left_out = drawn(list(whole.values()), figures, options, report)
+    opened = {
+        run: rows_of_window(ds, options.steps) if options.within else ds
+        for run, ds in whole.items()
+    }
+    statuses = Counter(run_status(facts) for facts in found.values())
+    checked = {run: verified(location(run), check) for run in runs}
+    sentences = {run: facts["verified"] for run, facts in checked.items()}
+    if len(set(sentences.values())) == 1:  # nothing was verified
+        sentences = {"": next(iter(sentences.values()))}
+    return {
+        "name": f"{len(runs)} runs",
+        "system": run_system(*opened.values()),
+        "span": f"They differ in {', '.join(differing) or 'no setting'}",
+        "status": ", ".join(f"{number} {status}" for status, number in statuses.items()),
+        "caveats": [],
+        "told": [{"title": "How far they go apart", "sentences": _apart(opened, labels)}],
+        "advice": [],
+        "tables": [html_table("The runs", *run_table(found)), *_summaries(opened)],
+        "figures": pictures,
+        "left_out": left_out,
+        "verified": " ".join(f"{run}: {said}" if run else said for run, said in sentences.items()),
+        "problems": [
+            f"{run}: {problem}" for run, facts in checked.items() for problem in facts["problems"]
+        ],
+        "commands": "\n".join(f"trajstore report {shlex.quote(run)}" for run in runs),
+        "settings": "",
+        "made_of": "The page of each run has the command that records it again:",
+        "provenance": [],
+        "version": __version__,
+    }
+
+
+def _summaries(runs: dict[str, xr.Dataset]) -> list[dict[str, Any]]:
+    """The table of summaries; none where a run has no step yet, or nothing to sum up."""
+    try:
+        found = {name: summary(ds).compute() for name, ds in runs.items()}
+    except (VariableNotRecorded, InvalidArgument) as error:
+        return [html_table("Summary", ["there is none"], [[str(error)]])]
+    return [html_table(*summary_table(found))]
+
+
+def _apart(runs: dict[str, xr.Dataset], labels: dict[str, str]) -> list[str]:
+    """A sentence about each run but the first."""
+    (name, first), *others = runs.items()
+    sentences = []
+    for run, ds in others:
+        try:
+            found = divergence(first, ds).sel(population="all").compute()
+        except (VariableNotRecorded, InvalidArgument) as error:
+            sentences.append(f"{labels[run]}: not compared with {name}, for {error}.")
+            continue
+        begin = int(found["first_difference"])
+        if begin < 0:
+            sentences.append(f"{labels[run]}: W is that of {name} at every step, bit for bit.")
+            continue
+        last = found.isel(step=-1)
+        sentences.append(
+            f"{labels[run]}: W differs from that of {name} since step {begin:,}; at step "
+            f"{int(last['step']):,} in {last['differing'].item():.1%} of its elements, with a "
+            f"distance of {last['distance'].item():.4g} (L2)."
+        )
+    return sentences

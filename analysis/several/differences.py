@@ -1,0 +1,84 @@
+"""Two arrays, vector by vector: in how many elements they differ, and how far they are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xarray as xr
+
+from trajstore.analysis.scan.flags import flag_attributes
+from trajstore.errors import InvalidArgument
+from trajstore.store.reading.run_settings import settings
+from trajstore.values.ulp_lattice import unsigned_view
+
+__all__ = ["DIFFERENCE", "check_comparable", "differences", "differing_names", "first_step"]
+
+Array = npt.NDArray[Any]
+
+DIFFERENCE = np.dtype([("differing", np.int64), ("square", np.float64)])
+"""Elements that differ in any bit, and the squared distance."""
+
+
+def differences(first: Array, second: Array) -> npt.NDArray[np.void]:
+    """How two arrays of one type differ along their last axis: `DIFFERENCE`, (row, …)."""
+    x, y = np.ascontiguousarray(first), np.ascontiguousarray(second)
+    result = np.empty(x.shape[:-1], DIFFERENCE)
+    different = unsigned_view(x) != unsigned_view(y)
+    with np.errstate(invalid="ignore", over="ignore"):
+        square = np.square(np.subtract(x, y, dtype=np.float64))
+    square[~different] = 0  # an infinity or NaN that both have is no distance
+    result["differing"] = different.sum(-1)
+    result["square"] = square.sum(-1)
+    return result
+
+
+def first_step(differs: xr.DataArray) -> xr.DataArray:
+    """First step at which two runs differ, −1 if they never do: (step, …) of bool to (…)."""
+    steps = differs["step"].values
+    first: xr.DataArray = xr.apply_ufunc(
+        lambda flags: np.where(flags.any(-1), steps[np.argmax(flags, axis=-1)], -1),
+        differs.chunk(step=-1),
+        input_core_dims=[["step"]],
+        dask="parallelized",
+        output_dtypes=[np.int64],
+    )
+    return first.assign_attrs(
+        long_name="first step at which any bit differs",
+        units="1",
+        **flag_attributes({-1: "never"}),
+    )
+
+
+def differing_names(a: xr.Dataset, b: xr.Dataset) -> list[str]:
+    """Whole names of the settings, also of the optimizer, in which two runs differ."""
+    first, second = settings(a.attrs), settings(b.attrs)
+    return sorted(
+        name for name in first.keys() | second.keys() if first.get(name) != second.get(name)
+    )
+
+
+def check_comparable(a: xr.Dataset, b: xr.Dataset) -> None:
+    """Refuse runs whose values do not belong to the same tokens and hidden dimensions.
+
+    Raises
+    ------
+    InvalidArgument
+    """
+    problems = []
+    dims: tuple[Hashable, ...] = ("token", "hidden")
+    for dim in dims:
+        if a.sizes.get(dim) != b.sizes.get(dim):
+            problems.append(f"{dim} has length {a.sizes.get(dim)} and {b.sizes.get(dim)}")
+        elif dim in a.coords and dim in b.coords and not (a[dim].values == b[dim].values).all():
+            differing = int((a[dim].values != b[dim].values).sum())
+            problems.append(f"{differing} of {a.sizes[dim]} ids along {dim} differ")
+    if problems:
+        names = ", ".join(differing_names(a, b))
+        raise InvalidArgument(
+            f"these runs cannot be compared value by value: {'; '.join(problems)}"
+            + (f"; their configurations differ in {names}" if names else "")
+            + "; select the same tokens in the same order from both"
+        )

@@ -1,0 +1,144 @@
+"""Settings of several runs: those that differ, and the labels that these make."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any
+
+__all__ = [
+    "SEED",
+    "UNSET",
+    "differing_settings",
+    "run_labels",
+    "setting_text",
+    "settings",
+    "short_names",
+]
+
+SEED = "config.training.seed"
+UNSET = "unset"
+"""Text of a setting that a run does not have, or leaves open."""
+
+_MOST = 4  # settings of a label
+
+
+def settings(
+    attributes: Mapping[str, Any], keys: Iterable[str] = ("config", "optimizer")
+) -> dict[str, Any]:
+    """Settings of a run by their whole names, such as ``config.training.seed``.
+
+    Parameters
+    ----------
+    attributes : mapping
+        Of the run's root.
+    keys : iterable of str
+        Attributes that hold settings.
+    """
+    return _flat({key: attributes.get(key) or {} for key in keys})
+
+
+def differing_settings(
+    runs: Sequence[Mapping[str, Any]], without: Container[str] = ()
+) -> dict[str, list[Any]]:
+    """Settings in which runs differ: of each its value in every run, None where it has none.
+
+    Of runs without a configuration, those of the optimizer.
+
+    Parameters
+    ----------
+    runs : sequence of mapping
+        Attributes of the roots.
+    without : container of str
+        Settings to leave out.
+
+    Examples
+    --------
+    >>> one, other = {"training": {"seed": 1}}, {"training": {"seed": 2, "steps": 5}}
+    >>> differing_settings([{"config": one}, {"config": other}])
+    {'config.training.seed': [1, 2], 'config.training.steps': [None, 5]}
+    """
+    known = _known(runs)
+    names = dict.fromkeys(name for one in known for name in one)
+    found = {name: [one.get(name) for one in known] for name in names}
+    return {
+        name: values
+        for name, values in found.items()
+        if name not in without and any(value != values[0] for value in values)
+    }
+
+
+def short_names(runs: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, str]:
+    """Own name of each setting; with its section, where several sections have that name."""
+    every = dict.fromkeys(name for one in _known(runs) for name in one)
+    counts = Counter(name.rpartition(".")[2] for name in every)
+    return {
+        name: own if counts[own := name.rpartition(".")[2]] == 1 else name.partition(".")[2]
+        for name in names
+    }
+
+
+def run_labels(
+    runs: Sequence[Mapping[str, Any]], names: Sequence[str], without: Container[str] = ()
+) -> list[str]:
+    """Label of each run: what differs between their settings, and no two alike.
+
+    Parameters
+    ----------
+    runs : sequence of mapping
+        Attributes of the roots.
+    names : sequence of str
+        Of the runs; the labels where nothing differs, or too much to be read.
+    without : container of str
+        Settings to leave out.
+
+    Examples
+    --------
+    >>> seeds = [{"config": {"training": {"seed": seed}}} for seed in (1, 2, 2)]
+    >>> run_labels(seeds, ["a", "b", "c"])
+    ['seed=1', 'b: seed=2', 'c: seed=2']
+    """
+    differing = differing_settings(runs, without)
+    if not differing or len(differing) > _MOST:
+        return _told_apart(names)
+    short = short_names(runs, differing)
+    labels = [
+        ", ".join(f"{short[name]}={setting_text(values[at])}" for name, values in differing.items())
+        for at in range(len(runs))
+    ]
+    counts = Counter(labels)
+    named = [
+        f"{name}: {label}" if counts[label] > 1 else label
+        for name, label in zip(names, labels, strict=True)
+    ]
+    return _told_apart(named)
+
+
+def _told_apart(labels: Sequence[str]) -> list[str]:
+    """The labels, of which those that repeat one before are numbered."""
+    seen: Counter[str] = Counter()
+    result = []
+    for label in labels:
+        seen[label] += 1
+        result.append(label if seen[label] == 1 else f"{label} ({seen[label]})")
+    return result
+
+
+def setting_text(value: Any) -> str:
+    """How a setting is shown; one that a run does not have is not empty."""
+    return UNSET if value is None else str(value)
+
+
+def _known(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    keys = ["config"] if any(run.get("config") for run in runs) else ["optimizer"]
+    return [settings(run, keys) for run in runs]
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix.removesuffix("."): value}
+    return {
+        name: one
+        for key, item in value.items()
+        for name, one in _flat(item, f"{prefix}{key}.").items()
+    }
