@@ -115,12 +115,11 @@ def test_wrong_calls_are_one_sentence(
     assert len(done.stderr.strip().splitlines()) <= 2
 
 
-def test_a_device_that_is_not_there_is_said_whatever_is_there(
+def test_a_device_that_is_not_there_is_refused(
     trajstore_cli: Callable[..., Any], tmp_path: Path
 ) -> None:
     torch = pytest.importorskip("torch")
     missing = "mps" if torch.cuda.is_available() else "cuda"  # no machine has both
-    (tmp_path / "run.zarr").mkdir()
     call = ["record", "--preset", "gatsby", "--device", missing, "-o", tmp_path / "run.zarr"]
     assert "none that torch can use" in trajstore_cli(*call, rc=2).stderr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -484,16 +485,20 @@ def test_what_cannot_be_recorded_is_said(tiny: Any, tmp_path: Path) -> None:
 def test_a_full_disk_keeps_what_is_whole_and_says_what_to_do(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trajstore.store.writing import block_writer as pipeline
+    from trajstore.store.writing import block_writer
 
-    real = pipeline.put
+    real = block_writer.put_all
 
-    def full_at_the_third_block(path: Path, *args: Any, **kwargs: Any) -> int:
-        if path.name.startswith("c.2"):
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-        return real(path, *args, **kwargs)
+    def full_at_the_third_block(objects: Iterable[Any], **kwargs: Any) -> int:
+        def written() -> Iterator[Any]:
+            for path, parts in objects:
+                if path.name.startswith("c.2"):
+                    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+                yield path, parts
 
-    monkeypatch.setattr(pipeline, "put", full_at_the_third_block)
+        return real(written(), **kwargs)
+
+    monkeypatch.setattr(block_writer, "put_all", full_at_the_third_block)
     optimizer = torch.optim.AdamW(tiny.parameters(), lr=0.01)
     path = tmp_path / "run.zarr"
     with pytest.raises(RecordingError, match=r"no space is left.*first 8 rows are whole; free"):
