@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import textwrap
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from types import UnionType
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 import tomli_w
 from pydantic import (
@@ -18,11 +21,12 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 
 from trajstore.byte_sizes import parse_bytes
 from trajstore.errors import ConfigError, InvalidArgument
 from trajstore.nearest_name import did_you_mean
-from trajstore.schema import resolve_record
+from trajstore.schema import TIERS, VARIABLES, resolve_record
 from trajstore.store.writing.commit_timer import COMMIT_EVERY
 
 __all__ = [
@@ -46,6 +50,8 @@ MAY_CHANGE = frozenset(
     }
 )
 """Fields that a run may change when it goes on."""
+
+_COMMENT = 98  # columns of a comment in TOML
 
 
 class _Section(BaseModel):
@@ -149,7 +155,7 @@ class OptimizerConfig(_Section):
         0.9,
         0.999,
     )
-    """Of Adam's moments."""
+    """Of Adam's moments, each at least 0 and less than 1."""
     eps: float = Field(default=1e-8, gt=0)
     """Of Adam."""
     momentum: float = Field(default=0.0, ge=0, lt=1)
@@ -201,8 +207,11 @@ class TrainingConfig(_Section):
 class RecordingConfig(_Section):
     """What is recorded, and in which blocks."""
 
-    record: Annotated[tuple[str, ...], AfterValidator(_record)] = ("all",)
-    """Variables, or tiers of them."""
+    record: Annotated[tuple[str, ...], AfterValidator(_record)] = Field(
+        default=("all",),
+        description=f"Tiers of variables ({', '.join(TIERS)}), or variables by name "
+        f"({', '.join(VARIABLES)}).",
+    )
     every: int = Field(default=1, ge=1)
     """Steps from one row to the next; the last step is always recorded."""
     tokens: str = "all"
@@ -212,7 +221,7 @@ class RecordingConfig(_Section):
     logits_mode: Literal["last", "mean"] = "last"
     """Logits at the last position: of the first sequence, or the mean over the step's sequences."""
     memory: Annotated[str, AfterValidator(_size)] = "1GiB"
-    """For all buffers of the recorder together."""
+    """For all buffers of the recorder together, such as 512MiB."""
     block_rows: int | None = Field(default=None, ge=1)
     """Rows of a block; planned from the memory without it."""
     commit_every: float = Field(default=COMMIT_EVERY, ge=0)
@@ -298,8 +307,22 @@ class RunConfig(_Section):
         }
 
     def to_toml(self) -> str:
-        """All fields as TOML."""
-        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+        """All fields as TOML, with what each means and may be in comments.
+
+        A field that is not set is a comment itself, as TOML has no null.
+        """
+        lines = []
+        for section, fields in self.model_dump(mode="json").items():
+            kind: Any = type(self).model_fields[section].annotation
+            lines += [*_comment(inspect.cleandoc(kind.__doc__)), f"[{section}]"]
+            for name, value in fields.items():
+                field = kind.model_fields[name]
+                lines += _comment(field.description or "")
+                said = ["not set"] * (value is None) + _allowed(field)
+                shown = f"# {name} = …" if value is None else f"{name} = {_literal(value)}"
+                lines.append(f"{shown}  # {', '.join(said)}" if said else shown)
+            lines.append("")
+        return "\n".join(lines)
 
     def with_values(self, assignments: Iterable[str]) -> Self:
         """Configuration with single fields changed.
@@ -333,6 +356,36 @@ class RunConfig(_Section):
                 )
             values.setdefault(section, {})[field] = _toml_value(text.strip())
         return self.parse(values)
+
+
+def _comment(text: str) -> list[str]:
+    return [f"# {line}" for line in textwrap.wrap(" ".join(text.split()), _COMMENT)]
+
+
+def _literal(value: Any) -> str:
+    """A value as TOML has it, on one line."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal, value))}]"
+    return tomli_w.dumps({"value": value}).partition(" = ")[2].strip()
+
+
+def _allowed(field: FieldInfo) -> list[str]:
+    """What a field may be: its choices, and its bounds."""
+    annotation = field.annotation
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    choices = [str(choice) for kind in kinds for choice in get_args(kind)
+               if get_origin(kind) is Literal]  # fmt: skip
+    if bool in kinds:
+        choices += ["true", "false"]
+    said = [f"one of {', '.join(choices)}"] if choices else []
+    bounds = {"gt": "more than", "ge": "at least", "lt": "less than"}
+    said += [
+        f"{words} {getattr(bound, name)}"
+        for bound in field.metadata
+        for name, words in bounds.items()
+        if hasattr(bound, name)
+    ]
+    return said
 
 
 def _toml_value(text: str) -> Any:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import os
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import xarray as xr
 
@@ -19,6 +17,7 @@ from trajstore.analysis.figures import FIGURES, Collected, Figure, Options, coll
 from trajstore.analysis.figures.figure import compute_together, prepared
 from trajstore.analysis.figures.titles import run_system
 from trajstore.analysis.motion.stillness import MIN_STILL
+from trajstore.analysis.report.reproduction import reproduction
 from trajstore.analysis.report.verdicts import evidence, latest, seam_verdict, verdicts
 from trajstore.analysis.results.run_summary import summary
 from trajstore.analysis.scan.scan import Scan
@@ -186,7 +185,7 @@ def _facts(
         "figures": pictures,
         "left_out": left_out,
         **verified(run, check),
-        **_reproduction(run, info),
+        **reproduction(run.name, info),
         "provenance": list(_flat(info.get("provenance") or {})),
         "version": __version__,
     }
@@ -329,44 +328,6 @@ def verified(run: Location, check: bool) -> dict[str, Any]:
         "were not replayed; trajstore verify --replay does that."
     )
     return {"verified": said, "problems": [problem.message for problem in found.problems]}
-
-
-def _reproduction(run: Location, info: Mapping[str, Any]) -> dict[str, str]:
-    config, provenance = info.get("config") or {}, info.get("provenance") or {}
-    # A loop of one's own says what it likes.
-    if not config or not all(isinstance(fields, Mapping) for fields in config.values()):
-        return {"commands": "", "settings": "", "made_of": ""}
-    origin = next((key for key in ("what_if", "fork") if provenance.get(key)), None)
-    if origin:
-        made_of = (
-            "The run was made of another one, so its settings alone do not make it again; which "
-            f"run, and what was set, stands below as {origin}."
-        )
-        return {"commands": "", "settings": "", "made_of": made_of}
-    text = provenance.get("corpus")
-    option, made_of = "", ""
-    if _is_text_file(text):
-        option = f" --corpus {shlex.quote(str(text['name']))}"
-        made_of = f"The text had {text['bytes']:,} bytes, SHA-256 {text['sha256']}."
-    commands = (
-        f"trajstore record --config run.toml{option} -o again.zarr\n"
-        f"trajstore compare {shlex.quote(run.name)} again.zarr"
-    )
-    lines = []
-    for section, fields in config.items():
-        known = {key: value for key, value in fields.items() if value is not None}
-        lines += [
-            f"[{section}]",
-            *(f"{key} = {json.dumps(each)}" for key, each in known.items()),
-            "",
-        ]
-    return {"commands": commands, "settings": "\n".join(lines), "made_of": made_of}
-
-
-def _is_text_file(text: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether a run's provenance tells of a text that was not part of the program."""
-    known = isinstance(text, Mapping) and text.keys() >= {"name", "bytes", "sha256"}
-    return known and isinstance(text["bytes"], int) and "(embedded)" not in str(text["name"])
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -54,7 +54,8 @@ def first_step(differs: xr.DataArray) -> xr.DataArray:
 
 def differing_names(a: xr.Dataset, b: xr.Dataset) -> list[str]:
     """Whole names of the settings, also of the optimizer, in which two runs differ."""
-    first, second = settings(a.attrs), settings(b.attrs)
+    keys = ("config", "stretches", "optimizer")
+    first, second = settings(a.attrs, keys), settings(b.attrs, keys)
     return sorted(
         name for name in first.keys() | second.keys() if first.get(name) != second.get(name)
     )

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.lock import is_written_to
 from trajstore.trainers import preset, record
-from trajstore.trainers.replay.replay_device import torch_threads
+from trajstore.trainers.recording.torch_threads import torch_threads
 
 pytestmark = [pytest.mark.torch, pytest.mark.nightly]
 
@@ -64,7 +64,7 @@ def test_killed_in_the_middle_and_started_again(
     xr.testing.assert_equal(xr.open_zarr(running), xr.open_zarr(tmp_path / "straight.zarr"))
     assert json.loads((folder / "sweep.json").read_text()) == {
         "threads": 1,
-        "runs": ["small_seed=1.zarr", "small_seed=2.zarr"],
+        "runs": ["small_seed=2.zarr", "small_seed=1.zarr"],  # in the order of the calls
     }
 
 

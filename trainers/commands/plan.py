@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import click
@@ -10,11 +9,12 @@ import click
 from trajstore.byte_sizes import format_bytes
 from trajstore.cli.errors import sentences
 from trajstore.cli.options import JSON
-from trajstore.cli.tables import out, print_json, print_notes, print_table, table
+from trajstore.cli.tables import err, out, print_json, print_notes, print_table, table
+from trajstore.durations import format_duration
 from trajstore.errors import TrajstoreError
 from trajstore.trainers.commands.configuration import configuration, configured
 
-__all__ = ["plan"]
+__all__ = ["plan", "print_plan", "time_sentence"]
 
 
 @click.command()
@@ -37,9 +37,10 @@ def plan(
     as_json: bool,
     **fields: Any,
 ) -> None:
-    """Tell what a run will cost before it is made: rows, chunks, bytes, memory, files, time.
+    """Print what a run will cost before it is made: rows, chunks, bytes, memory, files, time.
 
-    For the time, a few steps are trained here, and recorded to a temporary folder.
+    The sizes are printed at once. For the time, a few steps are trained here, and recorded to a
+    temporary folder; that takes minutes for a large model.
 
     \b
     Example:
@@ -57,21 +58,26 @@ def plan(
         alternative = config.model_copy(update={"recording": recording})
         tiers[tier] = trainers.plan(alternative, corpus=corpus, tokenizer=tokenizer)
     facts = wanted.facts() | {"tiers": {tier: made.totals() for tier, made in tiers.items()}}
+    if not as_json:
+        print_plan(facts)
     if not no_timing:
+        err.print("Timing a few steps on this machine …")
         try:
             timed = trainers.time_steps(config, corpus=corpus, tokenizer=tokenizer)
         except TrajstoreError as error:  # the plan may be of another machine
             facts["notes"].append(f"no time was measured: {error}")
+            if not as_json:
+                print_notes(facts["notes"][-1:])
         else:
             facts["time"] = timed.facts(steps=wanted.steps, rows=wanted.rows)
+            if not as_json:
+                out.print(time_sentence(facts["time"]))
     if as_json:
         print_json(facts)
-    else:
-        print_plan(facts)
 
 
 def print_plan(facts: dict[str, Any]) -> None:
-    """Print what `facts` says, and the tiers beside each other."""
+    """Print the sizes that `facts` holds, and those of the tiers beside each other."""
     out.print(
         f"{facts['rows']} rows of {facts['tokens']} tokens: steps 0 to {facts['steps']}, every "
         f"{facts['every']}; blocks of {facts['block_rows']} rows; at most "
@@ -97,21 +103,23 @@ def print_plan(facts: dict[str, Any]) -> None:
             str(totals["block_rows"]),
         )
     print_table(printed)
-    if "time" in facts:
-        out.print(_time_sentence(facts))
     print_notes([*facts["notes"], *(advice["sentence"] for advice in facts["advice"])])
 
 
-def _time_sentence(facts: dict[str, Any]) -> str:
-    """How long a planned run will take, and what that stands on."""
-    time = facts["time"]
+def time_sentence(time: dict[str, Any]) -> str:
+    """How long a planned run will take, and what that is measured on.
+
+    Parameters
+    ----------
+    time : dict
+        Of `TimedSteps.facts`.
+    """
     steps = f"{time['timed_steps']} {'step' if time['timed_steps'] == 1 else 'steps'}"
     return (
-        f"About {timedelta(seconds=max(round(time['seconds']), 1))} on this machine "
-        f"({time['device']}), {timedelta(seconds=round(time['seconds_recording']))} of it for "
-        f"recording: {time['step_seconds']:.2g} s a step and {time['row_seconds']:.2g} s a row, as "
-        f"{steps} took that {'was' if time['timed_steps'] == 1 else 'were'} trained now, and "
-        f"{time['timed_rows']} rows "
-        f"({format_bytes(time['row_bytes'])} each on disk) that were recorded to a temporary "
-        "folder. Other programs that run meanwhile, and checkpoints, come on top."
+        f"About {format_duration(time['seconds'])} on this machine ({time['device']}), "
+        f"{format_duration(time['seconds_recording'])} of it for recording: "
+        f"{format_duration(time['step_seconds'])} a step and "
+        f"{format_duration(time['row_seconds'])} a row. {steps} and {time['timed_rows']} rows "
+        f"({format_bytes(time['row_bytes'])} each on disk) were timed. Other programs that run "
+        "meanwhile, and checkpoints, come on top."
     )

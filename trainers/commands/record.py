@@ -6,7 +6,6 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from trajstore.cli.errors import sentences
 from trajstore.cli.options import JSON
 from trajstore.cli.stop_signals import StopRequest
 from trajstore.cli.tables import err, out, print_json
+from trajstore.durations import format_duration
 from trajstore.errors import InvalidArgument
 from trajstore.trainers.commands.configuration import (
     configuration,
@@ -52,6 +52,13 @@ __all__ = ["record"]
 )
 @click.option("--at", type=int, metavar="STEP", help="The step of --fork.")
 @click.option("--overwrite", is_flag=True, help="Replace a run that is there.")
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Threads of torch on the CPU, on which the bits depend; default: as the run had, or "
+    "torch's own number.",
+)
 @JSON
 @sentences
 def record(
@@ -66,6 +73,7 @@ def record(
     source: str | None,
     at: int | None,
     overwrite: bool,
+    threads: int | None,
     fsync: bool,
     strict_numerics: bool,
     as_json: bool,
@@ -112,7 +120,7 @@ def record(
                 preset_name, config_file, assignments, variables, fields, path if resume else None
             )
         else:
-            config = _forked(source, changes)
+            config = _forked(source, at, changes)
         with RecordingProgress(config.training.steps) as progress:
 
             def begin(text: Any) -> None:
@@ -125,6 +133,7 @@ def record(
                 "overwrite": overwrite,
                 "fsync": fsync,
                 "strict_numerics": strict_numerics,
+                "threads": threads,
                 "stop": stop,
                 "on_corpus": begin,
                 "on_step": progress.show_step,
@@ -182,14 +191,14 @@ def _check_fork(
         )
 
 
-def _forked(source: str, changes: list[str]) -> Any:
+def _forked(source: str, at: int | None, changes: list[str]) -> Any:
     """Configuration of a fork, before it is looked at more closely."""
     from trajstore import trainers
     from trajstore.store.reading.open_group import open_group
 
     if "://" not in source:
         open_group(source)
-    return trainers.recorded_config(source).with_values(changes)
+    return trainers.recorded_config(source, after=at).with_values(changes)
 
 
 def print_recorded(
@@ -206,7 +215,7 @@ def print_recorded(
     seconds, rate : float or None
         That it took, and steps a second; None where nothing was trained, or a single step.
     """
-    took = "" if seconds is None else f" in {timedelta(seconds=round(seconds))}"
+    took = "" if seconds is None else f" in {format_duration(seconds)}"
     if rate is not None:
         took += f" ({rate:.3g} steps a second)"
     out.print(

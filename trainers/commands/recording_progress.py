@@ -11,6 +11,7 @@ from rich.text import Text
 from trajstore.byte_sizes import format_bytes
 from trajstore.cli.progress import Bar
 from trajstore.cli.tables import err
+from trajstore.durations import format_duration
 
 if TYPE_CHECKING:
     from typing import Any
@@ -131,5 +132,5 @@ class RecordingProgress(Bar):
             state += f", {format_bytes(writer.bytes_written)} on disk"
         state += f", {writer.rows - writer.committed_rows} rows in memory"
         if waiting:
-            state += f", waiting for the disk ({writer.seconds_waited:.1f} s so far)"
+            state += f", waiting for the disk ({format_duration(writer.seconds_waited)} so far)"
         return state

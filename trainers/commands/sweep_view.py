@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Group
@@ -12,6 +11,7 @@ from rich.live import Live
 from rich.text import Text
 
 from trajstore.cli.tables import PlainConsole, err, out, print_table, table
+from trajstore.durations import format_duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -122,13 +122,13 @@ def _table() -> Any:
 def _add_row(printed: Any, job: Job, rows: int) -> None:
     from trajstore.trainers.sweeps.sweep_folder import committed_rows
 
-    took = str(timedelta(seconds=round(job.seconds))) if job.seconds else ""
+    took = format_duration(job.seconds) if job.seconds else ""
     state = _STATES.get(job.state, job.state)
     printed.add_row(job.run.name, state, f"{committed_rows(job.run):,}", f"{rows:,}", took)
 
 
 def _status_line(job: Job) -> str:
     state = _STATES.get(job.state, job.state)
-    after = f" after {timedelta(seconds=round(job.seconds))}" if job.seconds else ""
+    after = f" after {format_duration(job.seconds)}" if job.seconds else ""
     said = f": {job.said}" if job.said else ""
     return f"{state}{after}{said}"

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from trajstore.errors import ConfigError
+from trajstore.store.metadata.stretches import STRETCHES, listed_stretches
 from trajstore.store.reading.tiled_reader import attribute
 from trajstore.trainers.config import RunConfig, ScheduleConfig
 from trajstore.trainers.counterfactuals.settings import ChangedSettings
@@ -41,9 +42,9 @@ def changed_learning_rates(
 ) -> Rates:
     """Learning rate of the step that each row is after, (step,).
 
-    As recorded, where neither the rate nor its schedule was changed. A schedule that is known, and
-    gives what is recorded, gives the changed rates in the same way; of another, the recorded rates
-    are multiplied.
+    As recorded, where neither the rate nor its schedule was changed. Schedules of all stretches
+    that are known, and give what is recorded, give the changed rates in the same way; of others,
+    the recorded rates are multiplied.
 
     Raises
     ------
@@ -61,13 +62,13 @@ def changed_learning_rates(
     if reshaped:
         schedule = _schedule(changed_schedule(attributes, settings))
         return _scheduled(lr, schedule, taken, recorded)
-    before = attribute(attributes, "optimizer", "schedule")
-    if _is_known(before):
-        schedule = _schedule(before)
-        if np.array_equal(_scheduled(base, schedule, taken, recorded), recorded, equal_nan=True):
-            return _scheduled(lr, schedule, taken, recorded)
     scaled: Rates = recorded * (lr / base)
-    return scaled
+    as_recorded, changed = np.full_like(recorded, np.nan), scaled.copy()
+    for first, schedule in _recorded_schedules(attributes):
+        after = np.asarray(rows.steps) > first
+        as_recorded[after] = _scheduled(base, schedule, taken, recorded)[after]
+        changed[after] = _scheduled(lr, schedule, taken, recorded)[after]
+    return changed if np.array_equal(as_recorded, recorded, equal_nan=True) else scaled
 
 
 def changed_clip_coefs(rows: RecordedRows, settings: ChangedSettings) -> list[npt.NDArray[Any]]:
@@ -108,6 +109,18 @@ def _base_rate(attributes: Mapping[str, Any]) -> float:
         "the run does not say which learning rate its schedule began with (initial_lr of the "
         "optimizer), so neither can be changed"
     )
+
+
+def _recorded_schedules(attributes: Mapping[str, Any]) -> list[tuple[int, ScheduleConfig]]:
+    """Schedule of each stretch of a run, with the step before it; none where it is not known."""
+    if STRETCHES in attributes:
+        configs = [(e["step"], RunConfig.parse(e["config"])) for e in listed_stretches(attributes)]
+        return [
+            (step, config.schedule.model_copy(update={"steps": config.decay_steps}))
+            for step, config in configs
+        ]
+    schedule = attribute(attributes, "optimizer", "schedule")
+    return [(0, _schedule(schedule))] if _is_known(schedule) else []
 
 
 def _is_known(schedule: object) -> TypeGuard[Mapping[str, Any]]:

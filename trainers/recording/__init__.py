@@ -15,7 +15,8 @@ Before the first step ``capture``, for a `Trainer` called by ``hf_callback``, pu
 what ``options`` ask for, of the matrices that ``parameters`` finds, into the runs that
 ``planned_run`` plans, with their populations and ``provenance``, and, where one is to go on,
 ``resumed_run`` finds. ``data_set_tokens`` counts the tokens of a Trainer's data set.
-``numeric_advice`` says what the types of the optimizer keep it from doing.
+``numeric_advice`` says what the types of the optimizer keep it from doing, and ``torch_threads``
+sets the number of threads, on which its bits depend.
 Of a training that is done again, ``compared_run`` takes the rows and compares them.
 Of a parameter that is sharded over processes each records its tokens: ``sharding`` tells which.
 torch's private names are in ``torch_internals``, each with its reason.

@@ -70,6 +70,11 @@ class Comparison:
             self.successor = self._make_writer(difference.row)
         return self.successor
 
+    def close(self) -> None:
+        """Close what took the rows that differed."""
+        if self.successor is not None:
+            self.successor.close("interrupted")
+
 
 class ComparedRun:
     """Takes rows as a `RunWriter` does, and compares each with that of a run, bit for bit.
@@ -109,6 +114,7 @@ class ComparedRun:
         self.comparison = comparison
         self._stored = stored
         self._steps = steps
+        self._held = frozenset(steps)
         self._row: dict[str, Array] = {
             name: np.empty(array.row, array.native.bits)
             for name, array in stored.layout.arrays.items()
@@ -135,7 +141,12 @@ class ComparedRun:
         return self._row
 
     def commit_row(self, step: int) -> None:
-        """Compare the row that `next_row` gave out, every variable filled, as that of `step`."""
+        """Compare the row that `next_row` gave out, every variable filled, as that of `step`.
+
+        A row that ended the run before it was extended is not in the run; it is passed over.
+        """
+        if step not in self._held:
+            return
         comparison = self.comparison
         if comparison.successor is not None:
             comparison.successor.commit_row(step)
@@ -146,10 +157,8 @@ class ComparedRun:
         self.rows += 1
 
     def close(self, status: str = "complete") -> None:
-        """Let go of the run, and close what took the rows that differed."""
+        """Let go of the run; the comparison stays open, for the stretch that follows."""
         self._block = {}
-        if self.comparison.successor is not None:
-            self.comparison.successor.close("interrupted")
 
     def _hand_on(self, step: int, successor: RunWriter) -> None:
         """Have another take the row that was compared."""

@@ -45,6 +45,9 @@ class TrajectoryCallback(TrainerCallback):
     comparison : Comparison or None
         Set before the training begins, each row is compared with that of the run that is there,
         instead of being stored.
+    says_end : bool
+        Whether a line on standard output says at the end of the training where the run is; set to
+        False by what says so itself.
 
     Raises
     ------
@@ -65,6 +68,7 @@ class TrajectoryCallback(TrainerCallback):
     >>> callback = TrajectoryCallback("run.zarr")
     >>> trained = Trainer(model, arguments, train_dataset=texts, callbacks=[callback]).train()
     {'train_runtime': ...}
+    Recorded 4 rows to run.zarr
     >>> from trajstore import open_run
     >>> open_run("run.zarr").grad.shape
     (4, 128, 8)
@@ -103,6 +107,7 @@ class TrajectoryCallback(TrainerCallback):
         self._thread = 0
         self.recorder: Recorder | None = None
         self.comparison: Comparison | None = None
+        self.says_end = True
 
     def on_train_begin(
         self,
@@ -169,9 +174,14 @@ class TrajectoryCallback(TrainerCallback):
         atexit.register(self.close)
         _at_end_of_cell(self, register=True)
 
-    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
-        """Commit what is left, and mark the run complete."""
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
+    ) -> None:
+        """Commit what is left, mark the run complete, and print where it is."""
         self.close(complete=True)
+        if self.says_end and self.recorder is not None and state.is_world_process_zero:
+            for path, rows in self.recorder.recorded_rows():
+                print(f"Recorded {rows:,} rows to {path}")
 
     def close(self, *, complete: bool = False) -> None:
         """Stop recording and commit every whole row; twice does no harm.

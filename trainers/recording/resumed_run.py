@@ -12,6 +12,7 @@ import torch
 
 from trajstore.errors import InvalidArgument, NothingToResume
 from trajstore.schema import COORDINATES, STEP, VARIABLES, along_token
+from trajstore.store.metadata.stretches import stretches_attribute
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.writing.resumed_run import resumed_run
 from trajstore.store.writing.writer import RunWriter
@@ -131,8 +132,10 @@ class ExistingRun:
         now = W if held == "W" else W.to(torch.bfloat16)
         if step == self.last_step and not _same_bits(now, self.last_weights):
             if self.compared is not None:
-                found = RowDifference(step=step, row=self.rows - 1, variables=(held,))
-                self.compared.comparison.difference = found
+                comparison = self.compared.comparison
+                if comparison.difference is None:
+                    found = RowDifference(step=step, row=self.rows - 1, variables=(held,))
+                    comparison.difference = found
                 return
             raise NothingToResume(
                 f"the weights that the training goes on with are not those of {self.planned.path} "
@@ -248,6 +251,7 @@ def _changed_attributes(planned: PlannedRun, before: Mapping[str, Any]) -> dict[
     }
     if planned.options.config is not None:
         changed["config"] = dict(planned.options.config)
+        changed |= stretches_attribute(before, changed["config"], planned.loop.first_step)
     return changed
 
 

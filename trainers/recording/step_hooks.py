@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trajstore.errors import RecordingError
+from trajstore.store.storage.remote_path import Location
 from trajstore.trainers.recording.compared_run import RowTarget
 from trajstore.trainers.recording.forward_values import ForwardPasses, LogitsMode
 from trajstore.trainers.recording.model_parameters import ModelParameters
@@ -185,6 +186,11 @@ class Recorder:
     def rows(self) -> int:
         """Rows of the first parameter's run, those included that are not committed yet."""
         return self._parameters[0].rows if self._parameters else 0
+
+    def recorded_rows(self) -> list[tuple[Location, int]]:
+        """Path of each parameter's run, and the rows that it holds."""
+        writers = [rows.writer for rows in self._parameters]
+        return [(one.path, one.committed_rows) for one in writers if one is not None]
 
     def remarks(self) -> list[str]:
         """Sentences on what the steps until now have not shown, or may not mean."""

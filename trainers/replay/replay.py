@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
 from trajstore.store.reading.tiled_reader import attribute, open_tiled
+from trajstore.trainers.recording.torch_threads import torch_threads
 from trajstore.trainers.replay.findings import (
     Comparisons,
     Findings,
@@ -24,7 +25,7 @@ from trajstore.trainers.replay.findings import (
 )
 from trajstore.trainers.replay.recorded_optimizer import State
 from trajstore.trainers.replay.recorded_rows import RecordedRow, RecordedRows
-from trajstore.trainers.replay.replay_device import replay_device, torch_threads
+from trajstore.trainers.replay.replay_device import replay_device
 from trajstore.trainers.replay.replay_result import CannotReplay, Finding, Kind, Replay
 from trajstore.trainers.replay.row_checks import (
     SummaryChecks,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["ReplayDevice", "replay_device", "torch_threads"]
+__all__ = ["ReplayDevice", "replay_device"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,20 +82,3 @@ def replay_device(attributes: Mapping[str, Any]) -> ReplayDevice:
         threads=count if isinstance(count, int) and device.type == "cpu" and count > 0 else None,
         notes=tuple(notes),
     )
-
-
-@contextmanager
-def torch_threads(count: int | None) -> Iterator[None]:
-    """Let torch use as many threads as when a run was recorded: rounding hangs on their shares.
-
-    Parameters
-    ----------
-    count : int, optional
-        As many as now without it.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -6,7 +6,7 @@ plain loop over ``batches`` trains, a ``recorded_training`` has a recorder attac
 ``checkpoint_schedule`` says when a
 ``checkpoint`` of the ``training_state`` is due. Before a run goes on, ``resume_checks`` compares
 what is asked for with what was, and where there is no checkpoint, ``retraining`` reaches the last
-row once more.
+row once more, if the ``recorded_rates`` are those of its configurations.
 
 ``fork`` goes on from any step with other settings: ``fork_settings`` says with which, and
 ``forked_state`` makes the state over.

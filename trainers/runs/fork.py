@@ -16,6 +16,7 @@ from trajstore.argument_types import checks_types
 from trajstore.errors import ConfigError, InvalidArgument, NothingToResume, StepNotFound
 from trajstore.optimizer_advice import require_sound
 from trajstore.schema import STEP, VARIABLES
+from trajstore.store.metadata.stretches import listed_stretches, stretches_attribute
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import RunPath
 from trajstore.store.writing.branched_run import branch_run
@@ -25,6 +26,7 @@ from trajstore.strict_json import utc_now
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.numeric_advice import report_notes
 from trajstore.trainers.recording.step_hooks import Recorder
+from trajstore.trainers.recording.torch_threads import check_threads
 from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
 from trajstore.trainers.runs.fork_settings import (
     changed_fields,
@@ -62,6 +64,7 @@ def fork(
     overwrite: bool = False,
     fsync: bool = True,
     strict_numerics: bool = False,
+    threads: int | None = None,
     stop: Callable[[], bool] = lambda: False,
     on_corpus: Callable[[Corpus], None] | None = None,
     on_step: Callable[[Recorder], None] | None = None,
@@ -91,7 +94,7 @@ def fork(
         bfloat16 to float32, ``recording.memory``, ``.commit_every`` and ``.checkpoint_every``.
         State of the optimizer is cast, and kept between adam and adamw; to and from sgd it starts
         anew.
-    corpus, tokenizer, overwrite, fsync, strict_numerics
+    corpus, tokenizer, overwrite, fsync, strict_numerics, threads
         As for `trainers.record`.
     stop, on_corpus, on_step, on_note, on_retrain
         As for `trainers.record`. While steps are trained again, `stop` is not asked.
@@ -130,7 +133,8 @@ def fork(
     >>> changed.values.tolist()
     [False, False, False, True, True]
     """
-    source = _Source.open(run)
+    check_threads(threads)
+    source = _Source.open(run, at)
     config = forked_config(source.config, settings)
     source.check_step(at, config)
     check_device(source.path, config, source.provenance)
@@ -145,7 +149,7 @@ def fork(
     advice = numeric_advice(config)
     if strict_numerics:
         require_sound(advice)
-    report_notes(_notes(source.config, config, at), on_note)
+    report_notes(source.notes(config, at), on_note)
     folder = CheckpointFolder(target, fsync=fsync)
     try:
         with staged_run(target, overwrite=overwrite, on_place=folder.place) as new:
@@ -167,6 +171,7 @@ def fork(
         tokenizer=tokenizer,
         fsync=fsync,
         strict_numerics=strict_numerics,
+        threads=threads,
         stop=stop,
         on_corpus=on_corpus,
         on_step=on_step,
@@ -200,6 +205,7 @@ def _make(
             "config": values,
             "optimizer": optimizer,
             "provenance": source.forked_provenance(config, optimizer, point),
+            **stretches_attribute(source.attributes, values, point.checkpoint.step),
         },
         memory=config.recording.memory,
     )
@@ -233,6 +239,7 @@ class _Source:
     ----------
     path : Path
     config : RunConfig
+        With which the step after the fork was trained, or would be.
     attributes : dict
         Of its root.
     types : dict of str to str
@@ -248,8 +255,8 @@ class _Source:
     steps: list[int]
 
     @classmethod
-    def open(cls, run: str | os.PathLike[str]) -> _Source:
-        """Look at a run.
+    def open(cls, run: str | os.PathLike[str], at: int) -> _Source:
+        """Look at a run that is to be forked at a step.
 
         Raises
         ------
@@ -261,7 +268,7 @@ class _Source:
         path = Path(run).absolute()
         group: Any = open_group(path)
         attributes = group.attrs.asdict()
-        config = recorded_config(path)
+        config = recorded_config(path, after=at)
         check_recorded(path, attributes)
         if "W" not in group:
             raise InvalidArgument(
@@ -413,6 +420,30 @@ class _Source:
             found["resumed"] = [item for item in found["resumed"] if item["step"] < at]
         return found
 
+    def notes(self, config: RunConfig, at: int) -> list[str]:
+        """What should be known of a fork with this configuration."""
+        found = []
+        changed = changed_fields(self.config, config)
+        later = [entry["step"] for entry in listed_stretches(self.attributes)]
+        if later[-1] > at and "training.steps" not in changed:
+            last = recorded_config(self.path).training.steps
+            found.append(
+                f"step {at} was trained with training.steps={self.config.training.steps}, which "
+                f"the fork keeps; {self.path} was extended later, to {last} steps: for as many "
+                f"give --steps {last}"
+            )
+        before, after = self.config.optimizer.name, config.optimizer.name
+        if not keeps_state(self.config, config):
+            found.append(
+                f"the state of {before} means nothing to {after}, so {after} starts anew at step "
+                f"{at + 1}" + (", and the moments are not in the fork" if after == "sgd" else "")
+            )
+        rescheduled = any(name.startswith("schedule.") for name in changed)
+        if "training.steps" in changed and not rescheduled:
+            moved = decay_note(self.config, config, at)
+            found += [moved] if moved else []
+        return found
+
     def _weights(self, at: int) -> bytes:
         """Native bits of W at a step."""
         W: Any = open_group(self.path)["W"]
@@ -438,19 +469,3 @@ def _rule(optimizer: dict[str, Any]) -> dict[str, Any]:
     settings = optimizer.get("hyperparameters", {})
     kept = {key: value for key, value in settings.items() if key not in ("lr", "initial_lr")}
     return {"class": optimizer.get("class"), **kept}
-
-
-def _notes(recorded: RunConfig, config: RunConfig, at: int) -> list[str]:
-    """What should be known of a fork with these settings."""
-    found = []
-    before, after = recorded.optimizer.name, config.optimizer.name
-    if not keeps_state(recorded, config):
-        found.append(
-            f"the state of {before} means nothing to {after}, so {after} starts anew at step "
-            f"{at + 1}" + (", and the moments are not in the fork" if after == "sgd" else "")
-        )
-    changed = changed_fields(recorded, config)
-    if "training.steps" in changed and not any(name.startswith("schedule.") for name in changed):
-        moved = decay_note(recorded, config, at)
-        found += [moved] if moved else []
-    return found

@@ -15,7 +15,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from trajstore.trainers.config import RunConfig, ScheduleConfig
 from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD
 
-__all__ = ["build_optimizer", "build_schedule"]
+__all__ = ["build_optimizer", "build_schedule", "learning_rate"]
 
 
 _CLASSES: dict[str, tuple[Callable[..., Optimizer], Callable[..., Optimizer]]] = {
@@ -71,6 +71,14 @@ def build_schedule(optimizer: Optimizer, config: ScheduleConfig, steps: int) -> 
     if config.name == "cosine":  # which would rise again
         schedule.lr_lambdas = [partial(_held, factor, steps) for factor in schedule.lr_lambdas]
     return schedule
+
+
+def learning_rate(config: RunConfig) -> Callable[[int], float]:
+    """Learning rate of a configuration, by the number of steps taken before."""
+    optimizer = SGD([torch.zeros(1)], lr=config.optimizer.lr)
+    schedule = build_schedule(optimizer, config.schedule, config.decay_steps)
+    base, factor = schedule.base_lrs[0], schedule.lr_lambdas[0]
+    return lambda step: float(base * factor(step))
 
 
 def _held(factor: Callable[[int], float], last: int, step: int) -> float:

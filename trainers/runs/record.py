@@ -10,12 +10,15 @@ from pathlib import Path
 from trajstore.argument_types import checks_types
 from trajstore.errors import InvalidArgument
 from trajstore.optimizer_advice import require_sound
+from trajstore.store.metadata.stretches import recorded_threads
+from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.store.writing.create import check_target
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.numeric_advice import report_notes
 from trajstore.trainers.recording.step_hooks import Recorder
+from trajstore.trainers.recording.torch_threads import check_threads, torch_threads
 from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
 from trajstore.trainers.runs.checkpoint_schedule import Checkpointing
 from trajstore.trainers.runs.recorded_training import recording_options, run_recorded
@@ -44,6 +47,7 @@ def record(
     resume: bool = False,
     fsync: bool = True,
     strict_numerics: bool = False,
+    threads: int | None = None,
     stop: Callable[[], bool] = lambda: False,
     on_corpus: Callable[[Corpus], None] | None = None,
     on_step: Callable[[Recorder], None] | None = None,
@@ -74,6 +78,9 @@ def record(
     strict_numerics : bool
         Refuse to train where the type of the optimizer's state keeps it from decaying or growing,
         or that of the weights keeps them from decaying, instead of saying so.
+    threads : int, optional
+        Of torch on the CPU, on which the bits of a training depend; `provenance` keeps the number.
+        Without it, a run that goes on has the number that it had, and another one torch's own.
     stop : callable
         Asked after every step that is recorded; when it returns True the run is closed as
         ``interrupted``, with a checkpoint of that step.
@@ -99,7 +106,7 @@ def record(
         If the run cannot go on: it was imported or computed, or trained again it is not what was
         recorded. It stays as it was.
     InvalidArgument
-        If the text or the tokenizer cannot be read.
+        If the text or the tokenizer cannot be read, or `threads` is less than 1.
     CorpusError
         If the text cannot be trained on, or is not that of the run that goes on; nothing has been
         made.
@@ -120,6 +127,7 @@ def record(
         raise InvalidArgument(
             "got both resume and overwrite; a run is either gone on with or replaced"
         )
+    check_threads(threads)
     if strict_numerics:
         require_sound(numeric_advice(config))
     find_device(config.training.device)  # before what is there, which would hide that
@@ -168,29 +176,32 @@ def record(
         )
     if on_corpus is not None:
         on_corpus(text)
-    if taken is not None:
-        report_notes(resume_notes(target, config, taken), on_note)
-    training = build_training(config, text)
-    checkpointing = Checkpointing(
-        training,
-        target,
-        every=config.recording.checkpoint_every,
-        sources=sources,
-        taken_from=taken,
-        stop=stop,
-        fsync=fsync,
-    )
-    with closing(checkpointing):
-        recorder = run_recorded(
+    if threads is None and before is not None and resume:
+        threads = recorded_threads(open_group(target).attrs.asdict(), before.last_step)
+    with torch_threads(threads):
+        if taken is not None:
+            report_notes(resume_notes(target, config, taken), on_note)
+        training = build_training(config, text)
+        checkpointing = Checkpointing(
             training,
             target,
-            options,
-            taken,
-            after_step=checkpointing.after_step,
-            on_step=on_step,
-            on_note=on_note,
+            every=config.recording.checkpoint_every,
+            sources=sources,
+            taken_from=taken,
+            stop=stop,
+            fsync=fsync,
         )
-    checkpointing.finish(recorder)
+        with closing(checkpointing):
+            recorder = run_recorded(
+                training,
+                target,
+                options,
+                taken,
+                after_step=checkpointing.after_step,
+                on_step=on_step,
+                on_note=on_note,
+            )
+        checkpointing.finish(recorder)
     return target
 
 

@@ -108,6 +108,7 @@ def run_recorded(
     if training.batches is None:
         trajectory = TrajectoryCallback(target, on_step=on_step, on_note=on_note, **vars(options))
         trajectory.comparison = comparison
+        trajectory.says_end = False
         checkpoints = TrainerCheckpoints(training, after_step, trajectory, taken)
         try:
             training.run([checkpoints, trajectory], first_step=first_step)

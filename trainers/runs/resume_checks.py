@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from trajstore.errors import ConfigError, CorpusError, NothingToResume, RunNotFound
 from trajstore.store.metadata.object_keys import checkpoint_folder
+from trajstore.store.metadata.stretches import listed_stretches
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location, RunPath, location
 from trajstore.trainers.config import MAY_CHANGE, RunConfig
 from trajstore.trainers.recording.provenance import changed_provenance
 from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
-from trajstore.trainers.runs.optimizer import build_schedule
+from trajstore.trainers.runs.optimizer import learning_rate
 from trajstore.trainers.runs.training_setup import find_device
 from trajstore.trainers.texts.corpus import Corpus
 
@@ -31,8 +30,14 @@ __all__ = [
 ]
 
 
-def recorded_config(path: RunPath) -> RunConfig:
+def recorded_config(path: RunPath, *, after: int | None = None) -> RunConfig:
     """Configuration that a run was recorded with.
+
+    Parameters
+    ----------
+    path : path-like
+    after : int, optional
+        Step after which it held, for a run that was extended or forked; without it, the last step.
 
     Raises
     ------
@@ -48,12 +53,16 @@ def recorded_config(path: RunPath) -> RunConfig:
     >>> recorded_config(record(config, "run.zarr")) == config
     True
     """
-    config = _attributes(location(path)).get("config")
+    attributes = _attributes(location(path))
+    config = attributes.get("config")
     if not config:
         raise NothingToResume(
             f"{path} was not recorded by `trajstore record`, so it does not say how to go on; "
             "whoever recorded it can, with resume=True"
         )
+    if after is not None:
+        listed = listed_stretches(attributes)
+        config = [entry["config"] for entry in listed if entry["step"] <= max(after, 0)][-1]
     return RunConfig.parse(config)
 
 
@@ -199,7 +208,7 @@ def decay_note(old: RunConfig, new: RunConfig, step: int) -> str | None:
     return (
         f"the decay of the learning rate ends at step {new.decay_steps} now and not at "
         f"{old.decay_steps}, so the rate jumps at step {step + 1}, from "
-        f"{_rate(old, step):.6g} to {_rate(new, step):.6g}; to keep the old "
+        f"{learning_rate(old)(step):.6g} to {learning_rate(new)(step):.6g}; to keep the old "
         f"decay give --set schedule.steps={old.decay_steps}, and for one decay without a seam "
         f"record the first part with --set schedule.steps={new.decay_steps}"
     )
@@ -208,7 +217,7 @@ def decay_note(old: RunConfig, new: RunConfig, step: int) -> str | None:
 def _ended_note(config: RunConfig, step: int) -> str | None:
     """What should be known of a run whose learning rate is 0 before its last step."""
     end, steps = config.decay_steps, config.training.steps
-    if config.schedule.name == "constant" or end >= steps or _rate(config, end) != 0:
+    if config.schedule.name == "constant" or end >= steps or learning_rate(config)(end) != 0:
         return None
     return (
         f"the decay of the learning rate ends at step {end} (schedule.steps), so the rate is 0 in "
@@ -270,10 +279,3 @@ def _identity(tokenizer: dict[str, str]) -> str | None:
 def _shown(tokenizer: dict[str, str]) -> str:
     hashed = tokenizer.get("sha256")
     return f"{tokenizer.get('name')}" + (f" (sha256 {hashed[:12]}…)" if hashed else "")
-
-
-def _rate(config: RunConfig, step: int) -> float:
-    """Rate of the optimizer step after `step`."""
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=config.optimizer.lr)
-    schedule = build_schedule(optimizer, config.schedule, config.decay_steps)
-    return float(schedule.base_lrs[0] * schedule.lr_lambdas[0](step))

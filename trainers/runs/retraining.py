@@ -11,17 +11,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from trajstore.errors import NothingToResume
+from trajstore.store.metadata.stretches import trained_stretches
 from trajstore.store.reading.open_group import open_group
 from trajstore.store.storage.lock import RunLock
 from trajstore.store.storage.remote_path import Location
 from trajstore.store.writing.writer import RunWriter
+from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.compared_run import Comparison, RowDifference
 from trajstore.trainers.recording.provenance import changed_provenance
 from trajstore.trainers.recording.step_hooks import Recorder
+from trajstore.trainers.recording.torch_threads import torch_threads
 from trajstore.trainers.runs.checkpoint import Checkpoint, CheckpointFolder
+from trajstore.trainers.runs.recorded_rates import check_rates
 from trajstore.trainers.runs.recorded_training import recording_options, run_recorded
 from trajstore.trainers.runs.resume_checks import recorded_config
-from trajstore.trainers.runs.training_setup import build_training, find_device
+from trajstore.trainers.runs.training_setup import Training, build_training, find_device
 from trajstore.trainers.runs.training_state import take_state
 from trajstore.trainers.texts.corpus import Corpus
 
@@ -59,6 +63,8 @@ def train_again(
 ) -> Retrained:
     """Train a run's steps again until one of them. The run is only read.
 
+    Each stretch is trained with its own configuration, and on the CPU with its number of threads.
+
     Parameters
     ----------
     run : Path or RemotePath
@@ -80,26 +86,63 @@ def train_again(
     ------
     ConfigError
         If the device of the configuration is not there.
+    NothingToResume
+        If the recorded learning rates are not those of the configurations; nothing is trained then.
     """
-    config = recorded_config(run)
     attributes = open_group(run).attrs.asdict()
+    stretches = trained_stretches(attributes, 0 if taken is None else taken.step, step)
+    check_rates(run, stretches)
     comparison = Comparison(make_writer)
+    reached = taken
+    try:
+        for stretch in stretches:
+            with torch_threads(stretch.threads):
+                reached = _train_stretch(
+                    run,
+                    build_training(RunConfig.parse(stretch.config), text),
+                    text,
+                    reached,
+                    stretch.last,
+                    comparison=comparison,
+                    created=str(attributes["created"]),
+                    sources=sources,
+                    on_step=lambda now: on_retrain(now, step) if on_retrain else None,
+                )
+            if reached is None:
+                break
+    finally:
+        comparison.close()
+    return Retrained(checkpoint=reached, difference=comparison.difference)
+
+
+def _train_stretch(
+    run: Location,
+    training: Training,
+    text: Corpus,
+    taken: Checkpoint | None,
+    last: int,
+    *,
+    comparison: Comparison,
+    created: str,
+    sources: Mapping[str, str],
+    on_step: Callable[[int], None],
+) -> Checkpoint | None:
+    """Checkpoint of the last step of a stretch; None if the rows from a difference on are lost."""
+    config = training.config
     reached: list[Checkpoint] = []
-    training = build_training(config, text)
 
     def after_step(recorder: Recorder, scaler: Any) -> bool:
-        if on_retrain is not None:
-            on_retrain(recorder.step, step)
+        on_step(recorder.step)
         if comparison.difference is not None and comparison.successor is None:
             return True  # the rows from there on are nowhere
-        if recorder.step < step:
+        if recorder.step < last:
             return False
         state, tensors = take_state(training, scaler)
         reached.append(
             Checkpoint(
-                run=str(attributes["created"]),
+                run=created,
                 name=run.name,
-                step=step,
+                step=last,
                 rows=recorder.rows,
                 config=config.model_dump(mode="json"),
                 sources=dict(sources),
@@ -111,10 +154,7 @@ def train_again(
 
     options = recording_options(config, text, overwrite=False, resume=True)
     run_recorded(training, run, options, taken, after_step=after_step, comparison=comparison)
-    return Retrained(
-        checkpoint=reached[0] if reached else None,
-        difference=comparison.difference,
-    )
+    return reached[0] if reached else None
 
 
 def retrain_to_last_row(
@@ -166,6 +206,7 @@ def explain_difference(run: Location, difference: RowDifference) -> str:
             "it went on later with another schedule"
         )
     changed = changed_provenance(provenance, find_device(config.training.device))
+    changed.pop("threads", None)  # the recorded number is used
     changes = [
         f"{name} is {now} now and was {provenance.get(name)}" for name, now in changed.items()
     ]
@@ -173,10 +214,8 @@ def explain_difference(run: Location, difference: RowDifference) -> str:
         changes += [
             f"{name} was {value} from step {entry['step'] + 1} on"
             for name, value in entry.items()
-            if name not in ("step", "time")
+            if name not in ("step", "time", "threads")
         ]
-    if "threads" in changed:
-        changes.append(f"start it with OMP_NUM_THREADS={provenance.get('threads')}")
     reason = ", ".join(changes) or "versions, machine and number of threads are the same as then"
     return f"{where} ({reason})"
 

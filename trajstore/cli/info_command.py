@@ -23,6 +23,7 @@ from trajstore.cli.tables import (
     without_tokens,
 )
 from trajstore.errors import FormatError, RunNotFound
+from trajstore.store.metadata.stretches import listed_stretches
 
 __all__ = ["info"]
 
@@ -119,11 +120,32 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
             out.print(section, style="bold")
             for name, value in _flat(facts[section]):
                 out.print(Text(f"  {name} = {value}"))
+        if section == "config" and (lines := _stretches(facts)):
+            out.print("stretches", style="bold")
+            for line in lines:
+                out.print(Text(f"  {line}"))
     if facts["populations"]:
         told = (f"{name} {counted(n, 'token')}" for name, n in facts["populations"].items())
         out.print(Text(f"Populations: {', '.join(told)}."))
     print_notes(advice["sentence"] for advice in facts["advice"])
     print_notes(without_tokens(facts["populations"]))
+
+
+def _stretches(facts: dict[str, Any]) -> list[str]:
+    """What differed between the stretches of a run; nothing where it has one."""
+    last = facts["steps"]["last"] if facts["steps"] else 0
+    stretches = [each for each in listed_stretches(facts) if each["step"] < last]
+    flat = [dict(_flat(each["config"])) for each in stretches]
+    names = (
+        [name for name in flat[-1] if len({str(one.get(name)) for one in flat}) > 1] if flat else []
+    )
+    ends = [*(each["step"] for each in stretches[1:]), last]
+    return [
+        f"steps {each['step'] + 1} to {end}: "
+        + ", ".join(f"{name} = {config.get(name)}" for name in names)
+        for each, config, end in zip(stretches, flat, ends, strict=True)
+        if names
+    ]
 
 
 def print_runs(found: dict[str, dict[str, Any]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from trajstore.byte_sizes import format_bytes
 from trajstore.cli.tables import printable
+from trajstore.durations import format_duration
 
 if TYPE_CHECKING:
     from trajstore.watching.measures import BoundedCurve
@@ -256,7 +257,7 @@ def _step(look: Look) -> str:
 def _left(look: Look) -> str:
     if look.remaining is None:
         return ""
-    return f"{timedelta(seconds=round(look.remaining))} left"
+    return f"{format_duration(look.remaining)} left"
 
 
 def _speed(look: Look) -> str:
@@ -268,4 +269,4 @@ def _commit(look: Look) -> str:
     at = datetime.fromtimestamp(look.commit_at, UTC).astimezone()
     if look.standing not in ("recording", "abandoned"):
         return f"last commit {at:%Y-%m-%d %H:%M:%S}"
-    return f"last commit {timedelta(seconds=round(look.commit_age))} ago, at {at:%H:%M:%S}"
+    return f"last commit {format_duration(look.commit_age)} ago, at {at:%H:%M:%S}"

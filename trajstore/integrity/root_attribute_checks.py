@@ -11,6 +11,7 @@ from trajstore.integrity.array_json_checks import is_moment, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.schema import ENCODING, FORMAT, STEP
 from trajstore.store.metadata.fingerprint import COMING, CONTENT, FINGERPRINT
+from trajstore.store.metadata.stretches import STRETCHES, are_stretches
 from trajstore.store.metadata.zarr_json import CHANGING, COPY, Status
 from trajstore.store.reading.open_group import run_identity
 from trajstore.strict_json import Document, differences, parse, same
@@ -60,6 +61,7 @@ _POSSIBLE: dict[str, Callable[[Any], bool]] = {
     "encoding": lambda value: value == ENCODING,
     "block_rows": lambda value: type(value) is int and value > 0,
     "config": lambda value: isinstance(value, dict),
+    STRETCHES: are_stretches,
     CONTENT: is_digest,
     FINGERPRINT: is_digest,
 }
@@ -72,6 +74,7 @@ _EXPECTED = {
     "timeline": "post-step",
     "encoding": ENCODING,
     "config": "a JSON object",
+    STRETCHES: "a list of step and config, from step 0 on, in order",
     CONTENT: "a SHA-256",
     FINGERPRINT: "a SHA-256",
 }
@@ -138,6 +141,9 @@ def check_attributes(found: CheckedMetadata) -> None:
     for key, what in _EXPECTED.items():
         if key in attributes and not is_possible(key, attributes[key]):
             found.report(None, f"the attribute {key} is {attributes[key]!r}, expected {what}")
+    listed: Any = attributes.get(STRETCHES)
+    if are_stretches(listed) and not same(listed[-1]["config"], attributes.get("config")):
+        found.report(None, f"the last configuration of {STRETCHES} is not the attribute config")
 
 
 def _check_identity(found: CheckedMetadata) -> None:

@@ -24,6 +24,17 @@ def test_what_presets_print_is_what_config_takes(name: str, tmp_path: Path) -> N
     assert RunConfig.from_toml(file) == preset(name)
 
 
+def test_toml_names_every_field_and_its_choices() -> None:
+    config = preset("gatsby")
+    lines = config.to_toml().splitlines()
+    named = [line.removeprefix("# ").partition(" = ")[0] for line in lines if " = " in line]
+    assert named == [name.partition(".")[2] for name in config.flat()]
+    assert 'name = "adamw"  # one of adamw, adam, sgd' in lines
+    assert "# state_dtype = …  # not set, one of bfloat16, float32" in lines
+    assert "every = 1  # at least 1" in lines
+    assert "reseed = false  # one of true, false" in lines
+
+
 def test_the_presets_are_the_notebooks() -> None:
     assert list(PRESETS) == [
         "gatsby", "gatsby-gradients", "gatsby-adam", "wordybird-1", "wordybird-1b", "duckling",

@@ -12,6 +12,8 @@
     Whether the arrays of a run are described as the schema has them, and so read as recorded.
 ``shard``
     Assembly of a shard: encoded inner chunks, and behind them what `BlockForm` says of them.
+``stretches``
+    The stretches of a run: from which step on each of its configurations holds.
 ``zarr_json``
     The `zarr.json` documents of a run.
 """

@@ -15,8 +15,8 @@ FACTS = {
 @pytest.mark.parametrize(
     ("seconds", "rate", "took"),
     [
-        (61.7, 4.9512, " in 0:01:02 (4.95 steps a second)"),
-        (2, None, " in 0:00:02"),
+        (61.7, 4.9512, " in 1 min 2 s (4.95 steps a second)"),
+        (2, None, " in 2.0 s"),
         (None, None, ""),
     ],
 )

@@ -202,6 +202,13 @@ def test_rates_of_a_schedule_and_in_proportion(tmp_path: Path) -> None:
         rates("schedule.name=constant", "optimizer.lr=5e-4", "schedule.warmup_steps=2")[1:4],
         [0, 2.5e-4, 5e-4],
     )
+    # An extended run has a schedule for each stretch.
+    record(config.with_values(["training.steps=12"]), run, resume=True)
+    np.testing.assert_array_equal(
+        rates("optimizer.lr=7e-4")[1:],
+        [7e-4 * ((end - step) / end) for end, steps in ((8, range(8)), (12, range(8, 12)))
+         for step in steps],
+    )  # fmt: skip
     # A loop of one's own, whose schedule nobody knows.
     own = tiny_run(tmp_path / "own.zarr")
     out = what_if(own, tmp_path / "half.zarr", ["optimizer.lr=0.005"]).path

@@ -78,7 +78,9 @@ def trained(model: Any, path: Path, *, steps: int = 7, **arguments: Any) -> List
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_every_row(dtype: Any, accumulation: int, tmp_path: Path) -> None:
+def test_every_row(
+    dtype: Any, accumulation: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.manual_seed(1)
     path = tmp_path / "run.zarr"
     # 11 examples in batches of 3: epochs end in short batches and in short groups of them.
@@ -90,6 +92,7 @@ def test_every_row(dtype: Any, accumulation: int, tmp_path: Path) -> None:
         bf16=dtype is torch.bfloat16,
     )
     ds = trainer.lists.agree_with(path)
+    assert f"Recorded 8 rows to {path}\n" in capsys.readouterr().out
     assert ds.step.values.tolist() == list(range(8))
     assert ds.attrs["status"] == "complete"
     assert (ds.clip_coef.values[1:] < 1).any()

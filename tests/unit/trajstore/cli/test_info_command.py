@@ -1,14 +1,18 @@
-"""`info` of several runs; what it tells of one, the tests of `record` and `fork` show."""
+"""`info` prints several runs as a table, and the stretches of one run."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 from click.testing import CliRunner
 from watched_runs import begin, extend
 
+from trajstore.cli.info_command import print_information
 from trajstore.cli.main import main
+from trajstore.store.reading.run_info import information
 
 
 def test_the_runs_of_a_folder_are_a_table(tmp_path: Path) -> None:
@@ -32,3 +36,21 @@ def test_the_runs_of_a_folder_are_a_table(tmp_path: Path) -> None:
         1, f"trajstore: there is no run at {tmp_path / '3.zarr'}\n",
     )  # fmt: skip
     assert "1.zarr" in done.stdout
+
+
+def test_what_differs_between_the_stretches_of_a_run_is_shown(
+    small_run: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = information(small_run[0])
+    last = facts["steps"]["last"]
+    stretches = [
+        {"step": step, "config": {"training": {"steps": steps, "seed": 42}}}
+        for step, steps in ((0, 1), (1, last), (last, 2 * last))
+    ]
+    print_information("run.zarr", facts | {"config": {"seed": 42}, "stretches": stretches})
+    said = capsys.readouterr().out.splitlines()
+    begin = said.index("stretches")
+    assert said[begin + 1 :] == [
+        "  steps 1 to 1: training.steps = 1",
+        f"  steps 2 to {last}: training.steps = {last}",
+    ]

@@ -1,0 +1,189 @@
+"""A run that was extended is trained again as it was: stretch by stretch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xarray as xr
+
+torch = pytest.importorskip("torch")
+from small_trainings import same_values, small_config, stop_after  # noqa: E402
+
+from trajstore import RunWriter, verify  # noqa: E402
+from trajstore.errors import InvalidArgument, NothingToResume  # noqa: E402
+from trajstore.store.metadata.object_keys import checkpoint_folder  # noqa: E402
+from trajstore.trainers import RunConfig, fork, record, recorded_config  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def config_of(name: str, *assignments: str) -> RunConfig:
+    variant = {
+        "trainer": ["gatsby"],
+        "every": ["gatsby", "recording.every=3"],
+        "plain": ["gatsby-adam", "schedule.name=linear"],
+    }[name]
+    return small_config(variant, *assignments, steps=5)
+
+
+def extend(path: Path, steps: int, **options: Any) -> None:
+    record(recorded_config(path).with_values([f"training.steps={steps}"]), path, resume=True,
+           **options)  # fmt: skip
+
+
+def without_checkpoints(path: Path) -> Path:
+    shutil.rmtree(checkpoint_folder(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """5 steps, extended to 8, and to 12: without a checkpoint."""
+    path = tmp_path_factory.mktemp("extended") / "run.zarr"
+    record(config_of("trainer"), path, corpus=text)
+    extend(path, 8)
+    extend(path, 12)
+    return without_checkpoints(path)
+
+
+def listed(path: Path) -> list[tuple[int, int]]:
+    """Begin of each stretch, and the steps that its configuration has."""
+    stretches = xr.open_zarr(path).attrs["stretches"]
+    return [(entry["step"], entry["config"]["training"]["steps"]) for entry in stretches]
+
+
+def same_until(one: Path, other: Path, step: int) -> None:
+    a, b = (xr.open_zarr(path).sel(step=slice(None, step)).load() for path in (one, other))
+    assert a.step.values[-1] == step
+    for name in a.variables:
+        if a[name].dtype.kind in "fi":
+            assert a[name].values.tobytes() == b[name].values.tobytes(), name
+
+
+def test_the_configuration_of_each_stretch_is_recorded(extended: Path) -> None:
+    assert listed(extended) == [(0, 5), (5, 8), (8, 12)]
+    assert recorded_config(extended).training.steps == 12
+    assert [recorded_config(extended, after=step).training.steps for step in (0, 4, 5, 8)] == [
+        5, 5, 8, 12,
+    ]  # fmt: skip
+    assert verify(extended).clean
+
+
+def test_a_resume_with_the_same_steps_begins_no_stretch(text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    record(config_of("trainer"), path, corpus=text, stop=stop_after(2))
+    changed = recorded_config(path).with_values(["recording.memory='64MiB'"])
+    record(changed, path, resume=True)
+    assert "stretches" not in xr.open_zarr(path).attrs
+
+
+@pytest.mark.parametrize(("at", "steps"), [(3, 5), (7, 8), (8, 12), (10, 12)])
+def test_a_fork_repeats_every_stretch_until_there(
+    at: int, steps: int, extended: Path, text: Path, tmp_path: Path
+) -> None:
+    notes: list[str] = []
+    other = fork(extended, tmp_path / "other.zarr", at=at, settings=["optimizer.lr=3e-3"],
+                 corpus=text, on_note=notes.append)  # fmt: skip
+    same_until(extended, other, at)
+    assert xr.open_zarr(other).step.values[-1] == steps
+    before = [entry for entry in listed(extended) if entry[0] < at]
+    assert listed(other) == [*before, (at, steps)]
+    assert xr.open_zarr(other).attrs["provenance"]["fork"]["settings"] == {"optimizer.lr": 3e-3}
+    assert any("for as many give --steps 12" in note for note in notes) == (at < 8)
+    assert verify(other).clean
+
+
+@pytest.mark.parametrize("name", ["every", pytest.param("plain", marks=pytest.mark.nightly)])
+def test_an_extended_run_that_lost_its_checkpoint_goes_on(
+    name: str, text: Path, tmp_path: Path
+) -> None:
+    straight, lost = tmp_path / "straight.zarr", tmp_path / "lost.zarr"
+    for path in (straight, lost):
+        record(config_of(name), path, corpus=text)
+        extend(path, 8, stop=stop_after(2))
+    extend(straight, 10)
+    extend(without_checkpoints(lost), 10, corpus=text)
+    same_values(straight, lost)
+    assert listed(straight) == listed(lost) == [(0, 5), (5, 8), (7, 10)]
+
+
+def test_a_fork_of_a_fork_of_an_extended_run(extended: Path, text: Path, tmp_path: Path) -> None:
+    one = fork(extended, tmp_path / "one.zarr", at=6, settings=["optimizer.lr=3e-3"], corpus=text)
+    extend(one, 10)
+    other = fork(one, tmp_path / "other.zarr", at=10, settings=["training.steps=12"])
+    same_until(one, other, 10)
+    same_until(extended, other, 6)
+    assert listed(one) == [(0, 5), (5, 8), (6, 8), (8, 10)]
+    assert listed(other) == [*listed(one), (10, 12)]
+    assert verify(other).clean
+
+
+def test_a_run_that_is_cut_keeps_only_what_holds(
+    extended: Path, text: Path, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(extended, tmp_path / "run.zarr"))
+    RunWriter.resume(path, rows=7).close("interrupted")
+    extend(path, 9, corpus=text)
+    assert listed(path) == [(0, 5), (5, 8), (6, 9)]
+    same_until(extended, path, 6)
+
+
+def test_an_extension_that_was_not_recorded_is_refused_at_once(text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    record(config_of("trainer"), path, corpus=text)
+    config = recorded_config(path).with_values(["training.steps=8"]).model_dump(mode="json")
+    RunWriter.resume(path, attributes={"config": config}).close("complete")
+    without_checkpoints(path)
+    trained: list[int] = []
+    sentence = "at step 2 the learning rate was 0.0008, and the configuration gives 0.000875"
+    with pytest.raises(NothingToResume, match=sentence):
+        fork(path, tmp_path / "other.zarr", at=4, corpus=text,
+             on_retrain=lambda step, last: trained.append(step))  # fmt: skip
+    assert trained == []
+    assert not (tmp_path / "other.zarr").exists()
+
+
+def test_a_difference_in_an_early_stretch_is_recorded_from_there_on(
+    extended: Path, text: Path, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(extended, tmp_path / "run.zarr"))
+    ds = xr.open_zarr(path).load()
+    names = [str(name) for name in ds.data_vars]
+    RunWriter.resume(path, rows=4).close("interrupted")
+    with RunWriter.resume(path) as run:
+        for row in range(4, 13):
+            values = {name: ds[name].values[row].copy() for name in names}
+            values["logits"][7] *= 2
+            run.append(row, **values)
+    notes: list[str] = []
+    other = fork(path, tmp_path / "other.zarr", at=10, corpus=text, on_note=notes.append)
+    assert any("from step 4 on this is not the recorded training" in note for note in notes)
+    same_values(extended, other)
+    assert xr.open_zarr(other).attrs["provenance"]["fork"]["proven_until"] == 3
+
+
+def test_threads_are_recorded_and_used_again(text: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.zarr"
+    own = torch.get_num_threads()
+    used: list[int] = []
+    count: Any = lambda *_: used.append(torch.get_num_threads())  # noqa: E731
+    record(config_of("trainer"), path, corpus=text, threads=own + 1, on_step=count)
+    extend(path, 6, on_step=count)
+    extend(path, 7, threads=own + 2, on_step=count)
+    assert used == [own + 1] * 6 + [own + 2]
+    assert torch.get_num_threads() == own
+    provenance = xr.open_zarr(path).attrs["provenance"]
+    assert provenance["threads"] == own + 1
+    assert [entry.get("threads") for entry in provenance["resumed"]] == [None, own + 2]
+    used.clear()
+    extend(without_checkpoints(path), 8, corpus=text, on_retrain=count, on_step=count)
+    assert used == [own + 1] * 6 + [own + 2] * 2
+
+
+def test_a_number_of_threads_that_cannot_be(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="threads: got 0, expected at least 1"):
+        record(config_of("trainer"), tmp_path / "run.zarr", corpus=text, threads=0)
+    assert not (tmp_path / "run.zarr").exists()
