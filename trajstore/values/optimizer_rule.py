@@ -243,12 +243,12 @@ def _scalar(value: float, like: Array) -> Any:
 
 
 def _fused(values: Array, factor: float, added: Array) -> Array:
-    """values · factor + added, rounded once to the type of `added`."""
+    """Values · factor + added, rounded once to the type of `added`."""
     return _sum(values, _scalar(factor, values), added)
 
 
 def _sum(one: Array, other: Any, added: Array) -> Array:
-    """one · other + added, rounded once: exact in float64 but for the last sum."""
+    """One · other + added, rounded once: exact in float64 but for the last sum."""
     if added.dtype != np.float32:
         return np.asarray(one * other + added)
     product = np.multiply(one, other, dtype=np.float64)

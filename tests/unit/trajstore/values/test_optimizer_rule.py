@@ -48,7 +48,7 @@ def differing(dtype: Any, kind: Any, **settings: Any) -> int:
     for step in range(1, STEPS + 1):
         scale = 10.0 ** torch.randint(-8, 2, (TOKENS, 1))
         grad = (torch.randn(TOKENS, HIDDEN) * scale).to(dtype)
-        clip = 0.37 if step % 3 == 0 else 1.0
+        clip = 0.375 if step % 3 == 0 else 1.0
         parameter.grad = grad * torch.tensor(clip, dtype=dtype) if clip != 1 else grad.clone()
         optimizer.step()
         made = rule.next_row(row, stored(grad), natives, lr=1e-3, clip=clip, step=step)
