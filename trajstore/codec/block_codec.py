@@ -15,6 +15,7 @@ import hashlib
 import itertools
 import os
 import re
+import reprlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -89,12 +90,18 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Self:
-        """Codec from the metadata of an array."""
+        """Codec from the metadata of an array.
+
+        Raises
+        ------
+        FormatError
+            If they are not those of this codec.
+        """
         register_accessors()
-        configuration = dict(data.get("configuration", {}))
         try:
             if data.get("name") != BLOCK:
                 raise ValueError(f"its name is {data.get('name')!r}")
+            configuration = dict(data.get("configuration", {}))
             array, chunk_shape = configuration.pop("array"), configuration.pop("chunk_shape")
             runs = tuple((int(at), str(run)) for at, run in configuration.pop("runs"))
             return cls(
@@ -104,7 +111,8 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
                 runs=runs,
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"expected the codec {BLOCK}, got {data!r}: {error}") from error
+            got = reprlib.repr(data)
+            raise FormatError(f"zarr.json: expected the codec {BLOCK}, got {got}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Metadata of the codec."""

@@ -15,6 +15,7 @@ from typing import Any
 __all__ = [
     "STRETCHES",
     "Stretch",
+    "are_resumptions",
     "are_stretches",
     "listed_stretches",
     "recorded_threads",
@@ -155,6 +156,13 @@ def are_stretches(value: Any) -> bool:
             return False
     steps = [entry["step"] for entry in value]
     return steps[0] == 0 and all(a < b for a, b in itertools.pairwise(steps))
+
+
+def are_resumptions(value: Any) -> bool:
+    """True if ``provenance.resumed`` can have this value: a list of objects, each with a step."""
+    return isinstance(value, list) and all(
+        isinstance(entry, dict) and type(entry.get("step")) is int for entry in value
+    )
 
 
 def _trains_alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

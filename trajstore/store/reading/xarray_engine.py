@@ -21,7 +21,7 @@ from trajstore.accessor_registration import register_accessors
 from trajstore.schema import STEP
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.array_reader import stored_array
-from trajstore.store.reading.open_group import ends, open_checked_group
+from trajstore.store.reading.open_group import ends, open_group
 from trajstore.store.storage.remote_path import RemotePath, RunPath, location
 from trajstore.threads import default_threads
 
@@ -95,7 +95,7 @@ class TrajstoreBackend(BackendEntrypoint):
         RunNotFound, FormatError, MissingExtra
             See `trajstore.store.reading.open_group.open_group`.
         """
-        group = open_checked_group(filename_or_obj)
+        group = open_group(filename_or_obj)
         reader = StoreBackendEntrypoint().open_dataset  # indices are made by who calls this
         return run_dataset(group, filename_or_obj, drop_variables, reader=reader)
 
