@@ -22,7 +22,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 from document_damage import damage_documents
 
 from trajstore import RunWriter, open_run, repair, verify

@@ -15,7 +15,7 @@ from trajstore.nearest_name import did_you_mean
 __all__ = [
     "ALONG_TOKEN",
     "COORDINATES",
-    "ENCODING",
+    "ENCODINGS",
     "FORMAT",
     "IMPORTED",
     "LATTICES",
@@ -48,8 +48,8 @@ EXPORTED = "written_by_trajstore"
 OF_RUN = "of_run"
 """Attribute of several runs in one Dataset: what each has of its own."""
 
-ENCODING = "delta"
-"""How arrays are encoded, as every root says it."""
+ENCODINGS = ("delta", "replay")
+"""How arrays are encoded: each by itself, or W and the moments computed from the gradient."""
 
 LATTICES = ("native", "bfloat16", "float16", "float32")
 """Lattices on which a question can be asked: that of the values' own type, or of another."""

@@ -18,7 +18,7 @@ from trajstore.integrity.leftovers import find_leftovers
 from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import fixed_attributes
 from trajstore.integrity.verify import CheckedRun
-from trajstore.schema import ENCODING, FORMAT, STEP
+from trajstore.schema import FORMAT, STEP
 from trajstore.store.metadata.document_form import (
     REQUIRED,
     STATUSES,
@@ -177,12 +177,13 @@ def _attributes(metadata: CheckedMetadata) -> tuple[Document, list[str]]:
 def _least_attributes(metadata: CheckedMetadata) -> Document:
     """What every root says at least, as far as the arrays tell it."""
     form = metadata.stored(STEP.name).form
+    replayed = any(metadata.stored(name).chain.has_forms for name in metadata.series)
     values = {
         "trajstore_format": FORMAT,
         "trajstore_version": __version__,
         "created": utc_now(),
         "timeline": "post-step",
-        "encoding": ENCODING,
+        "encoding": "replay" if replayed else "delta",
         "block_rows": form.shape[0],
         "config": {},
         "runs": [list(entry) for entry in form.runs],

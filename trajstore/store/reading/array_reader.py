@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy.typing as npt
 import zarr
 
 from trajstore.codec.block_codec import BlockCodec
-from trajstore.codec.block_form import BlockForm, Tail, with_consequence
+from trajstore.codec.block_form import BlockForm, Fetch, Tail, with_consequence
 from trajstore.codec.codec_chain import Chain
 from trajstore.codec.selected_parts import Pick, picks
 from trajstore.errors import FormatError, RunNotFound
@@ -233,10 +233,22 @@ class StoredArray:
         with self.opened(block, part) as file:
             tail = self.tail(file, block, part)
             try:
-                self.form.read(tail, axes, file.read, out[place])
+                with ExitStack() as opened:
+                    siblings = partial(self._sibling, opened, block, part)
+                    self.form.read(tail, axes, file.read, out[place], siblings=siblings)
             except ValueError as error:
                 message = f"{self.name}, block {block}, {with_consequence(error)}"
                 raise FormatError(message) from error
+
+    def _sibling(
+        self, opened: ExitStack, block: int, part: int, form: BlockForm
+    ) -> tuple[Tail, Fetch]:
+        """Open the same block of another array, from which rows are computed."""
+        shape = self.shape if len(form.shape) > 1 else self.shape[:1]
+        other = StoredArray(path=self.path, name=form.array, shape=shape, form=form)
+        number = part if len(form.shape) > 1 else 0
+        file = opened.enter_context(other.opened(block, number))
+        return other.tail(file, block, number), file.read
 
 
 def block_form(array: zarr.Array[Any]) -> BlockForm | None:

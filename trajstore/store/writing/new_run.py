@@ -20,7 +20,6 @@ from trajstore.codec.block_form import Runs
 from trajstore.errors import InvalidArgument
 from trajstore.schema import (
     COORDINATES,
-    ENCODING,
     FORMAT,
     MODEL,
     POPULATION,
@@ -142,6 +141,7 @@ def new_run(
     *,
     config: Mapping[str, Any] | None,
     attributes: Mapping[str, Any] | None,
+    encoding: str,
 ) -> tuple[RunMetadata, dict[str, bytes]]:
     """Everything that a run holds before its first row.
 
@@ -154,6 +154,8 @@ def new_run(
         Configuration of the run, JSON values only.
     attributes : mapping or None
         Further attributes of the root.
+    encoding : str
+        Of `ENCODINGS`.
 
     Returns
     -------
@@ -167,7 +169,7 @@ def new_run(
         "runs": [list(entry) for entry in layout.runs],
         "created": utc_now(),
         "timeline": "post-step",
-        "encoding": ENCODING,
+        "encoding": encoding,
         "block_rows": layout.block_rows,
         "config": dict(config or {}),
         **(attributes or {}),

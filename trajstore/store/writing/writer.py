@@ -42,6 +42,7 @@ from trajstore.store.writing.new_run import (
     parameter_coordinate,
     token_coordinates,
 )
+from trajstore.store.writing.replay_encoding import replay_rule
 from trajstore.store.writing.resumed_run import check_run, remove_past_end, resumed_run
 from trajstore.store.writing.shared_run import announce_run, joined_run, plan_shared
 from trajstore.store.writing.token_share import TokenShare, in_all_processes
@@ -152,6 +153,7 @@ class RunWriter:
         commit_every: float | None = COMMIT_EVERY,
         fsync: bool = True,
         share: TokenShare | None = None,
+        encoding: str = "delta",
     ) -> Self:
         """Make an empty run.
 
@@ -199,6 +201,9 @@ class RunWriter:
         share : TokenShare, optional
             Of the tokens, where several processes write the run, all of which call this; rows then
             hold the tokens of this one. `memory` is that of each. Only whole blocks are committed.
+        encoding : {'delta', 'replay'}
+            Store each array by itself; or the gradient, and compute W and Adam's moments of it
+            (docs/reference/format.md), which takes the attribute ``optimizer``.
 
         Raises
         ------
@@ -227,6 +232,7 @@ class RunWriter:
                 )
                 check_variables(variables)
                 coordinates |= parameter_coordinate(parameter, variables)
+                rule = replay_rule(encoding, attributes, variables, shared=share is not None)
                 planned = plan if share is None else partial(plan_shared, share)
                 layout = planned(
                     variables,
@@ -239,11 +245,12 @@ class RunWriter:
                     block_rows=block_rows,
                     threads=threads,
                     buffers=buffers,
+                    **({"encoding": encoding, "rule": rule} if encoding != "delta" else {}),
                 )
                 layout = replace(layout, runs=((0, new_identity()),))
                 own = layout if share is None else share.of_layout(layout)
                 metadata, chunks = new_run(
-                    layout, coordinates, config=config, attributes=attributes
+                    layout, coordinates, config=config, attributes=attributes, encoding=encoding
                 )
                 if isinstance(path, Path):
                     make_folder(path.parent, fsync=fsync)

@@ -1,0 +1,184 @@
+"""Gradients as differences to a prediction over tokens, made anew for each row.
+
+In one step the gradients of all tokens outside the batch are sums of the same few hidden states.
+Each row of a chunk is predicted as Σ cⱼ·dⱼ: directions dⱼ along hidden, and a coefficient cⱼ of each
+token. Both are stored in the native type. The prediction is made in float32, term by term in their
+order, and rounded to the native type; what is stored besides is the difference to it, between
+integers in the order of the values, with folded signs.
+
+The encoder adds up in a fixed order, too: the same rows give the same bytes on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trajstore.values.native_types import NativeType, narrow, widen
+from trajstore.values.rounding import cast
+
+__all__ = ["coefficients_and_differences", "decode_rows"]
+
+Array = npt.NDArray[Any]
+
+_MOST = 8  # terms of a row
+_ITERATIONS = 3  # of the power method
+
+
+def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array, Array] | None:
+    """Coefficients of a chunk, and the differences to what they predict.
+
+    Parameters
+    ----------
+    bits : ndarray of ``native.bits``, (row, token, hidden)
+    native : NativeType
+
+    Returns
+    -------
+    coefficients : ndarray of ``native.bits``, (row, term, hidden + token)
+        Directions, then a coefficient of each token; 0 in rows of fewer terms.
+    differences : ndarray of ``native.bits``, (row, token, hidden)
+    or None
+        If no prediction makes any row smaller.
+    """
+    rows, tokens, hidden = bits.shape
+    made = [_terms(widen(bits[row], native), native) for row in range(rows)]
+    most = max((len(directions) for directions, _ in made), default=0)
+    if not most:
+        return None
+    coefficients = np.zeros((rows, most, hidden + tokens), native.bits)
+    for row, (directions, factors) in enumerate(made):
+        count = len(directions)
+        coefficients[row, :count, :hidden] = directions
+        coefficients[row, :count, hidden:] = factors
+    predicted = _prediction(coefficients, native, hidden)
+    return coefficients, _folded(_ordered(bits, native) - _ordered(predicted, native))
+
+
+def decode_rows(coefficients: Array, differences: Array, native: NativeType) -> Array:
+    """Bits of rows; the inverse of `coefficients_and_differences`.
+
+    Parameters
+    ----------
+    coefficients : ndarray, (row, term, hidden + token)
+        Of the wanted tokens and positions along hidden.
+    differences : ndarray, (row, token, hidden)
+        Of the same ones.
+    native : NativeType
+    """
+    predicted = _ordered(_prediction(coefficients, native, differences.shape[2]), native)
+    predicted += _unfolded(differences)
+    return _unordered(predicted, native)
+
+
+def _prediction(coefficients: Array, native: NativeType, hidden: int) -> Array:
+    """Bits that coefficients predict, (row, token, hidden).
+
+    Parameters
+    ----------
+    coefficients : ndarray, (row, term, hidden + token)
+    native : NativeType
+    hidden : int
+    """
+    terms = widen(coefficients, native)
+    rows, count, length = terms.shape
+    total = np.zeros((rows, length - hidden, hidden), terms.dtype)
+    with np.errstate(all="ignore"):
+        for term in range(count):
+            directions, factors = terms[:, term, None, :hidden], terms[:, term, hidden:, None]
+            total += factors * directions
+    return narrow(cast(total, native.name), native)
+
+
+def _terms(values: Array, native: NativeType) -> tuple[Array, Array]:
+    """Directions (term, hidden) and coefficients (term, token) of a row, as bits.
+
+    As many as the estimated size gains by.
+    """
+    tokens, hidden = values.shape
+    directions: list[Array] = []
+    factors: list[Array] = []
+    if np.isfinite(values).all() and values.any():
+        left = values.astype(np.float64)
+        weights = _lengths(left)
+        weights = np.divide(1, weights, out=np.zeros_like(weights), where=weights > 0)
+        total = np.zeros_like(values)
+        size = _estimated_size(values, total, native)
+        while len(directions) < _MOST:
+            direction = _main_direction(left, weights)
+            if direction is None:
+                break
+            along = cast(direction.astype(values.dtype), native.name)
+            square = float(np.add.reduce(along.astype(np.float64) ** 2))
+            if not square:
+                break
+            share = np.add.reduce(left * along, axis=1) / square
+            factor = cast(share.astype(values.dtype), native.name)
+            if not np.isfinite(factor).all():
+                break
+            product = factor[:, None] * along
+            total = total + product
+            now = _estimated_size(values, total, native)
+            now += (len(directions) + 1) * (tokens + hidden) * 8 * native.itemsize
+            if now >= size:
+                break
+            size = now
+            directions.append(narrow(along, native))
+            factors.append(narrow(factor, native))
+            left -= product
+    return np.array(directions).reshape(-1, hidden), np.array(factors).reshape(-1, tokens)
+
+
+def _main_direction(values: Array, weights: Array) -> Array | None:
+    """Direction of unit length that most rows share, each weighted; None if nothing is left."""
+    rows = values * weights[:, None]
+    lengths = _lengths(rows)
+    largest = int(lengths.argmax())
+    if not lengths[largest]:
+        return None
+    direction = rows[largest] / lengths[largest]
+    for _ in range(_ITERATIONS):
+        along = np.add.reduce(rows * direction, axis=1)
+        summed = np.add.reduce(rows * along[:, None], axis=0)
+        length = math.sqrt(float(np.add.reduce(summed * summed)))
+        if not length:
+            return direction
+        direction = summed / length
+    return direction
+
+
+def _lengths(rows: Array) -> Array:
+    return np.asarray(np.sqrt(np.add.reduce(rows * rows, axis=1)))
+
+
+def _estimated_size(values: Array, predicted: Array, native: NativeType) -> int:
+    """Estimated bits of the differences to a prediction: those up to the highest that is set."""
+    bits = narrow(cast(predicted, native.name), native)
+    folded = _folded(_ordered(narrow(values, native), native) - _ordered(bits, native))
+    return int(np.frexp(folded.astype(np.float64))[1].sum())
+
+
+def _ordered(bits: Array, native: NativeType) -> Array:
+    """Unsigned integers in the order of the values."""
+    sign = bits.dtype.type(native.sign_mask)
+    return np.where(bits & sign, ~bits, bits | sign)
+
+
+def _unordered(ordered: Array, native: NativeType) -> Array:
+    sign = ordered.dtype.type(native.sign_mask)
+    return np.where(ordered & sign, ordered ^ sign, ~ordered)
+
+
+def _folded(difference: Array) -> Array:
+    """Zigzag of a difference modulo 2^width."""
+    signed = difference.view(f"i{difference.itemsize}")
+    highest = 8 * difference.itemsize - 1
+    return ((signed << 1) ^ (signed >> highest)).view(difference.dtype)
+
+
+def _unfolded(folded: Array) -> Array:
+    one = folded.dtype.type(1)
+    return (folded >> one) ^ (~(folded & one) + one)
