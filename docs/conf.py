@@ -57,7 +57,7 @@ html_theme_options = {
     "show_toc_level": 2,
 }
 # Pages without others below them.
-html_sidebars = {name: [] for name in ("index", "tutorial", "figures", "limits")}
+html_sidebars = {"index": []}
 
 
 def set_examples(app: Sphinx, context: object, lines: list[str]) -> None:
