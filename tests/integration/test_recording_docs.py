@@ -16,7 +16,6 @@ pytestmark = pytest.mark.torch
 
 DOCS = Path(__file__).parents[2] / "docs"
 PRESETS_PAGE = (DOCS / "reference" / "presets.md").read_text()
-VARIABLES_PAGE = (DOCS / "reference" / "variables.md").read_text()
 SCRIPTS = {
     name: script
     for page in (DOCS / "howto").glob("*.md")
@@ -55,9 +54,3 @@ def test_every_preset_is_described() -> None:
     from trajstore.trainers import PRESETS
 
     assert all(f"`{name}`" in PRESETS_PAGE for name in PRESETS)
-
-
-def test_every_variable_is_described() -> None:
-    from trajstore.schema import RECORDED
-
-    assert all(f"`{name}`" in VARIABLES_PAGE for name in RECORDED)
