@@ -38,7 +38,7 @@ def figures(page: str) -> dict[str, str]:
     for line in (DOCS / page).read_text().splitlines():
         if line.startswith("trajstore plot "):
             command = line
-        if image := re.match(r"!\[.*\]\(figures/(.+)\)", line):
+        if image := re.match(r"!\[.*\]\((?:\.\./)?figures/(.+)\)", line):
             found[image[1]] = command
     return found
 
@@ -61,7 +61,7 @@ if __name__ == "__main__":
     for drawn, dpi in (
         (OPENING, 150),
         (figures("tutorial.md"), 120),
-        (figures("figures.md"), 100),
+        (figures("reference/figures.md"), 100),
     ):
         for file, command in drawn.items():
             draw(command, target / file, dpi)
