@@ -4,7 +4,7 @@ python benchmarks/scale.py
 
 Rows of a block, objects and memory are what the recorder's own planner says. How much smaller the
 bytes become, and how fast one core encodes them, was measured on recordings of the same width
-(docs/concepts/performance.md names them). Nothing is recorded.
+(docs/scale.md tells which). Nothing is recorded.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ html_theme_options = {
     "secondary_sidebar_items": ["page-toc"],
     "show_toc_level": 2,
 }
-# A page without others below it.
+# Pages without others below them.
 html_sidebars = {"index": []}
 
 

@@ -1,4 +1,4 @@
-"""Table and figures of docs/studies/freeze.md, from the runs that its commands make.
+"""Table and figures of docs/freeze-study.md, from the runs that its commands make.
 
 python tools/freeze_study.py FOLDER docs/figures
 """

@@ -37,7 +37,7 @@ def with_populations(
         By name: a mask, bool (token); whole numbers, also a set of them, the ids of its tokens, as
         in ``token``; texts, a label of each token, which make a population NAME_LABEL each, for all
         labels but the empty one; or a str, an expression such as
-        ``token_count < quantile(token_count, 0.25)`` (see docs/reference/variables.md).
+        ``token_count < quantile(token_count, 0.25)`` (see docs/analysis.md).
     **named
         More of them.
 
