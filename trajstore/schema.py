@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
@@ -30,6 +30,7 @@ __all__ = [
     "TRAJECTORIES",
     "VARIABLES",
     "Coordinate",
+    "Encoding",
     "Variable",
     "along_token",
     "coordinate",
@@ -48,7 +49,8 @@ EXPORTED = "written_by_trajstore"
 OF_RUN = "of_run"
 """Attribute of several runs in one Dataset: what each has of its own."""
 
-ENCODINGS = ("delta", "replay")
+Encoding = Literal["delta", "replay"]
+ENCODINGS: tuple[str, ...] = get_args(Encoding)
 """How arrays are encoded: each by itself, or W and the moments computed from the gradient."""
 
 LATTICES = ("native", "bfloat16", "float16", "float32")

@@ -177,7 +177,8 @@ def _attributes(metadata: CheckedMetadata) -> tuple[Document, list[str]]:
 def _least_attributes(metadata: CheckedMetadata) -> Document:
     """What every root says at least, as far as the arrays tell it."""
     form = metadata.stored(STEP.name).form
-    replayed = any(metadata.stored(name).chain.has_forms for name in metadata.series)
+    growing = map(metadata.stored, filter(is_series, metadata.arrays))
+    replayed = any(stored.chain.has_forms for stored in growing)
     values = {
         "trajstore_format": FORMAT,
         "trajstore_version": __version__,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from trajstore.byte_sizes import DEFAULT_MEMORY, parse_bytes
 from trajstore.codec.block_label import new_identity
 from trajstore.errors import InvalidArgument, WriterClosed
-from trajstore.schema import STEP
+from trajstore.schema import STEP, Encoding
 from trajstore.store.metadata.block_plan import BLOCKS, Layout, plan
 from trajstore.store.metadata.zarr_json import Status
 from trajstore.store.storage.atomic import flush, flush_tree, make_folder, sweep
@@ -42,7 +42,7 @@ from trajstore.store.writing.new_run import (
     parameter_coordinate,
     token_coordinates,
 )
-from trajstore.store.writing.replay_encoding import replay_rule
+from trajstore.store.writing.replay_encoding import check_encoding, replay_rule
 from trajstore.store.writing.resumed_run import check_run, remove_past_end, resumed_run
 from trajstore.store.writing.shared_run import announce_run, joined_run, plan_shared
 from trajstore.store.writing.token_share import TokenShare, in_all_processes
@@ -153,7 +153,8 @@ class RunWriter:
         commit_every: float | None = COMMIT_EVERY,
         fsync: bool = True,
         share: TokenShare | None = None,
-        encoding: str = "delta",
+        encoding: Encoding = "delta",
+        on_note: Callable[[str], None] | None = None,
     ) -> Self:
         """Make an empty run.
 
@@ -204,6 +205,9 @@ class RunWriter:
         encoding : {'delta', 'replay'}
             Store each array by itself; or the gradient, and compute W and Adam's moments of it
             (docs/reference/format.md), which takes the attribute ``optimizer``.
+        on_note : callable, optional
+            Called with the reason if ``replay`` cannot compute them, and stores them as
+            differences; logged without it.
 
         Raises
         ------
@@ -232,7 +236,10 @@ class RunWriter:
                 )
                 check_variables(variables)
                 coordinates |= parameter_coordinate(parameter, variables)
-                rule = replay_rule(encoding, attributes, variables, shared=share is not None)
+                check_encoding(encoding, shared=share is not None)
+                rule = None
+                if encoding == "replay":
+                    rule = replay_rule(attributes, variables, on_note)
                 planned = plan if share is None else partial(plan_shared, share)
                 layout = planned(
                     variables,
