@@ -2,8 +2,8 @@
 
 In one step the gradients of all tokens outside the batch are sums of the same few hidden states.
 Each row of a chunk is predicted as Σ cⱼ·dⱼ: directions dⱼ along hidden, and a coefficient cⱼ of
-each token. Both are stored in the native type. The prediction is made in float32, term by term in their
-order, and rounded to the native type; what is stored besides is the difference to it, between
+each token. Both are stored in the native type. The prediction is made in float32, term by term,
+and rounded to the native type. The difference to it is stored too, between
 integers in the order of the values, with folded signs.
 
 The encoder adds up in a fixed order, too: the same rows give the same bytes on every machine.
