@@ -14,7 +14,7 @@ from still_timer import commit_now
 
 from trajstore import RunWriter, open_run, verify
 from trajstore.values.native_types import NATIVE_TYPES, widen
-from trajstore.values.optimizer_rule import OptimizerRule
+from trajstore.values.optimizer_rule import OptimizerRule, Rates
 
 MATRICES = ("W", "grad", "exp_avg", "exp_avg_sq")
 ADAM = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
@@ -71,7 +71,8 @@ def history(drawn: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], dict
         row["grad"] = _narrowed(grad, natives["grad"])
         if at:
             clip = rates["clip_coef"][at] if drawn["clipped"] else 1.0
-            row |= rule.next_row(row, row["grad"], natives, lr=rates["lr"][at], clip=clip, step=at)
+            numbers = Rates(lr=rates["lr"][at], clip=clip, step=at)
+            row |= rule.next_row(row, row["grad"], natives, numbers)
         for each in MATRICES:
             pattern = _bits(row[each], natives[each])
             strange = rng.integers(0, 2 ** (8 * pattern.itemsize), shape, dtype=pattern.dtype)

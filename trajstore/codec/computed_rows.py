@@ -19,9 +19,10 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
+from trajstore.codec.adam_loop import run_adam_loop
 from trajstore.codec.codec_chain import Chain, canonical
-from trajstore.values.native_types import narrow, widen
-from trajstore.values.optimizer_rule import OptimizerRule
+from trajstore.values.native_types import NativeType, is_nan, narrow, widen
+from trajstore.values.optimizer_rule import OptimizerRule, Rates
 
 __all__ = [
     "GRADIENT",
@@ -112,17 +113,10 @@ class ComputedUnit:
         """
         corrections = {name: np.zeros(shape, bits[name].dtype) for name in self.rule.state}
         inside = tuple(slice(length) for length in bits[GRADIENT].shape[1:])
-        before = {}
-        for name, made in corrections.items():
-            made[(0, *inside)] = bits[name][0]
-            before[name] = self._widened(name, bits[name][0])
-        for row in range(1, len(bits[GRADIENT])):
-            grad = self._widened(GRADIENT, bits[GRADIENT][row])
-            predicted = self._next(before, grad, rates, row)
-            for name, made in corrections.items():
-                expected = narrow(predicted[name], self.chains[name].native)
-                np.bitwise_xor(expected, bits[name][row], out=made[(row, *inside)])
-                before[name] = self._widened(name, bits[name][row])
+        places = {name: made[: len(bits[GRADIENT]), *inside] for name, made in corrections.items()}
+        for name, place in places.items():
+            place[0] = bits[name][0]
+        self._follow(bits, places, self.rule.state, rates)
         return {
             name: self.chains[name].encode_corrections(made, bits[name])
             for name, made in corrections.items()
@@ -149,27 +143,59 @@ class ComputedUnit:
         """
         rows = {name: bits for name, (_, bits) in held.items()}
         computed = [name for name, (whole, _) in held.items() if not whole]
-        before = {name: self._widened(name, bits[0]) for name, bits in rows.items()}
-        for row in range(1, len(grad)):
-            predicted = self._next(before, self._widened(GRADIENT, grad[row]), rates, row)
-            for name, bits in rows.items():
-                if name in computed:
-                    bits[row] ^= narrow(predicted[name], self.chains[name].native)
-                before[name] = self._widened(name, bits[row])
+        self._follow({**rows, GRADIENT: grad}, rows, computed, rates)
         return rows
 
-    def _next(
-        self, before: Mapping[str, Array], grad: Array, rates: Mapping[str, Array], row: int
-    ) -> Mapping[str, Array]:
+    def _follow(
+        self,
+        rows: Mapping[str, Array],
+        out: Mapping[str, Array],
+        computed: Sequence[str],
+        rates: Mapping[str, Array],
+    ) -> None:
+        """XOR the rule's bits to each row after the first; in place, the result is a row.
+
+        Parameters
+        ----------
+        rows : mapping of str to ndarray of native bits, (row, …)
+            Of each of `matrices`.
+        out : mapping of str to ndarray
+            Of each that is computed; may be `rows`.
+        computed : sequence of str
+        rates : mapping of str to ndarray, (row,)
+        """
+        natives = {name: self.chains[name].native for name in self.matrices}
+        numbers = [self._rates(rates, row) for row in range(len(rows[GRADIENT]))]
+        if run_adam_loop(self.rule, rows, out, computed, natives, numbers):
+            return
+        names = {name: native.name for name, native in natives.items()}
+        state = self.rule.state
+        before = {name: widen(rows[name][0], natives[name]) for name in state}
+        for row in range(1, len(numbers)):
+            made: Mapping[str, Array] = before
+            rate = numbers[row]
+            if rate is not None:
+                grad = widen(rows[GRADIENT][row], natives[GRADIENT])
+                made = self.rule.next_row(before, grad, names, rate)
+            for name in computed:
+                bits = _bits(made[name], natives[name])
+                np.bitwise_xor(rows[name][row], bits, out=out[name][row])
+            before = {name: widen(rows[name][row], natives[name]) for name in state}
+
+    @staticmethod
+    def _rates(rates: Mapping[str, Array], row: int) -> Rates | None:
+        """Numbers of a step; None if none was taken, or its learning rate is not known."""
         step, lr = int(rates["step"][row]), float(rates["lr"][row])
         if step < 1 or not math.isfinite(lr) or ("skipped" in rates and rates["skipped"][row] == 1):
-            return before
+            return None
         clip = float(rates["clip_coef"][row]) if "clip_coef" in rates else 1.0
-        natives = {name: chain.native.name for name, chain in self.chains.items()}
-        return self.rule.next_row(before, grad, natives, lr=lr, clip=clip, step=step)
+        return Rates(step=step, lr=lr, clip=clip)
 
-    def _widened(self, name: str, bits: Array) -> Array:
-        return widen(bits, self.chains[name].native)
+
+def _bits(values: Array, native: NativeType) -> Array:
+    """Bits of what a rule makes; a NaN has no sign and no payload, as on every machine."""
+    bits = narrow(values, native)
+    return np.where(is_nan(bits, native), bits.dtype.type(native.nan_bits), bits)
 
 
 @lru_cache(maxsize=64)

@@ -2,8 +2,8 @@
 
 In one step the gradients of all tokens outside the batch are sums of the same few hidden states.
 Each row of a chunk is predicted as Σ cⱼ·dⱼ: directions dⱼ along hidden, and a coefficient cⱼ of
-each token. Both are stored in the native type. The prediction is made in float32, term by term in their
-order, and rounded to the native type; what is stored besides is the difference to it, between
+each token. Both are stored in the native type. The prediction is made in float32, term by term,
+and rounded to the native type. The difference to it is stored too, between
 integers in the order of the values, with folded signs.
 
 The encoder adds up in a fixed order, too: the same rows give the same bytes on every machine.
@@ -11,7 +11,7 @@ The encoder adds up in a fixed order, too: the same rows give the same bytes on 
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ Array = npt.NDArray[Any]
 
 _MOST = 8  # terms of a row
 _ITERATIONS = 3  # of the power method
+_SAMPLE = 96  # tokens, about, from which the directions of a row are taken
 
 
 def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array, Array] | None:
@@ -45,7 +46,8 @@ def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array
         If no prediction makes any row smaller.
     """
     rows, tokens, hidden = bits.shape
-    made = [_terms(widen(bits[row], native), native) for row in range(rows)]
+    with np.errstate(all="ignore"):
+        made = [_terms(widen(bits[row], native), native) for row in range(rows)]
     most = max((len(directions) for directions, _ in made), default=0)
     if not most:
         return None
@@ -96,40 +98,52 @@ def _prediction(coefficients: Array, native: NativeType, hidden: int) -> Array:
 def _terms(values: Array, native: NativeType) -> tuple[Array, Array]:
     """Directions (term, hidden) and coefficients (term, token) of a row, as bits.
 
-    As many as the estimated size gains by.
+    A sample of the tokens gives the directions, as many as make the row smaller by its estimate.
     """
     tokens, hidden = values.shape
     directions: list[Array] = []
     factors: list[Array] = []
     if np.isfinite(values).all() and values.any():
-        left = values.astype(np.float64)
-        weights = _lengths(left)
-        weights = np.divide(1, weights, out=np.zeros_like(weights), where=weights > 0)
-        total = np.zeros_like(values)
-        size = _estimated_size(values, total, native)
-        while len(directions) < _MOST:
-            direction = _main_direction(left, weights)
-            if direction is None:
-                break
-            along = cast(direction.astype(values.dtype), native.name)
-            square = float(np.add.reduce(along.astype(np.float64) ** 2))
-            if not square:
-                break
-            share = np.add.reduce(left * along, axis=1) / square
-            factor = cast(share.astype(values.dtype), native.name)
+        sample = values[:: max(1, tokens // _SAMPLE)]
+        left = values
+        for direction in _directions(sample, native):
+            factor = _factors(left, direction, native)
             if not np.isfinite(factor).all():
                 break
-            product = factor[:, None] * along
-            total = total + product
-            now = _estimated_size(values, total, native)
-            now += (len(directions) + 1) * (tokens + hidden) * 8 * native.itemsize
-            if now >= size:
-                break
-            size = now
-            directions.append(narrow(along, native))
+            left = left - factor[:, None] * direction
+            directions.append(narrow(direction, native))
             factors.append(narrow(factor, native))
-            left -= product
     return np.array(directions).reshape(-1, hidden), np.array(factors).reshape(-1, tokens)
+
+
+def _directions(sample: Array, native: NativeType) -> Iterator[Array]:
+    """Directions of a row one after the other, while its estimated size falls."""
+    tokens, hidden = sample.shape
+    bits = _ordered(narrow(sample, native), native)
+    left, total = sample, np.zeros_like(sample)
+    weights = _lengths(left)
+    weights = np.divide(1, weights, out=np.zeros_like(weights), where=weights > 0)
+    size = _estimated_size(bits, total, native)
+    for count in range(1, _MOST + 1):
+        found = _main_direction(left, weights)
+        if found is None:
+            return
+        direction = cast(found, native.name)
+        factor = _factors(left, direction, native)
+        product = factor[:, None] * direction
+        total = total + product
+        now = _estimated_size(bits, total, native) + count * (tokens + hidden) * 8 * native.itemsize
+        if now >= size:
+            return
+        size = now
+        left = left - product
+        yield direction
+
+
+def _factors(values: Array, direction: Array, native: NativeType) -> Array:
+    """Coefficient of each row of values along a direction."""
+    square = np.add.reduce(direction * direction)
+    return cast(np.add.reduce(values * direction, axis=1) / square, native.name)
 
 
 def _main_direction(values: Array, weights: Array) -> Array | None:
@@ -137,14 +151,14 @@ def _main_direction(values: Array, weights: Array) -> Array | None:
     rows = values * weights[:, None]
     lengths = _lengths(rows)
     largest = int(lengths.argmax())
-    if not lengths[largest]:
+    if not lengths[largest] > 0:
         return None
     direction = rows[largest] / lengths[largest]
     for _ in range(_ITERATIONS):
         along = np.add.reduce(rows * direction, axis=1)
         summed = np.add.reduce(rows * along[:, None], axis=0)
-        length = math.sqrt(float(np.add.reduce(summed * summed)))
-        if not length:
+        length = np.sqrt(np.add.reduce(summed * summed))
+        if not length > 0:
             return direction
         direction = summed / length
     return direction
@@ -154,11 +168,14 @@ def _lengths(rows: Array) -> Array:
     return np.asarray(np.sqrt(np.add.reduce(rows * rows, axis=1)))
 
 
-def _estimated_size(values: Array, predicted: Array, native: NativeType) -> int:
+def _estimated_size(ordered: Array, predicted: Array, native: NativeType) -> int:
     """Estimated bits of the differences to a prediction: those up to the highest that is set."""
     bits = narrow(cast(predicted, native.name), native)
-    folded = _folded(_ordered(narrow(values, native), native) - _ordered(bits, native))
-    return int(np.frexp(folded.astype(np.float64))[1].sum())
+    folded = _folded(ordered - _ordered(bits, native)).astype(np.float32)
+    exponents = folded.view(np.uint32) >> np.uint32(23)
+    return int(np.add.reduce(exponents, axis=None, dtype=np.int64)) - 126 * int(
+        np.count_nonzero(exponents)
+    )
 
 
 def _ordered(bits: Array, native: NativeType) -> Array:

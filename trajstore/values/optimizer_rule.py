@@ -19,12 +19,31 @@ import numpy.typing as npt
 from trajstore.errors import InvalidArgument
 from trajstore.values.rounding import cast
 
-__all__ = ["OptimizerRule"]
+__all__ = ["OptimizerRule", "Rates"]
 
 Array = npt.NDArray[Any]
 
 _ADAM = ("Adam", "AdamW")
 _SGD = "SGD"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Numbers of one step.
+
+    Attributes
+    ----------
+    step : int
+        From 1 on.
+    lr : float
+        Learning rate.
+    clip : float
+        Factor of the gradient; NaN counts as 1.
+    """
+
+    step: int
+    lr: float
+    clip: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,10 +151,7 @@ class OptimizerRule:
         before: Mapping[str, Array],
         grad: Array,
         natives: Mapping[str, str],
-        *,
-        lr: float,
-        clip: float,
-        step: int,
+        rates: Rates,
     ) -> dict[str, Array]:
         """What one step makes of a row.
 
@@ -147,18 +163,14 @@ class OptimizerRule:
             Before clipping.
         natives : mapping of str to str
             Native types of `state` and ``grad``.
-        lr : float
-            Learning rate of the step.
-        clip : float
-            Factor of the gradient; NaN counts as 1.
-        step : int
-            Number of the step, from 1 on.
+        rates : Rates
 
         Returns
         -------
         dict of str to ndarray of stored values
         """
-        grad = self._taken(grad, clip, natives["grad"])
+        lr, step = rates.lr, rates.step
+        grad = self._taken(grad, rates.clip, natives["grad"])
         if self.rounds_once:
             return self._rounded_once(before, grad, natives, lr, step)
         native = natives["W"]

@@ -15,7 +15,7 @@ from trajstore.trainers.rounded_optimizer import (  # noqa: E402
     RoundedAdamW,
     RoundedSGD,
 )
-from trajstore.values.optimizer_rule import OptimizerRule  # noqa: E402
+from trajstore.values.optimizer_rule import OptimizerRule, Rates  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -51,7 +51,7 @@ def differing(dtype: Any, kind: Any, **settings: Any) -> int:
         clip = 0.375 if step % 3 == 0 else 1.0
         parameter.grad = grad * torch.tensor(clip, dtype=dtype) if clip != 1 else grad.clone()
         optimizer.step()
-        made = rule.next_row(row, stored(grad), natives, lr=1e-3, clip=clip, step=step)
+        made = rule.next_row(row, stored(grad), natives, Rates(lr=1e-3, clip=clip, step=step))
         row = {"W": stored(parameter)}
         row |= {name: stored(optimizer.state[parameter][name]) for name in rule.state[1:]}
         equal = (np.isclose(made[name], row[name], 0, 0, equal_nan=True) for name in row)
