@@ -154,7 +154,7 @@ def fork(
     try:
         with staged_run(target, overwrite=overwrite, on_place=folder.place) as new:
             point = source.reach(at, new, text, sources, on_note, on_retrain)
-            checkpoint = _make(source, point, new, config, types, text)
+            checkpoint = _make(source, point, new, config, types, text, on_note)
             # Put into its place right after the run, so that a failure leaves a run that was there
             # its own. A kill between the two leaves a fork without it: `--resume` says so then.
             folder.stage(replace(checkpoint, name=target.name))
@@ -187,6 +187,7 @@ def _make(
     config: RunConfig,
     types: dict[str, str],
     text: Corpus,
+    on_note: Callable[[str], None] | None,
 ) -> Checkpoint:
     """Make the run of a fork, with what it has in common with its source; its first checkpoint."""
     training = build_training(config, text)
@@ -208,6 +209,7 @@ def _make(
             **stretches_attribute(source.attributes, values, point.checkpoint.step),
         },
         memory=config.recording.memory,
+        on_note=on_note,
     )
     return forked.checkpoint(created, values)
 

@@ -7,7 +7,7 @@ to its place, so that memory does not grow with the run. The result appears whol
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from trajstore.exchange.selection import Selection, Steps, Tokens, select
 from trajstore.formats.hdf5_writing import write_hdf5
 from trajstore.formats.safetensors import write_safetensors
 from trajstore.nearest_name import did_you_mean
+from trajstore.schema import Encoding
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.store.writing.create import (
     check_file_target,
@@ -34,6 +35,7 @@ from trajstore.store.writing.create import (
     staged_file,
     staged_run,
 )
+from trajstore.store.writing.replay_encoding import check_encoding
 from trajstore.threads import Progress
 
 __all__ = ["FORMATS", "Exported", "export"]
@@ -81,6 +83,7 @@ def export(
     tokens: Tokens = None,
     variables: str | Iterable[str] | None = None,
     block_rows: int | None = None,
+    encoding: Encoding | None = None,
     memory: int | str = EXCHANGE_MEMORY,
     overwrite: bool = False,
     on_progress: Progress | None = None,
@@ -96,7 +99,8 @@ def export(
     format : {'safetensors', 'hdf5', 'zarr', 'run'}, optional
         That of the layout without it, safetensors for ``native``. ``hdf5`` keeps 16-bit types as
         uint16 bits and needs the extra ``hdf5``. ``zarr`` is ordinary Zarr v3, which every reader
-        opens without trajstore. ``run`` is a run again, with blocks of another size.
+        opens without trajstore. ``run`` is a run again, with blocks of another size or in another
+        encoding.
     layout : str, default 'native'
         ``native`` keeps names and native types and all that an import needs; the others
         are those of the notebooks' files, as ``trajstore import`` lists them. What of a layout the
@@ -110,6 +114,9 @@ def export(
         Names, also as one text with commas. All without it.
     block_rows : int, optional
         Rows of a chunk of ``zarr``, or of a block of ``run``; planned without it.
+    encoding : {'delta', 'replay'}, optional
+        That of a ``run``, which is then the default of `format`; that of the exported run without
+        it.
     memory : int or str, default 320 MiB
         For the rows that ``zarr`` and ``run`` hold. The other formats need a few tiles of 16 MiB.
     overwrite : bool
@@ -126,7 +133,7 @@ def export(
     RunExists
         If there is something at `file` and `overwrite` is not set, or it is of another kind.
     InvalidArgument
-        For an unknown format or layout, or a selection that cannot be read or is empty.
+        For an unknown format, layout or encoding, or a selection that cannot be read or is empty.
     VariableNotRecorded, StepNotFound
         If the run lacks what the layout or the selection names.
     MissingExtra
@@ -143,14 +150,14 @@ def export(
     >>> xr.open_zarr("few.zarr").W.sizes["step"]
     3
     """
-    format = _checked_format(format, layout, block_rows)
+    format = _checked_format(format, layout, block_rows, encoding)
     check: Callable[..., Path] = check_file_target
     if format in ("zarr", "run"):
         check = check_zarr_target if format == "zarr" else check_local_target
     check(file, overwrite=overwrite)
     recorded = open_tiled(run)
     selection = select(recorded, steps=steps, tokens=tokens, variables=variables)
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
     left_out: tuple[str, ...] = ()
     if format in ("zarr", "run"):
         write = write_zarr if format == "zarr" else write_run
@@ -159,6 +166,10 @@ def export(
             "memory": memory,
             "on_progress": on_progress,
         }
+        if format == "run":
+            remarks: list[str] = []
+            notes = remarks
+            options |= {"encoding": encoding, "on_note": remarks.append}
         with staged_run(file, overwrite=overwrite, check=check) as path:
             write(path, recorded, selection, **options)
     else:
@@ -179,11 +190,13 @@ def export(
         tokens=tokens_written,
         variables=tuple(name for name in selection.variables if name not in left_out),
         bytes=_size(Path(file)),
-        notes=notes,
+        notes=tuple(notes),
     )
 
 
-def _checked_format(format: str | None, layout: str, block_rows: int | None) -> str:
+def _checked_format(
+    format: str | None, layout: str, block_rows: int | None, encoding: str | None
+) -> str:
     """The format of an export that is possible."""
     if format is not None and format not in FORMATS:
         raise InvalidArgument(
@@ -195,11 +208,16 @@ def _checked_format(format: str | None, layout: str, block_rows: int | None) -> 
             f"there is no layout {layout!r}{did_you_mean(layout, EXPORT_LAYOUTS)}; "
             f"choose from {', '.join(EXPORT_LAYOUTS)}"
         )
-    own = LAYOUTS[layout].format if layout != "native" else format or "safetensors"
+    plain = "safetensors" if encoding is None else "run"
+    own = LAYOUTS[layout].format if layout != "native" else format or plain
     if format is not None and format != own:
         raise InvalidArgument(f"layout {layout} is one of {own} files, got format {format}")
     if own not in ("zarr", "run") and block_rows is not None:
         raise InvalidArgument(f"{own} has no blocks; use block_rows with zarr or run only")
+    if encoding is not None and own != "run":
+        raise InvalidArgument(f"{own} has no encoding; use encoding with run only")
+    if encoding is not None:
+        check_encoding(encoding)
     if block_rows is not None and block_rows < 1:
         raise InvalidArgument(f"got block_rows={block_rows}, expected at least 1")
     return own
