@@ -70,7 +70,8 @@ def what_if(
     run : path-like
         With W, its gradient, ``lr`` and ``clip_coef`` of every step.
     output : path-like
-        Where the new run will be, by custom ``NAME.zarr``; it appears there whole.
+        Where the new run will be, by custom ``NAME.zarr``; it appears there whole, in the encoding
+        of `run`.
     settings : sequence of str
         ``section.field=value`` as for a recording, such as ``optimizer.lr=3e-4``,
         ``optimizer.state_dtype=float32``, ``model.dtype=float32``, ``schedule.name=constant``,
@@ -135,15 +136,18 @@ def what_if(
         earlier = attribute(source.attributes, "provenance", "what_if")
         if earlier is not None:
             origin["earlier"] = earlier
+        remarks: list[str] = []
         with staged_run(target, overwrite=overwrite) as new:
-            first_difference = _write(new, planned, origin, memory=memory, on_progress=on_progress)
+            first_difference = _write(
+                new, planned, origin, memory=memory, on_progress=on_progress, on_note=remarks.append
+            )
     again = () if planned.settings.given else (_nothing_changed(first_difference),)
     return WhatIf(
         path=target,
         rows=len(rows) - planned.first,
         first_step=int(rows.steps[planned.first]),
         last_step=int(rows.steps[-1]),
-        notes=(*device.notes, *planned.notes, *again),
+        notes=(*device.notes, *planned.notes, *remarks, *again),
     )
 
 
@@ -165,6 +169,7 @@ def _write(
     *,
     memory: int | str,
     on_progress: Callable[[int, int], None] | None,
+    on_note: Callable[[str], None],
 ) -> int | None:
     """Make the run where nothing is yet, row after row; `CounterfactualRows.first_difference`."""
     made = CounterfactualRows(planned)
@@ -185,6 +190,8 @@ def _write(
         config=planned.settings.config,
         attributes=planned.attributes(origin),
         memory=memory,
+        encoding=planned.source.attributes.get("encoding", "delta"),
+        on_note=on_note,
         buffers=1,
         commit_every=None,
         fsync=False,  # the whole of it is flushed before it gets its name
