@@ -54,7 +54,7 @@ def test_info_names_the_parameter_and_a_recorder_that_is_gone(tmp_path: Path) ->
     extend(run, range(4))
     said = call("info", tmp_path / "run.zarr").stdout
     assert "run.zarr: recording, 4 rows" in said
-    assert "Recorded is lm_head.weight." in said
+    assert "Recorded parameter: lm_head.weight." in said
     run._lock.release()  # as the system does when a process dies
     assert "recording, but its process is gone, 4 rows" in call("info", run.path).stdout
     assert json.loads(call("info", run.path, "--json").stdout)["written_to"] is False
