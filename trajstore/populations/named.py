@@ -63,8 +63,8 @@ def with_populations(
     check_dataset(ds)
     if not isinstance(populations, Mapping | None):
         raise InvalidArgument(
-            f"got {populations!r}, expected a mapping from names to populations, or keywords such as "
-            "rare='token_count < 10'"
+            f"got {populations!r}, expected a mapping from names to populations, or keywords "
+            "such as rare='token_count < 10'"
         )
     for name, given in {**(populations or {}), **named}.items():
         if not isinstance(name, str):

@@ -240,8 +240,8 @@ def narrow(stored: Array, native: NativeType) -> Array:
         first = wide.view(np.float32)[~exact].ravel()[0]
         raise InvalidArgument(
             f"{np.count_nonzero(~exact)} of {exact.size} float32 values are not exactly "
-            f"representable in {native.name} (the first is {first}); pass the {native.name} bits as uint16, or "
-            "declare the variable as float32"
+            f"representable in {native.name} (the first is {first}); pass its bits as "
+            "uint16, or declare the variable as float32"
         )
     return bits
 

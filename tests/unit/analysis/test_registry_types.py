@@ -49,7 +49,7 @@ def test_of_no_dataset(asked, run):
 
 @pytest.mark.parametrize("name", analysis.QUANTITIES)
 def test_of_no_tokens(name, run):
-    with pytest.raises(InvalidArgument, match="there is no token in this Dataset"):
+    with pytest.raises(InvalidArgument, match="got a Dataset without tokens"):
         getattr(run.isel(token=slice(0)).traj, name)()
 
 

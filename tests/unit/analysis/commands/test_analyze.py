@@ -172,14 +172,14 @@ def test_categories_are_counted_and_have_no_mean(tmp_path: Path) -> None:
 
 def test_a_window_is_noted(tmp_path: Path) -> None:
     run = recorded(tmp_path / "run.zarr")
-    note = "every value is that of the whole run; --within computes from --steps alone"
+    note = "values are those of the whole run; --within computes from --steps only"
     assert note in call("analyze", run, "freeze", "--steps", "2:5").stdout
     assert note not in call("analyze", run, "freeze", "--steps", "2:5", "--within").stdout
     for options, number in (((), TOKENS), (("--min-unchanged", 1), 0)):
         facts = json.loads(call("analyze", run, "freeze", "--json", *options).stdout)
         assert facts["frozen_since"]["flags"] == {"not_frozen": number}
     done = call("analyze", run, "speed", "--min-unchanged", 1, rc=2)
-    assert "got min_unchanged=1 with speed, and it goes with freeze" in done.stderr
+    assert "got min_unchanged=1 for speed; only these have it: freeze" in done.stderr
     assert f"default: {MIN_UNCHANGED}." in " ".join(call("analyze", "--help").stdout.split())
 
 
@@ -196,4 +196,4 @@ def test_what_minus_one_means_is_told_where_it_is_found(tmp_path: Path) -> None:
 def test_a_result_that_is_there_is_refused_before_a_run_is_opened(tmp_path: Path) -> None:
     (tmp_path / "mine.nc").write_text("mine")
     done = call("analyze", tmp_path / "no.zarr", "freeze", "-o", tmp_path / "mine.nc", rc=2)
-    assert "is already there" in done.stderr.replace("\n", " ")
+    assert "already exists" in done.stderr.replace("\n", " ")
