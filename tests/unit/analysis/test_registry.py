@@ -116,7 +116,7 @@ def test_a_lattice_is_of_those_that_know_of_it(run):
 
 def test_a_lattice_that_nobody_knows_of_is_refused(run):
     for names in (["speed"], ["speed", "grad_norms"]):
-        with pytest.raises(InvalidArgument, match=r"lattice='float16' with speed.*freeze_cause"):
+        with pytest.raises(InvalidArgument, match=r"lattice='float16' for speed.*freeze_cause"):
             analysis.answer(run, names, lattice="float16")
     with pytest.raises(InvalidArgument, match="lattice twice, 'float16' and 'float32'"):
         analysis.answer(run, ["freeze"], ["lattice=float32"], lattice="float16")

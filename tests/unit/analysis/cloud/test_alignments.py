@@ -37,7 +37,7 @@ def vectors(ds, name, of=None):
 @pytest.mark.parametrize("with_", ["hidden_mean", "centroid", "grad", "delta", "previous"])
 def test_against_cosines(of, with_, run):
     if of == with_:
-        with pytest.raises(InvalidArgument, match="two different ones"):
+        with pytest.raises(InvalidArgument, match="two different vectors"):
             analysis.alignment(run, with_, of)
         return
     got = analysis.alignment(run, with_, of, quantiles=[0.5, 1]).compute(scheduler="sync")

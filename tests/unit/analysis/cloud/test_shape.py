@@ -104,7 +104,7 @@ def test_what_cannot_be_asked(make_run, walk) -> None:
         ({"components": 3}, "components=3, expected 1 to 2"),
         ({"components": 1, "basis": "first"}, "basis='first'"),
         ({"components": 1, "first": "grad"}, "first='grad', expected 'hidden_mean' or none"),
-        ({"components": 1, "population": "dead"}, "there is no coordinate is_dead"),
+        ({"components": 1, "population": "dead"}, "the coordinate is_dead is missing"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             analysis.pca(ds, **options)

@@ -121,7 +121,7 @@ def test_from_the_command_line(run):
     )
     with pytest.raises(InvalidArgument, match="requires the option token"):
         analysis.answer(run, ["explain_gradient"], ["step=1"])
-    with pytest.raises(InvalidArgument, match="ask it alone"):
+    with pytest.raises(InvalidArgument, match="compute it separately"):
         analysis.answer(run, ["explain_gradient", "speed"])
 
 
@@ -130,9 +130,9 @@ def test_what_cannot_be_explained_is_refused(run):
         with pytest.raises(kind, match=match):
             analysis.explain_gradient(ds, step, token, **options)
 
-    refused(InvalidArgument, "token 4 occurs in the text", token=[5, 4])
-    refused(InvalidArgument, "holds no token 9", token=9)
-    refused(InvalidArgument, "token='e', expected a whole number", token="e")
+    refused(InvalidArgument, "got the live token 4, expected dead tokens", token=[5, 4])
+    refused(InvalidArgument, "got token 9, which the run does not hold", token=9)
+    refused(InvalidArgument, "token='e', expected one or more whole numbers", token="e")
     refused(InvalidArgument, "step=2.5", step=2.5)
     refused(StepNotFound, "step 17 is not in the run", step=17)
     refused(StepNotFound, "before training", step=0)

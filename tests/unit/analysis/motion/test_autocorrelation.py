@@ -69,7 +69,7 @@ def test_what_goes_straight_remembers(make_run):
 
 def test_what_cannot_be_asked(make_run, walk):
     ds = make_run(walk(4, 3, 2), steps=np.array([0, 1, 2, 4]))
-    with pytest.raises(InvalidArgument, match="evenly spaced, and these are 1, 2 steps apart"):
+    with pytest.raises(InvalidArgument, match="evenly spaced rows, got spacings of 1, 2 steps"):
         analysis.autocorrelation(ds)
     ds = ds.isel(step=slice(3))
     usual = analysis.autocorrelation(ds).compute()

@@ -55,7 +55,7 @@ def test_what_is_asked_for_must_be_possible(make_run, walk):
     ds = make_run(walk(9, 5, 4))
     with pytest.raises(InvalidArgument, match="expected 'regime' or 'hop'"):
         analysis.heatmap(ds, "speed")
-    with pytest.raises(InvalidArgument, match="expected 1 or more of each"):
+    with pytest.raises(InvalidArgument, match="expected at least 1 each"):
         analysis.heatmap(ds, most_groups=0)
     with pytest.raises(InvalidArgument, match="at least 2 rows"):
         analysis.heatmap(ds.isel(step=[0]))

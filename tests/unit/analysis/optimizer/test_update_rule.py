@@ -196,7 +196,7 @@ def test_what_is_not_known_is_said(make_run):
     ds.attrs["optimizer"]["class"] = "torch.optim.sgd.SGD"
     with pytest.raises(InvalidArgument, match=r"sgd\.SGD"):
         analysis.adam_update(ds)
-    with pytest.raises(InvalidArgument, match="lack betas, eps"):
+    with pytest.raises(InvalidArgument, match="missing: betas, eps"):
         analysis.adam_update(ds, {"class": "Adam", "hyperparameters": {"weight_decay": 0}})
     amsgrad = as_run(make_run, trained("Adam", {"amsgrad": True}, torch.float32), "float32")
     with pytest.raises(InvalidArgument, match=r"amsgrad.*steps 3 to 24"):

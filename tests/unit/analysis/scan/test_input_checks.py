@@ -29,7 +29,7 @@ def test_what_no_recording_gives(make_run, walk):
     run = make_run(walk(2, 2, 2))
     with pytest.raises(VariableNotRecorded, match=r"which the run does not hold$"):
         input_checks.variables(run, "parameter")
-    with pytest.raises(VariableNotRecorded, match="as the file that it was imported from"):
+    with pytest.raises(VariableNotRecorded, match="because the imported file does not"):
         input_checks.variables(run.assign_attrs(imported={}), "hidden_mean")
 
 

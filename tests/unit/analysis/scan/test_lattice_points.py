@@ -224,7 +224,7 @@ def test_a_native_type_that_the_values_contradict_is_refused(native, lattice, ma
             lambda ds: analysis.lattice_displacement(ds, lattice=lattice),
             lambda ds: analysis.lattice_displacement(ds, "ordinal", 1, lattice),
         ):
-            with pytest.raises(InvalidArgument, match=rf"native_dtype of W says {native}.*are not"):
+            with pytest.raises(InvalidArgument, match=rf"native_dtype of W is {native}.*are not"):
                 question(ds).compute()
         analysis.speed(ds).compute()  # does not ask for the type
 
@@ -237,7 +237,7 @@ def test_a_type_of_the_same_size_is_not_believed(stored, native, make_run):
         ds = make_run(W.astype(np.float32), native=native)
         ds["W"] = ds.W.copy(data=values)
         for held in (ds, ds.chunk(step=3)):
-            with pytest.raises(InvalidArgument, match=rf"native_dtype of W says {native}"):
+            with pytest.raises(InvalidArgument, match=rf"native_dtype of W is {native}"):
                 analysis.freeze(held).compute()
         with pytest.raises(InvalidArgument, match=f"stored as {values.dtype}"):
             on_lattice(values, "W", native, native)
@@ -247,7 +247,9 @@ def test_a_type_of_the_same_size_is_not_believed(stored, native, make_run):
 def test_a_single_wrong_value_is_found_and_shown(make_run, walk):
     ds = make_run(walk(6, 4, 3))
     ds["W"][4, 2, 1] = 0.1
-    with pytest.raises(InvalidArgument, match=r"1 of 72 values.*first is 0\.1.*stored as float32"):
+    with pytest.raises(
+        InvalidArgument, match=r"1 of 72 checked values.*first is 0\.1.*stored as float32"
+    ):
         analysis.freeze(ds).compute()
 
 
@@ -307,9 +309,9 @@ def test_cells_take_the_place_of_weights_that_are_not_there(make_run):
     ):
         assert question(alone).equals(question(ds))
         assert question(alone.chunk(step=4, token=2)).compute().equals(question(ds).compute())
-    with pytest.raises(VariableNotRecorded, match="ask with lattice='bfloat16'"):
+    with pytest.raises(VariableNotRecorded, match="use lattice='bfloat16'"):
         analysis.freeze(alone)
-    with pytest.raises(VariableNotRecorded, match="'float16' needs W"):
+    with pytest.raises(VariableNotRecorded, match="'float16' requires W"):
         analysis.regimes(alone, "float16")
-    with pytest.raises(VariableNotRecorded, match="needs W"):
+    with pytest.raises(VariableNotRecorded, match="requires W"):
         analysis.freeze(alone.drop_vars("cells"), lattice="bfloat16")

@@ -82,13 +82,13 @@ def test_two_runs_from_a_common_start(paths: list[Path]) -> None:
 
 def test_what_two_runs_must_share(paths: list[Path]) -> None:
     one, two = open_run(paths[0]), open_run(paths[1])
-    with pytest.raises(InvalidArgument, match="open all of them together"):
+    with pytest.raises(InvalidArgument, match="open all runs together"):
         analysis.divergence(open_runs(paths), one)
     with pytest.raises(InvalidArgument, match="token has length 6 and 4"):
         analysis.divergence(one, two.isel(token=slice(0, 4)))
-    with pytest.raises(InvalidArgument, match="which tokens are dead"):
+    with pytest.raises(InvalidArgument, match="different dead tokens"):
         analysis.divergence(one, two.assign_coords(is_dead=~two.is_dead))
-    with pytest.raises(InvalidArgument, match="no step in common"):
+    with pytest.raises(InvalidArgument, match="no common step"):
         analysis.divergence(one.isel(step=[0]), two.isel(step=[1]))
     same = analysis.divergence(one, one).compute()
     assert same.first_difference == -1
