@@ -181,7 +181,7 @@ def _moves(ids: Numbers, boundary: Numbers, start: Numbers, leaving: bool) -> Nu
 
 
 def token_labels(ds: xr.Dataset) -> Numbers:
-    """Label of each token: the coordinate ``token``, or its position where there is none."""
+    """Label of each token: the coordinate ``token``, or its position if it is missing."""
     if "token" in ds.coords and np.issubdtype(ds["token"].dtype, np.integer):
         return np.asarray(ds["token"].values, np.int64)
     return np.arange(ds.sizes["token"])

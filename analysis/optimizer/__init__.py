@@ -5,7 +5,7 @@
 ``freeze_causes``
     Intended updates, and the causes of tokens that do not move.
 ``freeze_counterfactuals``
-    Whether a frozen token would have moved with one change of the optimizer.
+    Effect of single changes of the optimizer on frozen tokens.
 ``lost_updates``
     Fraction of intended changes that rounding discarded.
 ``moment_ratios``

@@ -1,4 +1,4 @@
-"""Whether a frozen token would have moved with one change of the optimizer."""
+"""Effect of single changes of the optimizer on frozen tokens."""
 
 from __future__ import annotations
 

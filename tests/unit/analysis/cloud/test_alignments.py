@@ -71,7 +71,7 @@ def test_the_centroid_of_a_population(run):
     np.testing.assert_allclose(got.alignment, cosine[:, ::2].mean(1), rtol=1e-9)
 
 
-def test_what_cannot_be_asked(run):
+def test_invalid_options(run):
     with pytest.raises(InvalidArgument, match="with_='sun'"):
         analysis.alignment(run, "sun")
     with pytest.raises(InvalidArgument, match="quantiles"):

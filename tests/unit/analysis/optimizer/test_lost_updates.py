@@ -1,4 +1,4 @@
-"""What rounding left as it was, against counting element by element."""
+"""Elements that rounding left unchanged, compared with loops over elements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 
 
 def counted(ds: xr.Dataset, population: np.ndarray, after: dict) -> list[tuple[dict, dict, float]]:
-    """Of each row after the first: shares meant and left by variable, and of the norm of W."""
+    """Per row after the first: fractions meant and stuck by variable, and of the norm of W."""
     given = ds.attrs["optimizer"]["hyperparameters"]
     decoupled = given["weight_decay"] * ds.attrs["optimizer"]["class"].endswith("AdamW")
     taken, result = int(ds.step[0]), []

@@ -50,11 +50,11 @@ def test_against_its_definition_and_compare(paths: list[Path]) -> None:
 
 
 def test_two_runs_from_a_common_start(paths: list[Path]) -> None:
-    """Against brute force: loops over steps, populations and elements."""
+    """Compared with loops over steps, populations and elements."""
     one = open_run(paths[0])
     W = one.W.values.copy()
     W[4:, 0, 1] += 1
-    W[6:, 3:, :] = -W[6:, 3:, :]  # −0 of 0 is another bit, and no distance
+    W[6:, 3:, :] = -W[6:, 3:, :]  # −0 and 0 differ in a bit, but have distance 0
     W[7, 5, 0] = np.nan
     one = one.assign(W=one.W.where(one.token != 3, 0))
     W[6:, 3] = -0.0

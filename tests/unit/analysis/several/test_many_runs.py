@@ -39,7 +39,7 @@ def test_several_together(paths: list[Path]) -> None:
     assert bands["mean"].dims == ("run", "step", "population")
 
 
-def test_what_is_wrong_is_told(paths: list[Path]) -> None:
+def test_errors(paths: list[Path]) -> None:
     one, several = open_run(paths[0]), open_runs(paths)
     with pytest.raises(InvalidArgument, match="got several runs, expected one"):
         analysis.speed(several)
@@ -54,6 +54,6 @@ def test_what_is_wrong_is_told(paths: list[Path]) -> None:
         several.traj.over_runs(lambda run: xr.DataArray(np.zeros(next(sizes)), dims="step"))
 
 
-def test_names_are_told_apart() -> None:
+def test_equal_labels_are_distinguished() -> None:
     assert not ACROSS_RUNS.keys() & QUANTITIES.keys()
     assert set(ACROSS_RUNS) <= set(analysis.__all__)
