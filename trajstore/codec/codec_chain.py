@@ -42,6 +42,8 @@ LENGTH = struct.Struct("<I")
 
 _FEW = 1 / 512  # share of corrections below which differences are not tried
 
+_LONG = 1 / 2  # share of its values' bytes above which a prediction is held against differences
+
 _SHUFFLES = {"shuffle": blosc.Blosc.SHUFFLE, "bitshuffle": blosc.Blosc.BITSHUFFLE}
 
 
@@ -148,9 +150,10 @@ class Chain:
         bytes
         """
         if self.has_forms:
-            packed = DIFFERENCES + self.compress_differences(bits, shape)
-            if self.kind == "predicted":
-                packed = self._shorter_prediction(bits, shape, packed)
+            packed = self._prediction(bits, shape) if self.kind == "predicted" else b""
+            if not packed or len(packed) > _LONG * bits.nbytes:
+                other = DIFFERENCES + self.compress_differences(bits, shape)
+                packed = min(packed or other, other, key=len)
         elif self.kind == "delta":
             packed = self.compress_differences(bits, shape)
         else:
@@ -177,19 +180,17 @@ class Chain:
             packed = min(packed, other, key=len)
         return packed + checksum(packed)
 
-    def _shorter_prediction(
-        self, bits: npt.NDArray[Any], shape: tuple[int, ...], differences: bytes
-    ) -> bytes:
+    def _prediction(self, bits: npt.NDArray[Any], shape: tuple[int, ...]) -> bytes:
+        """A chunk as differences to a prediction; empty if none is found."""
         predicted = coefficients_and_differences(bits, self.native)
         if predicted is None:
-            return differences
+            return b""
         coefficients, left = predicted
         hidden = bits.shape[2]
         whole = np.zeros((shape[0], coefficients.shape[1], hidden + shape[1]), bits.dtype)
         whole[: len(bits), :, : coefficients.shape[2]] = coefficients
         head = self.compress(whole)
-        packed = OWN_FORM + LENGTH.pack(len(head)) + head + self.compress(padded(left, shape))
-        return min(differences, packed, key=len)
+        return OWN_FORM + LENGTH.pack(len(head)) + head + self.compress(padded(left, shape))
 
     def compress_differences(self, bits: npt.NDArray[Any], shape: tuple[int, ...]) -> bytes:
         """Frame of the differences along step; arguments as of `encode`."""

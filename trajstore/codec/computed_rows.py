@@ -21,8 +21,9 @@ import numpy.typing as npt
 
 from trajstore.codec.adam_loop import run_adam_loop
 from trajstore.codec.codec_chain import Chain, canonical
-from trajstore.values.native_types import NativeType, is_nan, narrow, widen
+from trajstore.values.native_types import widen
 from trajstore.values.optimizer_rule import OptimizerRule, Rates
+from trajstore.values.rounding import result_bits
 
 __all__ = [
     "GRADIENT",
@@ -178,7 +179,7 @@ class ComputedUnit:
                 grad = widen(rows[GRADIENT][row], natives[GRADIENT])
                 made = self.rule.next_row(before, grad, names, rate)
             for name in computed:
-                bits = _bits(made[name], natives[name])
+                bits = result_bits(made[name], natives[name])
                 np.bitwise_xor(rows[name][row], bits, out=out[name][row])
             before = {name: widen(rows[name][row], natives[name]) for name in state}
 
@@ -190,12 +191,6 @@ class ComputedUnit:
             return None
         clip = float(rates["clip_coef"][row]) if "clip_coef" in rates else 1.0
         return Rates(step=step, lr=lr, clip=clip)
-
-
-def _bits(values: Array, native: NativeType) -> Array:
-    """Bits of what a rule makes; a NaN has no sign and no payload, as on every machine."""
-    bits = narrow(values, native)
-    return np.where(is_nan(bits, native), bits.dtype.type(native.nan_bits), bits)
 
 
 @lru_cache(maxsize=64)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.values.native_types import NativeType, narrow, widen
-from trajstore.values.rounding import cast
+from trajstore.values.rounding import cast, result_bits
 
 __all__ = ["coefficients_and_differences", "decode_rows"]
 
@@ -56,8 +56,11 @@ def coefficients_and_differences(bits: Array, native: NativeType) -> tuple[Array
         count = len(directions)
         coefficients[row, :count, :hidden] = directions
         coefficients[row, :count, hidden:] = factors
-    predicted = _prediction(coefficients, native, hidden)
-    return coefficients, _folded(_ordered(bits, native) - _ordered(predicted, native))
+    differences = np.empty_like(bits)
+    for row in range(rows):
+        predicted = _ordered(_prediction(coefficients[row], native, hidden), native)
+        differences[row] = _folded(_ordered(bits[row], native) - predicted)
+    return coefficients, differences
 
 
 def decode_rows(coefficients: Array, differences: Array, native: NativeType) -> Array:
@@ -71,28 +74,30 @@ def decode_rows(coefficients: Array, differences: Array, native: NativeType) -> 
         Of the same ones.
     native : NativeType
     """
-    predicted = _ordered(_prediction(coefficients, native, differences.shape[2]), native)
-    predicted += _unfolded(differences)
-    return _unordered(predicted, native)
+    bits = np.empty(differences.shape, native.bits)
+    for row, folded in enumerate(differences):  # one row stays in the cache
+        predicted = _ordered(_prediction(coefficients[row], native, folded.shape[1]), native)
+        predicted += _unfolded(folded)
+        bits[row] = _unordered(predicted, native)
+    return bits
 
 
 def _prediction(coefficients: Array, native: NativeType, hidden: int) -> Array:
-    """Bits that coefficients predict, (row, token, hidden).
+    """Bits that coefficients predict of a row, (token, hidden).
 
     Parameters
     ----------
-    coefficients : ndarray, (row, term, hidden + token)
+    coefficients : ndarray, (term, hidden + token)
     native : NativeType
     hidden : int
     """
     terms = widen(coefficients, native)
-    rows, count, length = terms.shape
-    total = np.zeros((rows, length - hidden, hidden), terms.dtype)
+    total = np.zeros((terms.shape[1] - hidden, hidden), terms.dtype)
     with np.errstate(all="ignore"):
-        for term in range(count):
-            directions, factors = terms[:, term, None, :hidden], terms[:, term, hidden:, None]
-            total += factors * directions
-    return narrow(cast(total, native.name), native)
+        for term in terms:
+            if term.any():
+                total += term[hidden:, None] * term[:hidden]
+    return result_bits(total, native)
 
 
 def _terms(values: Array, native: NativeType) -> tuple[Array, Array]:
