@@ -16,6 +16,8 @@
     Settings of several runs: those that differ, and the labels that these make.
 ``run_table``
     Several runs as a table: what each is, and in which settings they differ.
+``stored_forms``
+    How a run of the encoding ``replay`` stores its chunks, and how often its rule does not hold.
 ``tiled_reader``
     A run as exporters read it: variables in tiles, small enough to hold and large enough to be fast
 ``xarray_engine``
