@@ -52,12 +52,13 @@ _RATIOS = {
     "float32": {"W": 1.4, "grad": 2.2, "exp_avg": 1.35, "exp_avg_sq": 1.8},
 }  # fmt: skip
 
-# The same for the encoding replay, on the same runs: of the gradient, and of the one row of each
-# block that an array stores which is computed.
-_PREDICTED = {"bfloat16": 5.0, "float32": 2.2}
+# The same for the encoding replay: of the gradient, and of the first row of each block, which a
+# computed array stores. Measured on the first 32 rows of Wordybird 1b, as above, and of Duckling,
+# whose float32 W includes the corrections of 1 % of its elements.
+_PREDICTED = {"bfloat16": 5.0, "float32": 2.8}
 _KEY_ROWS = {
     "bfloat16": {"W": 1.3, "exp_avg": 2.1, "exp_avg_sq": 1.9},
-    "float32": {"W": 1.0, "exp_avg": 1.0, "exp_avg_sq": 1.0},
+    "float32": {"W": 1.0, "exp_avg": 1.25, "exp_avg_sq": 1.2},
 }
 
 _ITEMSIZE = {name: np.dtype(entry.dtype).itemsize if entry.dtype != "string" else 16
