@@ -82,8 +82,8 @@ def print_plan(facts: dict[str, Any]) -> None:
     """Print the sizes that `facts` holds, and those of the tiers beside each other."""
     out.print(
         f"{facts['rows']} rows of {facts['tokens']} tokens: steps 0 to {facts['steps']}, every "
-        f"{facts['every']}; encoding {facts['encoding']}; blocks of {facts['block_rows']} rows; at most "
-        f"{format_bytes(facts['memory'])} of memory; {facts['files']} files."
+        f"{facts['every']}; encoding {facts['encoding']}; blocks of {facts['block_rows']} rows; at "
+        f"most {format_bytes(facts['memory'])} of memory; {facts['files']} files."
     )
     printed = table("", "array", "type", "native", *_EXPECTED, "chunk")
     for name, array in facts["arrays"].items():
