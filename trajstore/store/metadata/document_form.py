@@ -21,7 +21,7 @@ from trajstore.errors import FormatError
 from trajstore.schema import ENCODING, FORMAT
 from trajstore.store.metadata.fingerprint import COMING, CONTENT, COPY, FINGERPRINT
 from trajstore.store.metadata.object_keys import DOCUMENT
-from trajstore.store.metadata.stretches import STRETCHES, are_resumptions, are_stretches
+from trajstore.store.metadata.stretches import STRETCHES, are_stretches
 from trajstore.strict_json import Document
 
 __all__ = [
@@ -108,10 +108,6 @@ def _are_runs(value: Any) -> bool:
     return bool(value[0][0] == 0)
 
 
-def _is_provenance(value: Any) -> bool:
-    return isinstance(value, dict) and are_resumptions(value.get("resumed", []))
-
-
 _RUNS = "a list of [block, identity of the run], from block 0 on"
 
 _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -129,11 +125,10 @@ _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
     CONTENT: (is_digest, "a SHA-256"),
     FINGERPRINT: (is_digest, "a SHA-256"),
     STRETCHES: (are_stretches, "a list of step and config, from step 0 on, in order"),
-    "provenance": (_is_provenance, "an object, whose resumed is a list of objects with a step"),
 }
 """Attributes of the root that the format defines: what each can be, and in words."""
 
-REQUIRED = tuple(name for name in _ATTRIBUTES if name not in (STRETCHES, "provenance"))
+REQUIRED = tuple(name for name in _ATTRIBUTES if name != STRETCHES)
 """Attributes that every root has."""
 
 
