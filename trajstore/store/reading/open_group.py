@@ -350,8 +350,8 @@ def _check_extent(place: Location, name: str, document: Mapping[str, Any]) -> No
         place / chunk_key(name, blocks - 1, len(shape), parts - 1)
     ):
         raise FormatError(
-            f"{place} claims {shape[0]:,} rows, and the last of {name} are not stored"
-            f"{_remedy(place)}"
+            f"{place} cannot be read: {name} has the shape {shape}, and its last block is not "
+            f"stored{_remedy(place)}"
         )
 
 
