@@ -1,4 +1,4 @@
-"""The recorded systems, each a function that returns a complete configuration."""
+"""Presets: functions that each return a complete configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["PRESETS", "preset"]
 
 
 def gatsby() -> RunConfig:
-    """Lil Gatsby, everything recorded: 128 ASCII tokens that start as one point (15.1a)."""
+    """Lil Gatsby, all variables: 128 ASCII tokens that start at one point (15.1a)."""
     return RunConfig(
         model=ModelConfig(vocab_size=128, context=128, hidden=64, layers=2, heads=2),
         data=DataConfig(corpus="gatsby", tokenizer="ascii", target_offset=2),
@@ -35,13 +35,13 @@ def gatsby() -> RunConfig:
 
 
 def gatsby_gradients() -> RunConfig:
-    """Lil Gatsby, W and its gradient only: what moves a dead token (14.1a)."""
+    """Lil Gatsby, W and its gradient only: shows what moves a dead token (14.1a)."""
     recording = RecordingConfig(record=("W", "grad", "loss", "lr", "grad_norm", "clip_coef"))
     return gatsby().model_copy(update={"recording": recording})
 
 
 def gatsby_adam() -> RunConfig:
-    """Lil Gatsby in a plain PyTorch loop: Adam, GPT-2's own start, mean logits (1.12a)."""
+    """Lil Gatsby in a plain PyTorch loop: Adam, GPT-2's initialization, mean logits (1.12a)."""
     return RunConfig(
         model=ModelConfig(vocab_size=128, context=128, hidden=64, layers=2, heads=2),
         data=DataConfig(corpus="gatsby", tokenizer="ascii", target_offset=2, skipped_shuffles=1),
@@ -69,7 +69,7 @@ def wordybird_1() -> RunConfig:
 
 
 def wordybird_1b() -> RunConfig:
-    """Wordybird 1b: the same for 200 steps without a seam (1.12f)."""
+    """Wordybird 1b: Wordybird 1 with 200 steps in one recording (1.12f)."""
     config = wordybird_1()
     return config.model_copy(update={"training": config.training.model_copy(update={"steps": 200})})
 
@@ -97,12 +97,12 @@ PRESETS: dict[str, Callable[[], RunConfig]] = {
 
 @checks_types
 def preset(name: str) -> RunConfig:
-    """Configuration of that name.
+    """Return the configuration of a preset.
 
     Raises
     ------
     InvalidArgument
-        If there is none; the message names those there are.
+        If there is no preset of this name; the message lists the presets.
 
     Examples
     --------
@@ -113,6 +113,6 @@ def preset(name: str) -> RunConfig:
         return PRESETS[name]()
     except KeyError:
         raise InvalidArgument(
-            f"there is no preset {name!r}{did_you_mean(name, PRESETS)}; "
+            f"unknown preset {name!r}{did_you_mean(name, PRESETS)}; "
             f"choose from {', '.join(PRESETS)}"
         ) from None
