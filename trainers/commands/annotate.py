@@ -77,7 +77,9 @@ def annotate(
     out.print(f"{run} now has {', '.join(added)}{dead}.")
 
 
-def _text_coordinates(corpus: str | None, tokenizer: str, token: npt.NDArray[Any]) -> dict[str, Any]:
+def _text_coordinates(
+    corpus: str | None, tokenizer: str, token: npt.NDArray[Any]
+) -> dict[str, Any]:
     """Return the coordinates that a tokenizer and a text give."""
     import numpy as np
 

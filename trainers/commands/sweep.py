@@ -84,7 +84,7 @@ def sweep(
       trajstore sweep --preset gatsby --seeds 1:1001 -o runs/ --print > commands.txt
     """
     from trajstore.trainers.sweeps.grid import parse_seeds, swept_runs
-    from trajstore.trainers.sweeps.sweep_folder import save_names, choose_threads
+    from trajstore.trainers.sweeps.sweep_folder import choose_threads, save_names
 
     if "://" in output:
         raise InvalidArgument(

@@ -68,7 +68,9 @@ class CounterfactualRows:
                 values["W_ulp_l1"], self._variables["W_ulp_l1"].nan_bits
             )
         yield row, values
-        read = [name for name in self._variables if name not in OPTIMIZER_VARIABLES] + self._compared
+        read = [
+            name for name in self._variables if name not in OPTIMIZER_VARIABLES
+        ] + self._compared
         for row in self._rows.read(read, first=first + 1, window=_WINDOW):
             last = loop.weights.clone() if self._has_motion else None
             self._step(loop, row, self._planned.lr, self._planned.clip_coef)

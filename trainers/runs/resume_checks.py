@@ -230,7 +230,7 @@ def _ended_note(config: RunConfig, step: int) -> str | None:
 def _attributes(path: Location) -> dict[str, Any]:
     if not path.exists():
         raise RunNotFound(
-            f"there is no run to resume at {path}; to start one, name a preset (--preset gatsby) "
+            f"there is no run at {path} to resume; to start one, name a preset (--preset gatsby) "
             "or a file (--config FILE)"
         )
     return open_group(path).attrs.asdict()

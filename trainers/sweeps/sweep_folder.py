@@ -15,11 +15,11 @@ from trajstore.trainers.config import MAY_CHANGE, RunConfig
 from trajstore.watching.followed_runs import SWEEP, swept_names
 
 __all__ = [
+    "choose_threads",
     "committed_rows",
     "is_done",
-    "save_names",
     "planned_rows",
-    "choose_threads",
+    "save_names",
     "threads_of",
 ]
 
@@ -39,7 +39,7 @@ def is_done(run: Path, config: RunConfig, *, steps_given: bool) -> bool:
     if attributes.get("status") != "complete" or not attributes.get("config"):
         return False
     recorded = RunConfig.parse(attributes["config"])
-    if _fixed_fields(recorded) != _essence(config):
+    if _fixed_fields(recorded) != _fixed_fields(config):
         return False
     wanted = config.training.steps if steps_given else recorded.training.steps
     steps: Any = open_group(run)["step"]
