@@ -32,13 +32,14 @@ from trajstore.store.writing.commit_timer import COMMIT_EVERY
 __all__ = [
     "MAY_CHANGE",
     "DataConfig",
-    "InitialisationConfig",
+    "InitializationConfig",
     "ModelConfig",
     "OptimizerConfig",
     "RecordingConfig",
     "RunConfig",
     "ScheduleConfig",
     "TrainingConfig",
+    "field_name",
 ]
 
 MAY_CHANGE = frozenset(
@@ -50,6 +51,9 @@ MAY_CHANGE = frozenset(
     }
 )
 """Fields that may change when a run is resumed."""
+
+_RENAMED = {"initialisation": "initialization"}
+"""Earlier names of sections, which recorded runs and users' files still have."""
 
 _COMMENT = 98  # columns of a comment in TOML
 
@@ -135,7 +139,7 @@ class DataConfig(_Section):
     discards one."""
 
 
-class InitialisationConfig(_Section):
+class InitializationConfig(_Section):
     """Initial values of the embedding matrix; other parameters start as in GPT-2."""
 
     kind: Literal["point", "normal", "default"] = "point"
@@ -253,7 +257,7 @@ class RunConfig(_Section):
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
-    initialisation: InitialisationConfig = InitialisationConfig()
+    initialization: InitializationConfig = InitializationConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     training: TrainingConfig = TrainingConfig()
@@ -283,8 +287,11 @@ class RunConfig(_Section):
         ConfigError
             If a field is unknown or impossible; the message has its value and what is allowed.
         """
+        for old, new in _RENAMED.items():
+            if old in values and new in values:
+                raise ConfigError(f"got both [{old}] and [{new}], its new name; leave out [{old}]")
         try:
-            return cls.model_validate(values)
+            return cls.model_validate({_RENAMED.get(n, n): v for n, v in values.items()})
         except ValidationError as error:
             raise ConfigError(_sentence(error, cls)) from None
 
@@ -355,7 +362,7 @@ class RunConfig(_Section):
         values = self.model_dump()
         for assignment in given:
             name, equals, text = assignment.partition("=")
-            section, dot, field = name.strip().partition(".")
+            section, dot, field = field_name(assignment).partition(".")
             if not (equals and dot and section and field):
                 meant = _elsewhere(name.strip(), type(self)) if equals else ""
                 raise ConfigError(
@@ -364,6 +371,16 @@ class RunConfig(_Section):
                 )
             values.setdefault(section, {})[field] = _toml_value(text.strip())
         return self.parse(values)
+
+
+def field_name(assignment: str) -> str:
+    """Return the field of an assignment, ``section.field``, with the current name of the section.
+
+    >>> field_name("initialisation.sigma=1e-5")
+    'initialization.sigma'
+    """
+    section, dot, field = assignment.partition("=")[0].strip().partition(".")
+    return f"{_RENAMED.get(section, section)}{dot}{field}"
 
 
 def _comment(text: str) -> list[str]:

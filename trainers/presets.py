@@ -9,7 +9,7 @@ from trajstore.errors import InvalidArgument
 from trajstore.nearest_name import did_you_mean
 from trajstore.trainers.config import (
     DataConfig,
-    InitialisationConfig,
+    InitializationConfig,
     ModelConfig,
     OptimizerConfig,
     RecordingConfig,
@@ -26,7 +26,7 @@ def gatsby() -> RunConfig:
     return RunConfig(
         model=ModelConfig(vocab_size=128, context=128, hidden=64, layers=2, heads=2),
         data=DataConfig(corpus="gatsby", tokenizer="ascii", target_offset=2),
-        initialisation=InitialisationConfig(kind="point", sigma=1e-5),
+        initialization=InitializationConfig(kind="point", sigma=1e-5),
         optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01),
         schedule=ScheduleConfig(name="linear"),
         training=TrainingConfig(steps=10_000, batch_size=32, max_grad_norm=1.0, seed=42),
@@ -45,7 +45,7 @@ def gatsby_adam() -> RunConfig:
     return RunConfig(
         model=ModelConfig(vocab_size=128, context=128, hidden=64, layers=2, heads=2),
         data=DataConfig(corpus="gatsby", tokenizer="ascii", target_offset=2, skipped_shuffles=1),
-        initialisation=InitialisationConfig(kind="default"),
+        initialization=InitializationConfig(kind="default"),
         optimizer=OptimizerConfig(name="adam", lr=1e-3, weight_decay=0.0),
         schedule=ScheduleConfig(name="constant"),
         training=TrainingConfig(
@@ -60,7 +60,7 @@ def wordybird_1() -> RunConfig:
     return RunConfig(
         model=ModelConfig(vocab_size=50_257, context=128, hidden=64, layers=2, heads=2),
         data=DataConfig(corpus="fineweb", tokenizer="gpt2", target_offset=2),
-        initialisation=InitialisationConfig(kind="normal", sigma=0.02, reseed=True),
+        initialization=InitializationConfig(kind="normal", sigma=0.02, reseed=True),
         optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0),
         schedule=ScheduleConfig(name="linear"),
         training=TrainingConfig(steps=100, batch_size=32, max_grad_norm=1.0, seed=42),
@@ -81,7 +81,7 @@ def duckling() -> RunConfig:
             vocab_size=8_192, context=128, hidden=128, layers=2, heads=4, dtype="float32"
         ),
         data=DataConfig(corpus="fineweb", tokenizer="none", live_tokens=6_500, mostly_dead=10),
-        initialisation=InitialisationConfig(kind="normal", sigma=0.02),
+        initialization=InitializationConfig(kind="normal", sigma=0.02),
         optimizer=OptimizerConfig(lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0),
         schedule=ScheduleConfig(name="linear"),
         training=TrainingConfig(steps=300, batch_size=32, max_grad_norm=1.0, seed=42),

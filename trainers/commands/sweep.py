@@ -80,7 +80,7 @@ def sweep(
     \b
     Example:
       trajstore sweep --preset gatsby --seeds 1601:1617 --steps 300 -o runs/ --jobs 2
-      trajstore sweep --preset gatsby --set initialisation.sigma=1e-5,1e-4 --seeds 1,2 -o runs/
+      trajstore sweep --preset gatsby --set initialization.sigma=1e-5,1e-4 --seeds 1,2 -o runs/
       trajstore sweep --preset gatsby --seeds 1:1001 -o runs/ --print > commands.txt
     """
     from trajstore.trainers.sweeps.grid import parse_seeds, swept_runs

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trajstore.errors import ConfigError
 from trajstore.store.reading.tiled_reader import attribute
-from trajstore.trainers.config import RunConfig
+from trajstore.trainers.config import RunConfig, field_name
 from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD
 
 __all__ = ["CHANGEABLE", "ChangedSettings", "changed_settings"]
@@ -92,7 +92,7 @@ def changed_settings(
     base = _base_config(attributes, before)
     full = [_full_name(assignment) for assignment in assignments]
     changed = base.with_values(full)
-    given = {name: _value(changed, name) for name in (_field(text) for text in full)}
+    given = {name: _value(changed, name) for name in map(field_name, full)}
     _check_changeable(given)
     name = _CLASSES[given["optimizer.name"]] if "optimizer.name" in given else before
     real: type[Optimizer] | None = getattr(torch.optim, name, None)
@@ -158,10 +158,6 @@ def _changed_config(
 def _full_name(assignment: str) -> str:
     name, equals, value = assignment.partition("=")
     return f"{_SHORT.get(name.strip(), name)}{equals}{value}"
-
-
-def _field(assignment: str) -> str:
-    return assignment.partition("=")[0].strip()
 
 
 def _value(config: RunConfig, name: str) -> Any:

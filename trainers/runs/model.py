@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from trajstore.trainers.config import InitialisationConfig, ModelConfig
+from trajstore.trainers.config import InitializationConfig, ModelConfig
 
-__all__ = ["build_model", "initialise"]
+__all__ = ["build_model", "initialize"]
 
 
 def build_model(config: ModelConfig) -> GPT2LMHeadModel:
@@ -39,7 +39,7 @@ def build_model(config: ModelConfig) -> GPT2LMHeadModel:
 
 
 @torch.no_grad()
-def initialise(model: GPT2LMHeadModel, config: InitialisationConfig, seed: int) -> None:
+def initialize(model: GPT2LMHeadModel, config: InitializationConfig, seed: int) -> None:
     """Set the initial values of the embedding matrix.
 
     ``point``: one random unit vector for all tokens plus noise of standard deviation ``sigma``; the
@@ -52,7 +52,7 @@ def initialise(model: GPT2LMHeadModel, config: InitialisationConfig, seed: int) 
     Parameters
     ----------
     model : GPT2LMHeadModel
-    config : InitialisationConfig
+    config : InitializationConfig
     seed : int
         Seed of the run, for ``config.reseed``.
     """

@@ -29,7 +29,7 @@ from trajstore.errors import ConfigError
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.recording.step_examples import EXAMPLE_INDEX
 from trajstore.trainers.runs.batches import Batches
-from trajstore.trainers.runs.model import build_model, initialise
+from trajstore.trainers.runs.model import build_model, initialize
 from trajstore.trainers.runs.optimizer import build_optimizer, build_schedule
 from trajstore.trainers.texts.corpus import Corpus
 
@@ -202,7 +202,7 @@ def build_training(config: RunConfig, text: Corpus) -> Training:
     torch.manual_seed(config.training.seed)
     np.random.seed(config.training.seed)
     model = build_model(config.model)
-    initialise(model, config.initialisation, config.training.seed)
+    initialize(model, config.initialization, config.training.seed)
     model.to(device)
     optimizer = build_optimizer(model, config)
     ids = torch.from_numpy(text.ids)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trajstore.errors import InvalidArgument
-from trajstore.trainers.config import RunConfig
+from trajstore.trainers.config import RunConfig, field_name
 
 __all__ = ["SweptRun", "parse_seeds", "split_values", "swept_runs"]
 
@@ -26,7 +26,7 @@ class SweptRun:
     Attributes
     ----------
     name : str
-        Name of its folder, ``gatsby_initialisation.sigma=1e-5_seed=1601.zarr``.
+        Name of its folder, ``gatsby_initialization.sigma=1e-5_seed=1601.zarr``.
     assignments : tuple of str
         ``section.field=value``, one value each.
     seed : int or None
@@ -138,12 +138,12 @@ def swept_runs(
     Examples
     --------
     >>> from trajstore.trainers import preset
-    >>> runs = swept_runs(preset("gatsby"), "gatsby", ["initialisation.sigma=1e-5,1e-4"], [1, 2])
+    >>> runs = swept_runs(preset("gatsby"), "gatsby", ["initialization.sigma=1e-5,1e-4"], [1, 2])
     >>> [run.name for run in runs][:2]
-    ['gatsby_initialisation.sigma=1e-5_seed=1.zarr', 'gatsby_initialisation.sigma=1e-5_seed=2.zarr']
+    ['gatsby_initialization.sigma=1e-5_seed=1.zarr', 'gatsby_initialization.sigma=1e-5_seed=2.zarr']
     """
     axes = []
-    fields = [assignment.partition("=")[0].strip() for assignment in assignments]
+    fields = [field_name(assignment) for assignment in assignments]
     for field in [*fields, *([_SEED] if seeds is not None else [])]:
         if (fields + [_SEED] * (seeds is not None)).count(field) > 1:
             raise InvalidArgument(f"{field} is given twice; give all its values in one option")

@@ -385,6 +385,9 @@ BAD: dict[str, tuple[dict[str, Any], list[str], dict[str, Any], type[Exception],
     "step": ({}, [], {"from_step": 99}, StepNotFound, "no row of step 99"),
     "field": ({}, ["optimizer.nope=1"], {}, InvalidArgument, "unknown field optimizer.nope"),
     "other field": ({}, ["model.hidden=4"], {}, InvalidArgument, "does not change recorded"),
+    "earlier name": (
+        {}, ["initialisation.sigma=1"], {}, InvalidArgument, "initialization.sigma does not change",
+    ),
     "form": ({}, ["lr"], {}, InvalidArgument, "expected section.field=value"),
     "momentum": ({}, ["optimizer.momentum=0.5"], {}, InvalidArgument, "momentum"),
     "betas of sgd": (

@@ -206,7 +206,7 @@ def test_the_gradient_of_dead_tokens_is_that_of_the_recorded_states(
     text.write_bytes(TEXT)
     config = small_config(
         ["gatsby"], f"training.loop={loop}", "model.dtype=float32", "training.autocast=none",
-        "training.accumulation=2", "initialisation.kind=normal", "initialisation.sigma=0.3",
+        "training.accumulation=2", "initialization.kind=normal", "initialization.sigma=0.3",
         f"recording.record={[*ALL, 'grad']}", steps=5,
     )  # fmt: skip
     ds = open_run(record(config, tmp_path / "run.zarr", corpus=text))

@@ -390,7 +390,7 @@ def test_where_training_again_differs_before_it_began_nothing_is_made(
         pytest.param("trainer", ["optimizer.name=sgd"], False, marks=pytest.mark.nightly),
         pytest.param("trainer", [], False, marks=pytest.mark.nightly),
         ("plain", ["optimizer.name=sgd", "training.autocast=float16", "model.dtype=float32",
-                   "initialisation.kind=normal", "initialisation.sigma=300"], True),
+                   "initialization.kind=normal", "initialization.sigma=300"], True),
     ],
 )  # fmt: skip
 def test_a_fork_to_stochastic_sgd_is_replayed(

@@ -68,7 +68,7 @@ VARIANTS = {
     ],
     "plain, float16": [
         "gatsby-adam", "training.autocast=float16", "model.dtype=float32",
-        "initialisation.kind=normal", "initialisation.sigma=30", "optimizer.lr=1",
+        "initialization.kind=normal", "initialization.sigma=30", "optimizer.lr=1",
         "training.max_grad_norm=1", "schedule.name=cosine",
     ],
 }  # fmt: skip

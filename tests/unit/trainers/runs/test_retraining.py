@@ -30,7 +30,7 @@ VARIANTS = {
     "plain": ["gatsby-adam", "schedule.name=linear"],
     "plain, float16, first steps skipped": [
         "gatsby-adam", "training.autocast=float16", "model.dtype=float32",
-        "initialisation.kind=normal", "initialisation.sigma=300", "optimizer.lr=1",
+        "initialization.kind=normal", "initialization.sigma=300", "optimizer.lr=1",
     ],
 }  # fmt: skip
 
