@@ -435,6 +435,8 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
         return f"unknown field {name}{meant}; the fields are {', '.join(owner.model_fields)}"
     reason = first["msg"].removeprefix("Value error, ")
     given = first["input"]
+    if len(path) == 1 and isinstance(given, Mapping):  # a section whose fields do not fit together
+        return f"{name}: {reason[0].lower()}{reason[1:]}"
     shown = ", ".join(map(str, given)) if isinstance(given, list | tuple) else repr(given)
     if first["type"] == "literal_error":
         reason += did_you_mean(str(given), re.findall(r"'([^']*)'", first["ctx"]["expected"]))

@@ -93,7 +93,7 @@ def print_plan(facts: dict[str, Any]) -> None:
             " × ".join(map(str, array["chunk"])),
         )
     print_table(printed)
-    printed = table("Tiers", "tier", "native", "expected on disk", "memory", "rows a block")
+    printed = table("Tiers", "tier", "native", "expected on disk", "memory", "rows per block")
     for tier, totals in facts["tiers"].items():
         printed.add_row(
             tier,

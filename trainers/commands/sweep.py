@@ -162,7 +162,8 @@ def _record(
 
     jobs = [job(run, command) for run, command in zip(runs, commands, strict=True)]
     rows = [planned_rows(run.config) for run in runs]
-    err.print(f"{len(jobs)} runs in {folder}, {at_once} at once, threads of each: {threads}")
+    each = f"{threads} {'thread' if threads == 1 else 'threads'} each"
+    err.print(f"{len(jobs)} runs in {folder}, {at_once} at a time, {each}")
     with StopRequest() as stop, SweepProgress(jobs, rows) as progress:
         stop.begin()
         run_jobs(

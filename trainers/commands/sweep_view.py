@@ -113,7 +113,7 @@ def sweep_facts(jobs: Sequence[Job], threads: int) -> dict[str, Any]:
 
 
 def _table() -> Any:
-    printed = table("", "run", "status", "rows", "of", "duration", words=(0, 1))
+    printed = table("", "run", "status", "rows", "planned", "duration", words=(0, 1))
     printed.columns[0].no_wrap = False  # long names are wrapped, not cut
     printed.columns[0].overflow = "fold"
     return printed

@@ -302,7 +302,7 @@ class _Source:
         if at not in self.steps:
             near = [step for step in self.steps if step < at][-1:]
             near += [step for step in self.steps if step > at][:1]
-            hint = f"the nearest are {' and '.join(map(str, near))}" if near else "it has no rows"
+            hint = f"the nearest: {' and '.join(map(str, near))}" if near else "it has no rows"
             raise StepNotFound(f"{self.path} has no row of step {at}; {hint}")
         if at == 0:
             raise InvalidArgument(

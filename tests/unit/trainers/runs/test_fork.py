@@ -275,7 +275,7 @@ def test_where_training_again_differs_the_fork_has_what_was_trained(
 @pytest.mark.parametrize(
     ("at", "settings", "kind", "sentence"),
     [
-        (13, [], StepNotFound, "no row of step 13; the nearest are 12"),
+        (13, [], StepNotFound, "no row of step 13; the nearest: 12"),
         (0, [], InvalidArgument, "fork at step 0"),
         (12, [], ConfigError, "no step remains after step 12.*--steps 24"),
         (6, ["optimizer.rate=1"], ConfigError, "unknown field optimizer.rate"),
