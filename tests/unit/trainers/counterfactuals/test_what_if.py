@@ -343,7 +343,7 @@ def test_it_names_what_it_leaves_out_and_takes_settings_as_a_list(tmp_path: Path
     run = tiny_run(tmp_path / "run.zarr", record="all,model")
     found = what_if(run, tmp_path / "same.zarr")
     names = "param_grad_norm, param_norm, param_update_norm, param_update_lost"
-    assert f"{names}: left out, as the gradients of W do not tell what they would be" in found.notes
+    assert f"{names}: left out, because the gradients of W do not determine them" in found.notes
     wrong: Any
     for wrong in ("optimizer.lr=1", {"optimizer.lr": 1}):
         with pytest.raises(InvalidArgument, match=r"got settings=.*, expected a list of texts"):

@@ -167,7 +167,7 @@ def test_what_is_told_wrongly_is_refused(tiny: Any, tmp_path: Path) -> None:
         optimizer.step()
         run.observe(batch=[1, 2, 3, 4], example_loss=[0.0] * 4)
         tiny(**batches(1)[0])["loss"].backward()
-        with pytest.raises(RecordingError, match=r"has 4 examples, and .* room for 3"):
+        with pytest.raises(RecordingError, match=r"has 4 examples, but .* room for 3"):
             optimizer.step()
     assert open_run(path).example_loss.values[1].tolist() == np.float32([0.1, 0.2, 0.3]).tolist()
 

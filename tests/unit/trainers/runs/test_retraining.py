@@ -145,7 +145,7 @@ def test_a_rate_of_another_schedule_is_named(lost: Path, text: Path) -> None:
     ("attributes", "sentence"),
     [
         ({"imported": {"from": "x.h5"}}, "was imported"),
-        ({"provenance": {"what_if": {"run": "x.zarr"}}}, "was made by `trajstore what-if`"),
+        ({"provenance": {"what_if": {"run": "x.zarr"}}}, "was computed by `trajstore what-if`"),
         ({"provenance": {"fork": {"run": "x.zarr", "step": 3}, "device": "cpu"}},
          "is a fork of x.zarr at step 3 and has no checkpoint"),
         ({"config": {}}, "was not recorded by"),

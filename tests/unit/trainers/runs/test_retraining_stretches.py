@@ -138,7 +138,7 @@ def test_an_extension_that_was_not_recorded_is_refused_at_once(text: Path, tmp_p
     RunWriter.resume(path, attributes={"config": config}).close("complete")
     without_checkpoints(path)
     trained: list[int] = []
-    sentence = "at step 2 the learning rate was 0.0008, and the configuration gives 0.000875"
+    sentence = "at step 2 the learning rate was 0.0008, but the configuration gives 0.000875"
     with pytest.raises(NothingToResume, match=sentence):
         fork(path, tmp_path / "other.zarr", at=4, corpus=text,
              on_retrain=lambda step, last: trained.append(step))  # fmt: skip

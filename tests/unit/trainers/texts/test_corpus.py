@@ -156,7 +156,7 @@ def test_a_file_of_tokens(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"line 2: got '-2'"):
         read_tokens(file)
     file.write_text("\n")
-    with pytest.raises(InvalidArgument, match="holds no token id"):
+    with pytest.raises(InvalidArgument, match="has no token id"):
         read_tokens(file)
     with pytest.raises(InvalidArgument, match="is not all, dead or live"):
         read_tokens(tmp_path / "nowhere")
