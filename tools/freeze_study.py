@@ -55,7 +55,7 @@ def dead(values: xr.DataArray) -> xr.DataArray:
 
 def row(name: str, label: str, ds: xr.Dataset, curves: Curves) -> str:
     """Return one line of the table."""
-    found = freeze(ds, min_still=1).compute()  # the text names those near the end of the run
+    found = freeze(ds, min_unchanged=1).compute()  # the text names those near the end of the run
     since = found.frozen_since
     cells = [label]
     for population, mask in (("dead", ds.is_dead), ("live", ~ds.is_dead)):
