@@ -132,7 +132,7 @@ def test_what_cannot_be_explained_is_refused(run):
 
     refused(InvalidArgument, "got the live token 4, expected dead tokens", token=[5, 4])
     refused(InvalidArgument, "got token 9, which the run does not hold", token=9)
-    refused(InvalidArgument, "token='e', expected one or more whole numbers", token="e")
+    refused(InvalidArgument, "token='e', expected a whole number", token="e")
     refused(InvalidArgument, "step=2.5", step=2.5)
     refused(StepNotFound, "step 17 is not in the run", step=17)
     refused(StepNotFound, "before training", step=0)

@@ -45,7 +45,7 @@ def test_errors(paths: list[Path]) -> None:
         analysis.speed(several)
     with pytest.raises(InvalidArgument, match=r"open_runs\('runs"):
         analysis.divergence(one)
-    with pytest.raises(InvalidArgument, match="got one run, expected several"):
+    with pytest.raises(InvalidArgument, match="got one run for divergence, expected several"):
         analysis.answer(one, ["divergence"])
     with pytest.raises(InvalidArgument, match="cannot be combined"):
         analysis.answer(several, ["divergence", "speed"])
