@@ -3,7 +3,7 @@
 python benchmarks/scale.py
 
 The recorder's planner computes rows of a block, objects and memory. The compression ratio and the
-encoding speed of one core were measured on recordings of the same width (see docs/scale.md).
+encoding speed of one core were measured on recordings of the same width (see docs/concepts/performance.md).
 Nothing is recorded.
 """
 

@@ -1,4 +1,4 @@
-"""Table and figures of docs/freeze-study.md, from the runs of its commands.
+"""Table and figures of docs/studies/freeze.md, from the runs of its commands.
 
 python tools/freeze_study.py FOLDER docs/figures
 """

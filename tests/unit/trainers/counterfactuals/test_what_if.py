@@ -318,7 +318,7 @@ def test_steps_that_a_fork_had_before(tmp_path: Path) -> None:
         what_if(other, tmp_path / "no.zarr")
     again = what_if(other, tmp_path / "same.zarr", from_step=4).path
     same(open_run(other).isel(step=slice(4, None)), open_run(again))
-    with pytest.raises(InvalidArgument, match="before the run was forked"):
+    with pytest.raises(InvalidArgument, match="precede the fork"):
         exact_moments(open_run(other))
     exact_moments(open_run(other).sel(step=slice(4, None))).isel(step=-1).compute()
 
