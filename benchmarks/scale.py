@@ -3,8 +3,8 @@
 python benchmarks/scale.py
 
 The recorder's planner computes rows of a block, objects and memory. The compression ratio and the
-encoding speed of one core were measured on recordings of the same width (see docs/concepts/performance.md).
-Nothing is recorded.
+encoding speed of one core were measured on recordings of the same width (see
+docs/concepts/performance.md). Nothing is recorded.
 """
 
 from __future__ import annotations
