@@ -66,7 +66,7 @@ class TrajectoryCallback(TrainerCallback):
     >>> callback = TrajectoryCallback("run.zarr")
     >>> trained = Trainer(model, arguments, train_dataset=texts, callbacks=[callback]).train()
     {'train_runtime': ...}
-    Recorded 4 rows to run.zarr
+    Recorded 4 rows to ...run.zarr
     >>> from trajstore import open_run
     >>> open_run("run.zarr").grad.shape
     (4, 128, 8)
