@@ -155,7 +155,7 @@ def plot(
     options = Options(
         population=chosen,
         lattice=lattice,
-        colour=colour,
+        color=colour,
         plane=plane,
         steps=steps,
         within=within,

@@ -4,7 +4,7 @@ Each kind is a `Figure`: a function that takes a Dataset and an Axes, and return
 draws is what the functions of `analysis` compute, and nothing else; ``figure`` keeps what it
 collects, lazily, apart from how that is drawn, ``across_runs`` has the curves of several
 runs, their mean and spread. ``registry`` has all of them by name, ``sheet`` several in one pass,
-``style`` the colours, which are the same everywhere, ``titles`` the names of runs, and
+``style`` the colors, which are the same everywhere, ``titles`` the names of runs, and
 ``axes_marks`` what is drawn in many places. The figures: ``training`` (loss, logits, moments,
 parameters), ``motion`` (gradients, displacement,
 speed, bulk-thermal, autocorrelation, seams), ``densities`` (hops, speed-density), ``freezing``

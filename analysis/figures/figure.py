@@ -15,7 +15,7 @@ from trajstore.analysis.figures.across_runs import (
     mean_and_spread,
     run_groups,
 )
-from trajstore.analysis.figures.style import STYLES, Style, population_colour, style
+from trajstore.analysis.figures.style import STYLES, Style, population_color, style
 from trajstore.analysis.figures.titles import titled_runs
 from trajstore.analysis.motion.stillness import MIN_STILL
 from trajstore.analysis.scan.scan import Scan
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 _LINES = ("-", "--", ":", "-.")
-"""Of several runs, which have a colour each: kinds of curves, as of dead and of live tokens."""
+"""Of several runs, which have a color each: kinds of curves, as of dead and of live tokens."""
 
 SIZE = (8.0, 5.0)
 """Width and height of a figure, in inches."""
@@ -65,7 +65,7 @@ class Options:
         Only this one; by default what the figure is about, dead and live tokens mostly.
     lattice : str
         For the figures that have one.
-    colour : {'regime', 'hop'}
+    color : {'regime', 'hop'}
         Of the map of tokens and steps.
     plane : {'principal', 'hidden_mean'}
         Of the paths.
@@ -79,14 +79,14 @@ class Options:
 
     population: str | None = None
     lattice: str = "native"
-    colour: str = "regime"
+    color: str = "regime"
     plane: str = "principal"
     steps: Steps = None
     within: bool = False
     min_still: int = MIN_STILL
 
     def __post_init__(self) -> None:
-        for name, known in (("colour", ("regime", "hop")), ("plane", ("principal", "hidden_mean"))):
+        for name, known in (("color", ("regime", "hop")), ("plane", ("principal", "hidden_mean"))):
             if getattr(self, name) not in known:
                 raise InvalidArgument(
                     f"got {name}={getattr(self, name)!r}, expected {' or '.join(known)}"
@@ -130,7 +130,7 @@ class Look:
     number : int
         Place of this run among those of the axes.
     runs : int
-        How many there are: if it is one, colours are those of the populations.
+        How many there are: if it is one, colors are those of the populations.
     band : tuple of Dataset, optional
         Of the mean of several runs: lower and upper edge of the spread between them.
     """
@@ -147,13 +147,13 @@ class Look:
         return self.runs == 1
 
     @property
-    def run_colour(self) -> str:
-        """Colour of this run, among others."""
+    def run_color(self) -> str:
+        """Color of this run, among others."""
         return self.style.runs[self.number]
 
-    def colour(self, population: str) -> str:
-        """Colour of a population; of several runs that of the run."""
-        return population_colour(population) if self.alone else self.run_colour
+    def color(self, population: str) -> str:
+        """Color of a population; of several runs that of the run."""
+        return population_color(population) if self.alone else self.run_color
 
     def line(self, kind: int) -> str:
         """Style of the lines of each kind of curve, such as those of dead and of live tokens."""
@@ -286,7 +286,7 @@ class Figure:
         size : tuple of float, optional
             Width and height of a new figure, in inches.
         **options
-            Of `Options`: ``population``, ``lattice``, ``colour``, ``plane``, ``steps``, ``within``,
+            Of `Options`: ``population``, ``lattice``, ``color``, ``plane``, ``steps``, ``within``,
             ``min_still``.
 
         Returns
@@ -365,7 +365,7 @@ class Figure:
         shown = _after_the_first(groups) if self.between else groups
         runs = len(groups) if len(shown) > 1 else 1
         curves: list[xr.Dataset] = []
-        for number, group in enumerate(shown, runs - len(shown)):  # colours as in other figures
+        for number, group in enumerate(shown, runs - len(shown)):  # colors as in other figures
             data, band = found[group.members[0]], None
             if len(group.members) > 1:
                 data, band = mean_and_spread([found[at] for at in group.members], self.bounds)

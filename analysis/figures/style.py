@@ -1,7 +1,7 @@
-"""Colours and measures that all figures share, on light and on dark ground.
+"""Colors and measures that all figures share, on light and on dark ground.
 
-Dead, live, regimes and causes have one colour each, everywhere. The hues of populations and causes
-are those of Okabe and Ito (2008), which people who see few colours tell apart; those of the regimes
+Dead, live, regimes and causes have one color each, everywhere. The hues of populations and causes
+are those of Okabe and Ito (2008), which people who see few colors tell apart; those of the regimes
 are of viridis, from rest to the longest hops, and also ordered by lightness.
 """
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
     from matplotlib.colors import Colormap
 
 __all__ = [
-    "CAUSE_COLOURS",
-    "POPULATION_COLOURS",
-    "REGIME_COLOURS",
+    "CAUSE_COLORS",
+    "POPULATION_COLORS",
+    "REGIME_COLORS",
     "REGIME_MEANINGS",
     "STYLES",
     "Style",
-    "population_colour",
+    "population_color",
     "shades",
     "style",
 ]
 
-POPULATION_COLOURS = {
+POPULATION_COLORS = {
     "dead": "#D55E00",
     "live": "#0072B2",
     "all": "#888888",
     "mostly_dead": "#CC79A7",
 }
 
-REGIME_COLOURS = {
+REGIME_COLORS = {
     "frozen": "#46327E",
     "single": "#365C8D",
     "neighbour": "#1FA187",
@@ -52,7 +52,7 @@ REGIME_MEANINGS = {
 }
 """Of each regime, in cells of the lattice, as of `analysis.regimes`."""
 
-CAUSE_COLOURS = {
+CAUSE_COLORS = {
     "moved": "#BBBBBB",
     "no_gradient": "#56B4E9",
     "underflow": "#E69F00",
@@ -70,13 +70,13 @@ class Style:
     Attributes
     ----------
     ground, ink, second, grid : str
-        Colours; the second one of lines that belong to no population.
+        Colors; the second one of lines that belong to no population.
     density : str
-        Colour map of matplotlib for counts and lengths.
+        Color map of matplotlib for counts and lengths.
     band : float
         How opaque a band between two quantiles is.
     runs : tuple of str
-        Colours of several runs in one axes; none is that of dead or of live tokens.
+        Colors of several runs in one axes; none is that of dead or of live tokens.
     """
 
     ground: str
@@ -153,20 +153,20 @@ STYLES = {
 }
 
 
-def population_colour(name: str) -> str:
-    """Colour of a population; those that users name have one, as only one of them is shown."""
-    return POPULATION_COLOURS.get(name, "#009E73")
+def population_color(name: str) -> str:
+    """Color of a population; those that users name have one, as only one of them is shown."""
+    return POPULATION_COLORS.get(name, "#009E73")
 
 
-def shades(colour: str, ground: str) -> Colormap:
-    """Map from little of a colour on this ground to all of it."""
+def shades(color: str, ground: str) -> Colormap:
+    """Map from little of a color on this ground to all of it."""
     from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 
-    # The same share of a colour is harder to see on black than on white.
+    # The same share of a color is harder to see on black than on white.
     share = 0.25 if sum(to_rgb(ground)) > 1.5 else 0.45
-    pairs = zip(to_rgb(ground), to_rgb(colour), strict=True)
+    pairs = zip(to_rgb(ground), to_rgb(color), strict=True)
     red, green, blue = ((1 - share) * under + share * over for under, over in pairs)
-    return LinearSegmentedColormap.from_list("shades", [to_hex((red, green, blue)), colour])
+    return LinearSegmentedColormap.from_list("shades", [to_hex((red, green, blue)), color])
 
 
 def style(name: str) -> Style:

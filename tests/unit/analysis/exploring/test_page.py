@@ -9,7 +9,7 @@ from watched_runs import begin, extend
 from trajstore.analysis.exploring import plots
 from trajstore.analysis.exploring.live_run import LiveRun
 from trajstore.analysis.exploring.page import Page
-from trajstore.analysis.figures.style import REGIME_COLOURS
+from trajstore.analysis.figures.style import REGIME_COLORS
 from trajstore.analysis.scan.consecutive_rows import REGIMES
 
 for needed in ("datashader", "holoviews", "panel"):
@@ -90,5 +90,5 @@ def test_the_picture_of_layers_is_stratigraphy(page: Page) -> None:
     for row in range(6):
         for column in range(7):
             regime = REGIMES[int(layers["stratum"].transpose("layer", "step")[row, column])]
-            wanted = tuple(bytes.fromhex(REGIME_COLOURS[regime][1:]))
+            wanted = tuple(bytes.fromhex(REGIME_COLORS[regime][1:]))
             assert (red[row, column], green[row, column], blue[row, column]) == wanted

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure as Canvas
 
 from trajstore import analysis
 from trajstore.analysis.figures import FIGURES
-from trajstore.analysis.figures.style import POPULATION_COLOURS
+from trajstore.analysis.figures.style import POPULATION_COLORS
 
 
 def test_seams(run):
@@ -39,7 +39,7 @@ def test_means_and_quantiles(name, run):
         part = expected.sel(population=population)
         np.testing.assert_array_equal(line.get_xdata(), expected.step)
         np.testing.assert_array_equal(line.get_ydata(), part["mean"])
-        assert line.get_color() == POPULATION_COLOURS[population]
+        assert line.get_color() == POPULATION_COLORS[population]
         assert population in line.get_label()
         heights = band.get_paths()[0].vertices[:, 1]
         assert np.isin(part.quantiles.values[np.isfinite(part.quantiles.values)], heights).all()
