@@ -26,7 +26,7 @@ from trajstore.analysis.motion import (  # noqa: F401
     moving_elements,
     norms,
     paths,
-    resume_seams,
+    resume_discontinuities,
     ulp_motion,
     velocity,
 )
@@ -62,7 +62,7 @@ def compute(
     *,
     steps: Steps = None,
     within: bool = False,
-    min_still: int | None = None,
+    min_unchanged: int | None = None,
 ) -> xr.Dataset:
     """Several quantities together: each chunk is read once, and each block walked once.
 
@@ -81,7 +81,7 @@ def compute(
         run gives, but for `Quantity.of_window`.
     within : bool
         Compute everything from the rows of the window alone.
-    min_still : int, optional
+    min_unchanged : int, optional
         For those of them that have this option.
 
     Returns
@@ -124,15 +124,15 @@ def compute(
         )
     asked = [QUANTITIES[name] for name in names]
     _check_lattice(names, lattice)
-    _check_stillness(names, min_still)
+    _check_min_unchanged(names, min_unchanged)
     measures: dict[str, tuple[str, ...]] = {}
     for quantity in asked:
         of = lattice if quantity.known(lattice=lattice) else "native"
         measures[of] = (*measures.get(of, ()), *quantity.measures)
     scan = windowed_scan(ds, steps, within=within, measures=measures)
     options: dict[str, Any] = {"lattice": lattice}
-    if min_still is not None:
-        options["min_still"] = min_still
+    if min_unchanged is not None:
+        options["min_unchanged"] = min_unchanged
     variables: dict[str, xr.DataArray] = {}
     for name in names:
         result = QUANTITIES[name].function(scan, **QUANTITIES[name].known(**options))
@@ -159,12 +159,12 @@ def _check_lattice(names: Sequence[str], lattice: str) -> None:
         )
 
 
-def _check_stillness(names: Sequence[str], min_still: int | None) -> None:
+def _check_min_unchanged(names: Sequence[str], min_unchanged: int | None) -> None:
     """Refuse a stillness that none of these quantities knows of."""
-    those = [name for name, each in QUANTITIES.items() if "min_still" in each.options]
-    if min_still is not None and not set(names) & set(those):
+    those = [name for name, each in QUANTITIES.items() if "min_unchanged" in each.options]
+    if min_unchanged is not None and not set(names) & set(those):
         raise InvalidArgument(
-            f"got min_still={min_still} with {', '.join(names)}, and it goes with "
+            f"got min_unchanged={min_unchanged} with {', '.join(names)}, and it goes with "
             f"{', '.join(those)}; leave it out"
         )
 
@@ -201,7 +201,7 @@ def answer(
     lattice: str = "native",
     steps: Steps = None,
     within: bool = False,
-    min_still: int | None = None,
+    min_unchanged: int | None = None,
 ) -> xr.Dataset:
     """What ``trajstore analyze`` computes: quantities by name, with options as text.
 
@@ -217,7 +217,7 @@ def answer(
     by_population : bool
         Statistics over the tokens of each population, of a single quantity that is one number
         per token; of one that is a category, ``tokens``, how many there are of each.
-    lattice, steps, within, min_still
+    lattice, steps, within, min_unchanged
         As for `compute`.
 
     Returns
@@ -236,7 +236,7 @@ def answer(
     >>> found["max"].sel(step=1).to_series().round(4).to_dict()
     {'dead': 0.0234, 'live': 0.0156, 'all': 0.0234}
     """
-    seen: dict[str, Any] = {"steps": steps, "within": within, "min_still": min_still}
+    seen: dict[str, Any] = {"steps": steps, "within": within, "min_unchanged": min_unchanged}
     if RUN in ds.dims:
         return _answer_of_runs(ds, names, assignments, by_population, lattice, seen)
     if len(names) != 1:
@@ -261,9 +261,9 @@ def answer(
     if lattice != "native":
         _check_lattice(names, lattice)
         asked |= quantity.known(lattice=lattice)
-    if min_still is not None:
-        _check_stillness(names, min_still)
-        asked |= quantity.known(min_still=min_still)
+    if min_unchanged is not None:
+        _check_min_unchanged(names, min_unchanged)
+        asked |= quantity.known(min_unchanged=min_unchanged)
     for option, value in asked.items():
         if options.setdefault(option, value) != value:
             raise InvalidArgument(

@@ -8,7 +8,7 @@ from typing import Any
 import click
 from rich.text import Text
 
-from trajstore.analysis.commands.step_options import STEPS, STILLNESS, WITHIN
+from trajstore.analysis.commands.step_options import STEPS, UNCHANGED, WITHIN
 from trajstore.cli.errors import sentences
 from trajstore.cli.options import (
     COMMON_STEPS,
@@ -67,7 +67,7 @@ def _list_quantities(ctx: click.Context, option: click.Parameter, wanted: bool) 
 )
 @STEPS
 @WITHIN
-@STILLNESS
+@UNCHANGED
 @COMMON_STEPS
 @click.option("--by-population", is_flag=True, help="Statistics over each population.")
 @LATTICE
@@ -82,7 +82,7 @@ def analyze(
     assignments: tuple[str, ...],
     steps: str | None,
     within: bool,
-    min_still: int | None,
+    min_unchanged: int | None,
     common_steps: bool,
     by_population: bool,
     lattice: str,
@@ -99,7 +99,7 @@ def analyze(
     Example:
       trajstore analyze --list
       trajstore analyze gatsby.zarr freeze
-      trajstore analyze gatsby.zarr freeze --steps 100:200 --within --min-still 10
+      trajstore analyze gatsby.zarr freeze --steps 100:200 --within --min-unchanged 10
       trajstore analyze gatsby.zarr grad_norms --by-population -o grad_norms.csv
       trajstore analyze gatsby.zarr displacement --set since=previous -o steps.nc
       trajstore analyze gatsby.zarr grad_norms freeze regimes -o motion.zarr
@@ -136,7 +136,7 @@ def analyze(
         lattice=lattice,
         steps=steps,
         within=within,
-        min_still=min_still,
+        min_unchanged=min_unchanged,
     )
     with AnalysisProgress(scheduler) as progress:
         if output is not None:
@@ -175,7 +175,7 @@ def print_description(facts: dict[str, Any]) -> None:
     _print_flags(facts)
     for name, fact in facts.items():
         if "values" in fact:
-            _print_census(name, fact["labels"], fact["values"])
+            _print_counts(name, fact["labels"], fact["values"])
 
 
 def _print_flags(facts: dict[str, Any]) -> None:
@@ -194,7 +194,7 @@ def _print_flags(facts: dict[str, Any]) -> None:
         print_table(printed)
 
 
-def _print_census(name: str, labels: dict[str, list[str]], values: list[Any]) -> None:
+def _print_counts(name: str, labels: dict[str, list[str]], values: list[Any]) -> None:
     """Print a table of counts: the labels of its last dimension are the columns."""
     *dims, last = labels
     printed = table(name, *dims, *labels[last], words=(0, *range(len(dims))))

@@ -9,8 +9,8 @@ from typing import Any
 import click
 from rich.text import Text
 
-from trajstore.analysis.commands.step_options import STEPS, STILLNESS, WITHIN
-from trajstore.analysis.motion.stillness import MIN_STILL
+from trajstore.analysis.commands.step_options import STEPS, UNCHANGED, WITHIN
+from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.cli.errors import sentences
 from trajstore.cli.options import COMMON_STEPS, LATTICE, Choice, opened, runs_and_names
 from trajstore.cli.progress import AnalysisProgress
@@ -55,7 +55,7 @@ class _Size(click.ParamType[tuple[float, float]]):
     type=Choice(("none", "x", "y", "xy")),
     help="Which axes are logarithmic; default: what suits the figure.",
 )
-@STILLNESS
+@UNCHANGED
 @LATTICE
 @click.option(
     "--colour",
@@ -97,7 +97,7 @@ def plot(
     tokens: str | None,
     population: str | None,
     log: str | None,
-    min_still: int | None,
+    min_unchanged: int | None,
     lattice: str,
     colour: str,
     plane: str,
@@ -159,7 +159,7 @@ def plot(
         plane=plane,
         steps=steps,
         within=within,
-        min_still=min_still or MIN_STILL,
+        min_unchanged=min_unchanged or MIN_UNCHANGED,
     )
     if "all" not in kinds:
         for figure in figures:

@@ -8,8 +8,8 @@ from typing import Any
 import click
 from rich.text import Text
 
-from trajstore.analysis.commands.step_options import STEPS, STILLNESS, WITHIN
-from trajstore.analysis.motion.stillness import MIN_STILL
+from trajstore.analysis.commands.step_options import STEPS, UNCHANGED, WITHIN
+from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.cli.errors import sentences
 from trajstore.cli.options import RUNS
 from trajstore.cli.progress import AnalysisProgress
@@ -25,7 +25,7 @@ __all__ = ["report"]
 )
 @STEPS
 @WITHIN
-@STILLNESS
+@UNCHANGED
 @click.option("--verify", "check", is_flag=True, help="Verify every stored byte, and say so.")
 @click.option("--overwrite", is_flag=True, help="Replace a page that is there.")
 @sentences
@@ -34,7 +34,7 @@ def report(
     output: str | None,
     steps: str | None,
     within: bool,
-    min_still: int | None,
+    min_unchanged: int | None,
     check: bool,
     overwrite: bool,
 ) -> None:
@@ -60,7 +60,7 @@ def report(
         how: Any = {
             "steps": steps,
             "within": within,
-            "min_still": min_still or MIN_STILL,
+            "min_unchanged": min_unchanged or MIN_UNCHANGED,
             "check": check,
             "overwrite": overwrite,
             "report": progress.show,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from trajstore.analysis.motion.stillness import MIN_STILL
+from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 
-__all__ = ["STEPS", "STILLNESS", "WITHIN"]
+__all__ = ["STEPS", "UNCHANGED", "WITHIN"]
 
 STEPS = click.option(
     "--steps",
@@ -18,9 +18,9 @@ WITHIN = click.option(
     is_flag=True,
     help="Compute from --steps alone, as if the run had no other steps.",
 )
-STILLNESS = click.option(
-    "--min-still",
+UNCHANGED = click.option(
+    "--min-unchanged",
     type=click.IntRange(1),
     help="Steps without motion, up to the last one, that make a token frozen; "
-    f"default: {MIN_STILL}.",
+    f"default: {MIN_UNCHANGED}.",
 )

@@ -94,8 +94,8 @@ def print_summary(summary: xr.Dataset) -> None:
     )
     if "grad_norms" in summary:
         printed = table("Gradient norms (L2)", "tokens", "step", "mean", "min", "max")
-        told = [name for name in tokens if name != "all" and tokens[name]] or ["all"]
-        for population in told:
+        shown = [name for name in tokens if name != "all" and tokens[name]] or ["all"]
+        for population in shown:
             for when, step in steps.items():
                 norms = summary["grad_norms"].sel(population=population, when=when)
                 values = (norms.sel(statistic=name).item() for name in ("mean", "min", "max"))

@@ -21,7 +21,7 @@ from trajstore.analysis.figures.axes_marks import (
 )
 from trajstore.analysis.figures.figure import Look, Options, figure
 from trajstore.analysis.figures.style import REGIME_COLORS, REGIME_MEANINGS, population_color
-from trajstore.analysis.motion import freezing, rest_layers, ulp_motion
+from trajstore.analysis.motion import freezing, ulp_motion, update_heatmap
 from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import chosen_populations
@@ -53,22 +53,22 @@ def _of_tokens(facts: xr.Dataset, scan: Scan, options: Options) -> xr.Dataset:
 
 def _with_end(facts: xr.Dataset, scan: Scan, options: Options) -> xr.Dataset:
     """Add the end of the run, which decides what counts as frozen."""
-    return facts.assign_attrs(run_end=int(scan.steps[-1]), min_still=options.min_still)
+    return facts.assign_attrs(run_end=int(scan.steps[-1]), min_unchanged=options.min_unchanged)
 
 
 def _shade_end(ax: Axes, data: xr.Dataset, look: Look, first: int, last: int) -> None:
     """Shade the steps that leave too few others to count a token as frozen."""
-    end, min_still = data.attrs["run_end"], data.attrs["min_still"]
-    if last <= end - min_still:
+    end, min_unchanged = data.attrs["run_end"], data.attrs["min_unchanged"]
+    if last <= end - min_unchanged:
         return
-    label = f"last {min_still:,} steps: too late to count as frozen"
-    shade_region(ax, max(first, end - min_still), last, label, look.style.grid)
+    label = f"last {min_unchanged:,} steps: too late to count as frozen"
+    shade_region(ax, max(first, end - min_unchanged), last, label, look.style.grid)
 
 
 def _freeze(scan: Scan, options: Options) -> xr.Dataset:
     shown = options.populations(scan)
-    facts = freezing.freeze(scan, options.min_still, options.lattice)
-    facts = facts[["still_fraction", "frozen_fraction"]].sel(population=shown)
+    facts = freezing.freeze(scan, options.min_unchanged, options.lattice)
+    facts = facts[["unchanged_fraction", "frozen_fraction"]].sel(population=shown)
     return _with_end(facts, scan, options)
 
 
@@ -77,15 +77,15 @@ def freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Fraction of the tokens that never move again."""
     labels = {
         "frozen_fraction": "never move again",
-        "still_fraction": "unchanged at this step",
+        "unchanged_fraction": "unchanged at this step",
     }
     population_curves(ax, data, look, labels)
     along_steps(ax, "fraction of the tokens")
     ax.set_ylim(-0.02, 1.02)
     spread_note(ax, look)
-    end, min_still = data.attrs["run_end"], data.attrs["min_still"]
+    end, min_unchanged = data.attrs["run_end"], data.attrs["min_unchanged"]
     note(
-        ax, f"never again: unchanged until step {end:,}, the last, for at least {min_still:,} steps"
+        ax, f"never again: unchanged until step {end:,}, the last, for at least {min_unchanged:,} steps"
     )
     _shade_end(ax, data, look, *data["step"].values[[0, -1]].tolist())
     with_legend(ax)
@@ -108,10 +108,10 @@ def last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
         steps = data["last_motion"].values[data["member"].sel(population=population).values]
         moved = steps[steps >= 0]
         counts.append(np.histogram(moved[moved <= last], edges)[0])
-        ends = (moved > data.attrs["run_end"] - data.attrs["min_still"]).sum()
+        ends = (moved > data.attrs["run_end"] - data.attrs["min_unchanged"]).sum()
         label = look.label(
             f"{named(population)} ({steps.size:,}): {steps.size - moved.size:,} never moved, "
-            f"{ends:,} moved in the last {data.attrs['min_still']:,} steps",
+            f"{ends:,} moved in the last {data.attrs['min_unchanged']:,} steps",
             kind,
         )
         color = look.color(population)
@@ -161,13 +161,13 @@ def lifecycle(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.set_xlim(first, max(int(data["last_step"]), first + 1))
     ax.set_ylim(-0.02, 1.02)
     _shade_end(ax, data, look, first, int(data["last_step"]))
-    note(ax, "small hop: single or neighbour; a token without one is past it from the start")
+    note(ax, "small hop: single or neighbor; a token without one is past it from the start")
     with_legend(ax)
 
 
 def _heatmap(scan: Scan, options: Options) -> xr.Dataset:
     of = "hop" if options.color == "hop" else "regime"
-    return rest_layers.stratigraphy(scan, of, options.lattice)  # type: ignore[arg-type]
+    return update_heatmap.heatmap(scan, of, options.lattice)  # type: ignore[arg-type]
 
 
 @figure(_heatmap, measures=("regime", "moved"), on_lattice=True, scales=False, of_populations=False)
@@ -176,30 +176,30 @@ def heatmap(ax: Axes, data: xr.Dataset, look: Look) -> None:
     from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm
     from matplotlib.patches import Patch
 
-    stratum = data["stratum"].transpose("layer", "step")
-    steps = stratum["step"].values.astype(np.float64)
+    size = data["update_size"].transpose("group", "step")
+    steps = size["step"].values.astype(np.float64)
     sizes = data["tokens"].values
     spacing = steps[-1] - steps[-2] if steps.size > 1 else 1.0
     edges = np.append(steps, steps[-1] + spacing)
     depths = np.append(0, sizes.cumsum())
-    if stratum.dtype == np.int8:
+    if size.dtype == np.int8:
         colors = ListedColormap(list(REGIME_COLORS.values()))
         norm = BoundaryNorm(np.arange(len(REGIMES) + 1) - 0.5, len(REGIMES))
-        ax.pcolormesh(edges, depths, stratum.values, cmap=colors, norm=norm, rasterized=True)
+        ax.pcolormesh(edges, depths, size.values, cmap=colors, norm=norm, rasterized=True)
         patches = [
             Patch(color=REGIME_COLORS[name], label=f"{name}: {REGIME_MEANINGS[name]}")
             for name in REGIMES
         ]
         pooled = "color: the most common regime"
     else:
-        values = np.ma.masked_where(~(stratum.values > 0), stratum.values)
+        values = np.ma.masked_where(~(size.values > 0), size.values)
         if values.count():
             scale = LogNorm(values.min(), max(values.max(), values.min() * 2))
             mesh = ax.pcolormesh(
                 edges, depths, values, norm=scale, cmap=look.style.density, rasterized=True
             )
             ax.figure.colorbar(mesh, ax=ax).set_label(
-                f"mean hop (L1) / {data['stratum'].attrs['units']}"
+                f"mean hop (L1) / {data['size'].attrs['units']}"
             )
         patches = []
         pooled = "blank: unchanged; color: the mean hop"
@@ -207,10 +207,10 @@ def heatmap(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.set_ylabel("tokens, earliest last motion at the bottom")
     tokens, rows = int(sizes.max()), int(data["steps"].max())
     cell = f"{pooled} of {_up_to(tokens, 'token')} × {_up_to(rows, 'step')} per cell"
-    mixed = tokens > 1 and "dead_share" in data
+    mixed = tokens > 1 and "dead_fraction" in data
     note(ax, cell + ("; strip: mixed colors where a cell holds both kinds" if mixed else ""))
-    if "dead_share" in data:
-        patches += _draw_populations(ax, data["dead_share"].values, depths)
+    if "dead_fraction" in data:
+        patches += _draw_populations(ax, data["dead_fraction"].values, depths)
     with_legend(ax, handles=patches)
 
 

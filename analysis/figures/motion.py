@@ -21,7 +21,7 @@ from trajstore.analysis.figures.axes_marks import (
 )
 from trajstore.analysis.figures.figure import Figure, Look, Options, after_first_row, figure
 from trajstore.analysis.figures.style import population_color, shades
-from trajstore.analysis.motion import collective, norms, resume_seams, velocity
+from trajstore.analysis.motion import collective, norms, resume_discontinuities, velocity
 from trajstore.analysis.motion.autocorrelation import autocorrelation as autocorrelation_at
 from trajstore.analysis.scan.population_statistics import statistics
 from trajstore.analysis.scan.scan import Scan
@@ -213,14 +213,14 @@ _THRESHOLD = 8.0
 
 
 def _discontinuities(scan: Scan, options: Options) -> xr.Dataset:
-    return resume_seams.seams(scan, threshold=_THRESHOLD)
+    return resume_discontinuities.discontinuities(scan, threshold=_THRESHOLD)
 
 
 @figure(_discontinuities, measures=("step_norm",), scales=False, of_populations=False)
 def discontinuities(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Discontinuities: steps at which the mean speed jumps."""
-    steps, scores = data["step"].values, data["seam_score"].values
-    at = np.flatnonzero(data["seam"].values)
+    steps, scores = data["step"].values, data["discontinuity_score"].values
+    at = np.flatnonzero(data["discontinuity"].values)
     ax.plot(steps, scores, color=look.style.ink, lw=0.8, label="score of each step")
     for sign in (1, -1):
         label = f"threshold of a discontinuity: ±{_THRESHOLD:g}" if sign > 0 else None

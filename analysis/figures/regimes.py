@@ -56,7 +56,7 @@ def _label(kind: str, meanings: Mapping[str, str]) -> str:
 
 
 def _regimes(scan: Scan, options: Options) -> xr.Dataset:
-    return _counts(ulp_motion.regimes(scan, options.lattice)["census"], scan, options)
+    return _counts(ulp_motion.regimes(scan, options.lattice)["counts"], scan, options)
 
 
 @figure(_regimes, measures=("regime",), on_lattice=True, scales=False)

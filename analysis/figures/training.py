@@ -19,7 +19,7 @@ from trajstore.analysis.figures.axes_marks import (
 from trajstore.analysis.figures.figure import Look, Options, after_first_row, figure
 from trajstore.analysis.figures.style import CAUSE_COLORS, POPULATION_COLORS
 from trajstore.analysis.model import logit_statistics
-from trajstore.analysis.optimizer import underflow_line
+from trajstore.analysis.optimizer import lost_update_line
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -98,7 +98,7 @@ def logits(ax: Axes, data: xr.Dataset, look: Look) -> None:
 
 def _moments(scan: Scan, options: Options) -> xr.Dataset:
     (shown,) = options.populations(scan, ("all",))
-    plane = underflow_line.moment_plane(scan).sel(population=shown)
+    plane = lost_update_line.moment_plane(scan).sel(population=shown)
     return plane.assign(lr=scan.ds["lr"].isel(step=-1))
 
 
@@ -122,7 +122,7 @@ def moments(ax: Axes, data: xr.Dataset, look: Look) -> None:
         ax.figure.colorbar(mesh, ax=ax).set_label("elements")
     log_scale(ax, "x", by_root)
     log_scale(ax, "y", by_size)
-    root, color = data["root"].values, CAUSE_COLORS["underflow"]
+    root, color = data["root"].values, CAUSE_COLORS["lost_update"]
     low, middle, high = data["threshold"].transpose("quantile", "root_class").values
     if np.isfinite(middle).all():
         # Lines: a transparent band would change the colors of the counts.

@@ -3,7 +3,7 @@
 ``autocorrelation``
     How long tokens remember where they were going, and where they were.
 ``collective``
-    Populations as bodies: where their centre is, how it moves, and how the tokens move about it.
+    Populations as bodies: where their center is, how it moves, and how the tokens move about it.
 ``freezing``
     When tokens stop moving, bit for bit.
 ``level_crossings``
@@ -14,9 +14,9 @@
     Lengths of vectors over the hidden dimension: gradients, and ways from where a token was.
 ``paths``
     Ways of tokens: how straight they are, and how much of them leads outward.
-``rest_layers``
+``update_heatmap``
     Tokens × steps as layers: the tokens in the order in which they came to rest.
-``resume_seams``
+``resume_discontinuities``
     Steps at which a history does not continue itself.
 ``stillness``
     How long a token is still before it counts as frozen.

@@ -49,12 +49,12 @@ class _Sums:
     ends: Wide | None = None
 
 
-def _take(sums: _Sums, x: Wide, lags: Sequence[int], centred: bool) -> None:
+def _take(sums: _Sums, x: Wide, lags: Sequence[int], centered: bool) -> None:
     """Add one more vector of each token."""
     if sums.products is None:
         sums.products = np.zeros((len(lags), len(x)))
-        sums.total = np.zeros_like(x) if centred else None
-        sums.ends = np.zeros((len(lags), *x.shape)) if centred else None
+        sums.total = np.zeros_like(x) if centered else None
+        sums.ends = np.zeros((len(lags), *x.shape)) if centered else None
     sums.recent.append(x)
     sums.recent = sums.recent[-(max(lags) + 1) :]
     if sums.total is not None:
@@ -82,9 +82,9 @@ def _follow(state: _Sums | None, block: Array, lags: Sequence[int], of: str) -> 
         for row in block:
             wide = row.astype(np.float64)
             if of == "position":
-                _take(sums, wide - sums.first, lags, centred=True)
+                _take(sums, wide - sums.first, lags, centered=True)
             elif sums.before is not None:
-                _take(sums, wide - sums.before, lags, centred=False)
+                _take(sums, wide - sums.before, lags, centered=False)
             sums.before = wide
     return sums
 

@@ -1,4 +1,4 @@
-"""Populations as bodies: where their centre is, how it moves, and how the tokens move about it.
+"""Populations as bodies: where their center is, how it moves, and how the tokens move about it.
 
 Every quantity looks at whole rows, token chunks put together in the order of the tokens, so that
 sums do not depend on the chunking. A task holds one block of rows.
@@ -163,17 +163,17 @@ def _mean(shape: tuple[int, ...], vectors: Callable[[slice], Array]) -> Array:
     return np.asarray(total / tokens)
 
 
-def _distances(tokens: int, centre: Array, vectors: Callable[[slice], Array]) -> Array:
-    parts = tiles(1, tokens, centre.size)
-    return np.concatenate([vector_norm(vectors(part) - centre) for part in parts])
+def _distances(tokens: int, center: Array, vectors: Callable[[slice], Array]) -> Array:
+    parts = tiles(1, tokens, center.size)
+    return np.concatenate([vector_norm(vectors(part) - center) for part in parts])
 
 
 def _centroid_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
-    centre = _mean(now.shape, lambda part: now[part].astype(np.float64))
-    radii = _distances(len(now), centre, lambda part: now[part].astype(np.float64))
+    center = _mean(now.shape, lambda part: now[part].astype(np.float64))
+    radii = _distances(len(now), center, lambda part: now[part].astype(np.float64))
     return {
-        "centroid": centre,
-        "centroid_norm": vector_norm(centre),
+        "centroid": center,
+        "centroid_norm": vector_norm(center),
         "mean_radius": radii.mean(),
         "max_radius": radii.max(),
     }
@@ -223,7 +223,7 @@ def centroid(scan: Scan, population: str | Sequence[str] | None = None) -> xr.Da
 def _drift(centroid: xr.DataArray, scan: Scan) -> xr.DataArray:
     later, earlier = centroid.data[1:], centroid.data[:-1]
     lengths = da.map_blocks(
-        _way,
+        _displacement,
         later,
         earlier.rechunk(later.chunks),
         drop_axis=later.ndim - 1,
@@ -239,15 +239,15 @@ def _drift(centroid: xr.DataArray, scan: Scan) -> xr.DataArray:
     )
 
 
-def _way(later: Array, earlier: Array) -> Array:
+def _displacement(later: Array, earlier: Array) -> Array:
     with np.errstate(invalid="ignore", over="ignore"):
         return vector_norm(later - earlier)
 
 
 def _bulk_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
     def velocities(part: slice) -> Array:
-        ways: Array = np.subtract(now[part], before[part], dtype=np.float64)
-        return ways if spacing == 1 else ways / spacing
+        displacements: Array = np.subtract(now[part], before[part], dtype=np.float64)
+        return displacements if spacing == 1 else displacements / spacing
 
     bulk = _mean(now.shape, velocities)
     speed = vector_norm(bulk)
@@ -303,12 +303,12 @@ def bulk_thermal(scan: Scan, population: str | Sequence[str] | None = None) -> x
 
 
 def _coherence_kernel(now: Array, before: Array, spacing: Array) -> dict[str, Any]:
-    ways = np.subtract(now, before, dtype=np.float64)
-    mean = ways.mean(0)
-    lengths = vector_norm(ways)
+    displacements = np.subtract(now, before, dtype=np.float64)
+    mean = displacements.mean(0)
+    lengths = vector_norm(displacements)
     length = vector_norm(mean)
     moving = lengths != 0  # NaN is not 0
-    cosines = (ways * mean).sum(-1)[moving] / lengths[moving] / length
+    cosines = (displacements * mean).sum(-1)[moving] / lengths[moving] / length
     return {"coherence": cosines.mean() if cosines.size and length != 0 else np.nan}
 
 

@@ -48,7 +48,7 @@ def _rows_of_both(state: tuple[Wide, ...]) -> Wide:
     return np.stack(state[:2])
 
 
-def _share_of_way(curves: Array, ends: Array) -> Wide:
+def _fraction_of_change(curves: Array, ends: Array) -> Wide:
     """From values to the share of the way from the first to the last, (row, curve)."""
     start = np.where(np.isnan(ends[0]), ends[1], ends[0]).astype(np.float64)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -60,9 +60,9 @@ def crossings(
     scan: Scan,
     quantity: str | xr.DataArray = "displacement",
     levels: Sequence[float] | float = LEVELS,
-    of: str = "way",
+    of: str = "change",
 ) -> xr.Dataset:
-    """First and last step at which a curve passes 50, 90 and 99 % of its way, or other levels.
+    """First and last step at which a curve passes 50, 90 and 99 % of its change, or other levels.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def crossings(
         The curve: a quantity with its default options (``displacement``), one of several variables
         of it (``freeze.frozen_fraction``), a recorded variable (``loss``), or any array along step.
     levels : float or sequence of float
-    of : {'way', 'value'}
+    of : {'change', 'value'}
         What levels are: shares of the way from the curve's first value (where that is NaN, from the
         second) to its last, or values of the curve.
 
@@ -129,8 +129,8 @@ def _curve(scan: Scan, quantity: str) -> xr.DataArray:
 
 
 def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> xr.Dataset:
-    if of not in ("way", "value"):
-        raise InvalidArgument(f"got of={of!r}, expected 'way' or 'value'")
+    if of not in ("change", "value"):
+        raise InvalidArgument(f"got of={of!r}, expected 'change' or 'value'")
     wanted = np.atleast_1d(np.asarray(levels, np.float64))
     if not wanted.size or not np.isfinite(wanted).all():
         raise InvalidArgument(f"got levels={levels!r}, expected finite numbers")
@@ -140,16 +140,16 @@ def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> 
             f"{dict(curve.sizes)} of {curve.dtype}"
         )
     curve = curve.transpose("step", ...)
-    rest = curve.shape[1:]
+    others = curve.shape[1:]
     data = curve.data if curve.chunks is not None else curve.chunk().data
     # All but the first dimension after the steps in one piece, so that they become one.
     data = data.rechunk(dict.fromkeys(range(2, data.ndim), -1))
-    flat = data.reshape((len(data), int(np.prod(rest))))
+    flat = data.reshape((len(data), int(np.prod(others))))
     steps = curve["step"].values
-    if of == "way":
+    if of == "change":
         ends = flat[np.array([0, min(1, len(data) - 1), len(data) - 1])].rechunk({0: -1})
         flat = da.blockwise(
-            _share_of_way,
+            _fraction_of_change,
             "sc",
             flat,
             "sc",
@@ -166,7 +166,7 @@ def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> 
         (2, wanted.size),
         levels=wanted,
         downward=of == "value",
-    ).reshape((2, wanted.size, *rest))
+    ).reshape((2, wanted.size, *others))
     found = rows.map_blocks(
         functools.partial(_steps_of, steps=steps),
         dtype=np.int64,
@@ -175,7 +175,7 @@ def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> 
     coords = {
         name: values for name, values in curve.coords.items() if "step" not in values.dims
     } | {"level": wanted}
-    share = "of its way" if of == "way" else "as a value"
+    meaning = "of its change" if of == "change" else "as a value"
     return xr.Dataset(
         {
             f"{which}_crossing": xr.DataArray(
@@ -183,7 +183,7 @@ def _of_curve(curve: xr.DataArray, levels: Sequence[float] | float, of: str) -> 
                 dims=("level", *curve.dims[1:]),
                 coords=coords,
                 attrs={
-                    "long_name": f"{which} step at which {curve.name} passes the level, {share}",
+                    "long_name": f"{which} step at which {curve.name} passes the level, {meaning}",
                     "units": "1",
                     **flag_attributes({-1: "never"}),
                 },

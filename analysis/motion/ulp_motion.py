@@ -32,7 +32,7 @@ __all__ = [
 _PHASES = {
     "last_jump": ("jump",),
     "last_local": ("local",),
-    "last_hop": ("neighbour", "single"),
+    "last_hop": ("neighbor", "single"),
 }
 
 
@@ -126,7 +126,7 @@ def lattice_displacement(
     metric : {'ulp', 'ordinal'}
         ``'ulp'``: ΔW/ulp(W_{t−1}). ``'ordinal'``: the exact number of representable values from
         one to the other, through the order of the bit patterns; −0.0 and +0.0 are the same point.
-        The two agree within a binade; downwards across a power of two the neighbour is half a
+        The two agree within a binade; downwards across a power of two the neighbor is half a
         spacing away.
     ord : {1, 2, inf}, optional
         Norm over hidden. Without it, every element with its sign.
@@ -201,8 +201,8 @@ def regimes(scan: Scan, lattice: str = "native") -> xr.Dataset:
     =========  =========================================================
     frozen     L1 = 0: no bit changed
     single     0 < L1 ≤ 1: one element moved by one spacing, or by half of one down across a power
-               of two, where the neighbour is that near
-    neighbour  L∞ ≤ 1, L1 > 1: no element moved further than to its neighbour
+               of two, where the neighbor is that near
+    neighbor  L∞ ≤ 1, L1 > 1: no element moved further than to its neighbor
     local      L∞ > 1, L2 ≤ √D
     jump       L2 > √D, or a NaN or infinity came or went
     =========  =========================================================
@@ -217,7 +217,7 @@ def regimes(scan: Scan, lattice: str = "native") -> xr.Dataset:
     Returns
     -------
     Dataset
-        ``regime``, int8 (step, token), with CF ``flag_values`` and ``flag_meanings``; ``census``,
+        ``regime``, int8 (step, token), with CF ``flag_values`` and ``flag_meanings``; ``counts``,
         int64 (step, population, regime_name): the number of tokens. One row fewer than `ds`.
 
     Raises
@@ -227,20 +227,20 @@ def regimes(scan: Scan, lattice: str = "native") -> xr.Dataset:
 
     Examples
     --------
-    >>> census = regimes(ds).census.sel(population="dead")
-    >>> census.sel(step=1, regime_name=["frozen", "neighbour", "jump"]).values
+    >>> counts = regimes(ds).counts.sel(population="dead")
+    >>> counts.sel(step=1, regime_name=["frozen", "neighbor", "jump"]).values
     array([  0,   0, 118])
-    >>> census.sel(step=18, regime_name=["frozen", "neighbour", "jump"]).values
+    >>> counts.sel(step=18, regime_name=["frozen", "neighbor", "jump"]).values
     array([118,   0,   0])
     """
     regime = _regime(scan, lattice)
-    census = count_by_population(regime, len(REGIMES), "regime_name").assign_coords(
+    counts = count_by_population(regime, len(REGIMES), "regime_name").assign_coords(
         regime_name=list(REGIMES)
     )
     return xr.Dataset(
         {
             "regime": regime,
-            "census": census.assign_attrs(long_name="tokens in each regime", units="1"),
+            "counts": counts.assign_attrs(long_name="tokens in each regime", units="1"),
         }
     )
 
@@ -272,7 +272,7 @@ def lifecycle(scan: Scan, lattice: str = "native") -> xr.Dataset:
     Returns
     -------
     Dataset
-        int64 (token): ``last_jump``, ``last_local`` and ``last_hop`` (neighbour or single), the
+        int64 (token): ``last_jump``, ``last_local`` and ``last_hop`` (neighbor or single), the
         last step in that regime; −1 if there was none.
 
     Examples

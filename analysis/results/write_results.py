@@ -31,7 +31,7 @@ _WRITTEN_BY = "written_by_trajstore"
 # Values of one part of a table; some 100 bytes each while it is text.
 _CSV_VALUES = 1 << 19
 
-_CENSUS = 1000
+_MOST_COUNTS = 1000
 """Most values of a table that is shown as a whole."""
 
 
@@ -69,7 +69,7 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
     } | {
         (name, None, "values"): result[name]
         for name in result.data_vars
-        if _is_census(result[name])
+        if _are_counts(result[name])
     }
     values = dict(zip(lazy, compute_all([*lazy.values()], report), strict=True))
 
@@ -94,7 +94,7 @@ def describe(result: xr.Dataset, *, report: Report | None = None) -> dict[str, d
             "long_name": str(array.attrs.get("long_name", name)),
             **facts_of(name, None),
             "populations": {one: facts_of(name, one) for one in _populations(array)},
-            **_census(values.get((name, None, "values"))),
+            **_counts(values.get((name, None, "values"))),
         }
         for name, array in result.data_vars.items()
     }
@@ -125,13 +125,13 @@ def _populations(array: xr.DataArray) -> dict[str, xr.DataArray]:
     return {str(name): array.isel(population=at) for at, name in enumerate(names)}
 
 
-def _is_census(array: xr.DataArray) -> bool:
+def _are_counts(array: xr.DataArray) -> bool:
     """Whether it is a small table of counts, each dimension of which is labelled by texts."""
     labelled = all(dim in array.coords and array[dim].dtype.kind in "UTO" for dim in array.dims)
-    return array.dtype.kind in "iu" and array.ndim > 1 and labelled and array.size <= _CENSUS
+    return array.dtype.kind in "iu" and array.ndim > 1 and labelled and array.size <= _MOST_COUNTS
 
 
-def _census(array: xr.DataArray | None) -> dict[str, Any]:
+def _counts(array: xr.DataArray | None) -> dict[str, Any]:
     if array is None:
         return {}
     labels = {str(dim): [str(label) for label in array[dim].values] for dim in array.dims}

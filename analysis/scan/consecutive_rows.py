@@ -54,7 +54,7 @@ MEASURES = (
 lattice spacings or in whole lattice points; ``regime``: index of `REGIMES`.
 """
 
-REGIMES = ("frozen", "single", "neighbour", "local", "jump")
+REGIMES = ("frozen", "single", "neighbor", "local", "jump")
 """In the order of their flag values, from rest to the longest hops."""
 
 # A tile and its temporaries stay in the last-level cache. Smaller ones are no faster by themselves,
@@ -193,8 +193,8 @@ def _those(chosen: npt.NDArray[np.bool_], *values: Array) -> tuple[Any, ...]:
 
 def _any(flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """Whether any flag of each vector is set."""
-    words, rest = divmod(flags.shape[-1], 8)
-    if rest or not 0 < words < 255:
+    words, remainder = divmod(flags.shape[-1], 8)
+    if remainder or not 0 < words < 255:
         return np.asarray(flags.any(-1))
     # Eight flags at once. Sums of so few words of zeros and ones neither carry over nor vanish.
     return np.asarray(np.einsum("...i->...", flags.view(np.uint64)) != 0)
@@ -254,7 +254,7 @@ def _regime(
         # From the wildest to the calmest, so that NaN, which no comparison holds of, is a jump.
         found = np.full(l1.shape, REGIMES.index("jump"), np.int8)
         found[l2 <= np.sqrt(hidden)] = REGIMES.index("local")
-        found[linf <= 1] = REGIMES.index("neighbour")
+        found[linf <= 1] = REGIMES.index("neighbor")
         found[l1 <= 1] = REGIMES.index("single")
         found[l1 == 0] = REGIMES.index("frozen")
         regime[at] = found
@@ -292,7 +292,7 @@ def _regime_of_short_hops(
     near &= ~unknown
     regime = np.full(squares.shape, REGIMES.index("jump"), np.int8)
     regime[squares <= later.shape[-1] * spacing**2] = REGIMES.index("local")
-    regime[near] = REGIMES.index("neighbour")
+    regime[near] = REGIMES.index("neighbor")
     regime[near & (sums <= spacing)] = REGIMES.index("single")
     regime[squares == 0] = REGIMES.index("frozen")
     sums[regime == REGIMES.index("jump")] = np.nan

@@ -177,12 +177,12 @@ def row_of_step(ds: xr.Dataset, step: int) -> int:
     if row < steps.size and steps[row] == step:
         return row
     nearest = [str(s) for s in steps[max(row - 1, 0) : row + 1]]
-    told = {
+    suffixes = {
         0: ", which has no rows",
         1: f"; the nearest recorded one is {''.join(nearest)}",
         2: f"; the nearest recorded ones are {' and '.join(nearest)}",
     }
-    raise StepNotFound(f"step {step} is not in the run{told[len(nearest)]}")
+    raise StepNotFound(f"step {step} is not in the run{suffixes[len(nearest)]}")
 
 
 def rows_of_steps(ds: xr.Dataset, steps: Sequence[int] | int | None) -> npt.NDArray[np.int64]:

@@ -223,6 +223,6 @@ def statistics(
         return picked
 
     ds = xr.Dataset({label: pick(at, label) for at, label in enumerate(_STATISTICS)})
-    rest = pick(slice(len(_STATISTICS), None), "quantiles").rename(statistic="quantile")
-    quantile_table: xr.Dataset = ds.assign(quantiles=rest.assign_coords(quantile=levels))
+    quantiles = pick(slice(len(_STATISTICS), None), "quantiles").rename(statistic="quantile")
+    quantile_table: xr.Dataset = ds.assign(quantiles=quantiles.assign_coords(quantile=levels))
     return quantile_table

@@ -136,7 +136,7 @@ def _format_of(output: str) -> str:
     metavar="SCHEDULE",
     help="constant or linear:N: makes lr of the file's learning rate.",
 )
-@click.option("--layout", help="Of an export, native or hdf5; default: recognised.")
+@click.option("--layout", help="Of an export, native or hdf5; default: recognized.")
 @click.option(
     "--masks",
     type=click.Path(),

@@ -39,7 +39,7 @@ def info(runs: tuple[str, ...], as_json: bool) -> None:
     """Tell what a run is: rows, arrays, sizes, configuration, origin. Also while it is recorded.
 
     Of several runs, or the folder of a sweep, a table with the settings that differ and the final
-    loss, or a list with --json; what is no run is told, and the exit code is 1.
+    loss, or a list with --json; what is no run is reported, and the exit code is 1.
 
     \b
     Example:
@@ -125,8 +125,8 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
             for line in lines:
                 out.print(Text(f"  {line}"))
     if facts["populations"]:
-        told = (f"{name} {counted(n, 'token')}" for name, n in facts["populations"].items())
-        out.print(Text(f"Populations: {', '.join(told)}."))
+        named = (f"{name} {counted(n, 'token')}" for name, n in facts["populations"].items())
+        out.print(Text(f"Populations: {', '.join(named)}."))
     print_notes(advice["sentence"] for advice in facts["advice"])
     print_notes(without_tokens(facts["populations"]))
 

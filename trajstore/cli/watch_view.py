@@ -101,12 +101,12 @@ def line(run: str, look: Look) -> str:
 def facts(run: str, look: Look) -> dict[str, Any]:
     """The same as JSON values."""
     left_out = ("curves", "attributes", "largest")
-    told = {name: value for name, value in vars(look).items() if name not in left_out}
+    kept = {name: value for name, value in vars(look).items() if name not in left_out}
     last = {name: curve.last for name, curve in look.curves.items()}
     largest = (
         None if look.largest is None else dict(zip(("token", "norm"), look.largest, strict=True))
     )
-    return {"run": run, **told, "last": last, "largest_gradient": largest}
+    return {"run": run, **kept, "last": last, "largest_gradient": largest}
 
 
 def sparkline(curve: BoundedCurve, width: int, *, log: bool = False, plain: bool = False) -> str:
@@ -205,7 +205,7 @@ def _label(name: str) -> str:
 def _number(name: str, value: float) -> str:
     if name.startswith("gradient"):
         return "0" if value == 0 else f"{value:.2e}"
-    if name.startswith("still"):
+    if name.startswith("unchanged"):
         return f"{value:.1%}"
     return f"{value:.4f}"
 
@@ -223,8 +223,10 @@ def _tail(look: Look) -> Iterator[str]:
         made.append(
             f"|grad|: mean over the tokens of its L2 norm, log scale; {_made_of(look.gradient_of)}"
         )
-    if look.still_of:
-        made.append(f"still: tokens whose vector stayed the same; {_made_of(look.still_of)}")
+    if look.unchanged_of:
+        made.append(
+            f"unchanged: tokens whose vector stayed the same; {_made_of(look.unchanged_of)}"
+        )
     yield from made
     if made and look.measured < look.rows:
         yield f"of {look.measured:,} of {look.rows:,} rows that were read so far, the newest first"

@@ -105,7 +105,7 @@ def ordinal_dtype(native: str) -> np.dtype[Any]:
 def ordinal(stored: Array, native: str) -> Array:
     """Place of each value among all values of the native type, in their order.
 
-    −0.0 and +0.0 are the same point, 0; neighbouring values have neighbouring numbers; infinities
+    −0.0 and +0.0 are the same point, 0; neighboring values have neighboring numbers; infinities
     come behind the largest finite values, and NaN behind them.
 
     Parameters

@@ -159,7 +159,7 @@ class Measured:
     rows : range
     gradient : dict of str to ndarray, (row,)
         Mean over the tokens of the L2 norm of their gradients, in nat.
-    still : dict of str to ndarray, (row,)
+    unchanged : dict of str to ndarray, (row,)
         Share of the tokens whose vector is that of the row before, bit for bit.
     largest : tuple of (int, float), or None
         Position and norm of the token with the largest gradient in the last row.
@@ -167,7 +167,7 @@ class Measured:
 
     rows: range
     gradient: dict[str, Array]
-    still: dict[str, Array]
+    unchanged: dict[str, Array]
     largest: tuple[int, float] | None
 
 
@@ -183,7 +183,7 @@ class RowMeasures:
 
     Attributes
     ----------
-    gradient_of, still_of : str or None
+    gradient_of, unchanged_of : str or None
         Variable that the measure is made of; None if the run has none for it.
     row_bytes : int
         Bytes that a row takes in memory as it is read.
@@ -192,8 +192,8 @@ class RowMeasures:
     def __init__(self, ds: xr.Dataset) -> None:
         self._ds = ds
         self.gradient_of = _first(ds, "grad_token_norm", "grad")
-        self.still_of = _first(ds, "W_ulp_l1", "W_step_norm", "W", "cells")
-        names = [name for name in (self.gradient_of, self.still_of) if name is not None]
+        self.unchanged_of = _first(ds, "W_ulp_l1", "W_step_norm", "W", "cells")
+        names = [name for name in (self.gradient_of, self.unchanged_of) if name is not None]
         self.row_bytes = sum(ds[name].dtype.itemsize * ds[name][0].size for name in names)
         self._tokens = _populations(ds)
 
@@ -206,18 +206,18 @@ class RowMeasures:
             If a block is missing or broken, as when the run was just cut.
         """
         gradient: dict[str, list[float]] = {name: [] for name in self._tokens}
-        still: dict[str, list[float]] = {name: [] for name in self._tokens}
+        unchanged: dict[str, list[float]] = {name: [] for name in self._tokens}
         norms = None
         for norms in self._norms(rows):
             for name, those in self._tokens.items():
                 gradient[name].append(float(norms[those].mean()))
-        for stood in self._stood(rows):
+        for unmoved in self._unmoved(rows):
             for name, those in self._tokens.items():
-                still[name].append(np.nan if stood is None else float(stood[those].mean()))
+                unchanged[name].append(np.nan if unmoved is None else float(unmoved[those].mean()))
         return Measured(
             rows=rows,
             gradient={name: np.array(values) for name, values in gradient.items() if values},
-            still={name: np.array(values) for name, values in still.items() if values},
+            unchanged={name: np.array(values) for name, values in unchanged.items() if values},
             largest=None if norms is None else _largest(norms),
         )
 
@@ -227,9 +227,9 @@ class RowMeasures:
         for values in self._blocks(self.gradient_of, rows):
             yield from values if values.ndim == 2 else (vector_norm(row) for row in values)
 
-    def _stood(self, rows: range) -> Iterator[npt.NDArray[np.bool_] | None]:
-        """Of each token, whether it stood still; None for row 0, which has no row before it."""
-        name = self.still_of
+    def _unmoved(self, rows: range) -> Iterator[npt.NDArray[np.bool_] | None]:
+        """Of each token, whether it stood unchanged; None for row 0, which has no row before it."""
+        name = self.unchanged_of
         if name is None:
             return
         if rows.start == 0:

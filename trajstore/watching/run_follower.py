@@ -54,11 +54,11 @@ class Look:
     bytes_on_disk : int or None
         As stored; None on a web server, which does not say it.
     curves : dict of str to BoundedCurve
-        ``loss``, ``gradient POPULATION``, ``still POPULATION``: those there are values of.
-    gradient_of, still_of : str or None
+        ``loss``, ``gradient POPULATION``, ``unchanged POPULATION``: those there are values of.
+    gradient_of, unchanged_of : str or None
         Variables that these were made of.
     measured : int
-        Rows that gradients and stillness were read of.
+        Rows that gradients and changes were read of.
     largest : tuple of (str, float), or None
         Token with the largest gradient in the last row that was read, and the norm.
     lr : float or None
@@ -79,7 +79,7 @@ class Look:
     bytes_on_disk: int | None = 0
     curves: dict[str, BoundedCurve]
     gradient_of: str | None = None
-    still_of: str | None = None
+    unchanged_of: str | None = None
     measured: int = 0
     largest: tuple[str, float] | None = None
     lr: float | None = None
@@ -217,7 +217,7 @@ class RunFollower:
             left -= len(taken)
 
     def _take(self, found: Measured) -> None:
-        for kind, of in (("gradient", found.gradient), ("still", found.still)):
+        for kind, of in (("gradient", found.gradient), ("unchanged", found.unchanged)):
             for population, values in of.items():
                 curve = self._curves.setdefault(f"{kind} {population}", BoundedCurve())
                 curve.add(found.rows.start, values)
@@ -249,7 +249,7 @@ class RunFollower:
             bytes_on_disk=self._on_disk,
             curves=self._curves,
             gradient_of=None if measures is None else measures.gradient_of,
-            still_of=None if measures is None else measures.still_of,
+            unchanged_of=None if measures is None else measures.unchanged_of,
             measured=self._measured,
             largest=None if self._largest is None else self._largest[1],
             lr=self._lr,

@@ -22,10 +22,10 @@ OPTIONS = [
 @pytest.mark.parametrize(("name", "option"), OPTIONS)
 def test_of_another_type(name, option, run):
     needed = {"step": 1, "token": 0} if name in ALONE else {}
-    with pytest.raises(TrajstoreError) as told:
+    with pytest.raises(TrajstoreError) as reported:
         getattr(analysis, name)(run, **{**needed, option: object()})
-    assert isinstance(told.value, InvalidArgument), told.value
-    assert option in str(told.value)
+    assert isinstance(reported.value, InvalidArgument), reported.value
+    assert option in str(reported.value)
 
 
 def test_from_the_accessor_and_as_text(run):

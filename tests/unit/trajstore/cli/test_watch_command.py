@@ -29,8 +29,8 @@ def test_a_run_that_has_ended_is_shown_once_and_that_is_all(run: Path) -> None:
         assert done.exit_code == 0, done.output
         assert done.output.count("\n") == 1
         assert "complete, step 9 of 40" in done.output
-    told = json.loads(CliRunner().invoke(main, ["watch", str(run), "--once", "--json"]).stdout)
-    assert (told["standing"], told["rows"], told["lr"]) == ("complete", 10, 0.1)
+    reported = json.loads(CliRunner().invoke(main, ["watch", str(run), "--once", "--json"]).stdout)
+    assert (reported["standing"], reported["rows"], reported["lr"]) == ("complete", 10, 0.1)
 
 
 def test_it_looks_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def test_the_view_fits_and_says_everything(look: Look, width: int, plain: bool) 
     text = "\n".join(lines)
     for part in (
         "recording", "step 19 of 40", "47%", "loss", "3.1000", "|grad| dead", "|grad| live",
-        "still dead", "100.0%", "still live", "20 rows", "on disk", "last commit", "ago",
+        "unchanged dead", "100.0%", "unchanged live", "20 rows", "on disk", "last commit", "ago",
         "learning rate 0.1", "largest gradient: token", "from grad", "from W",
     ):  # fmt: skip
         assert part in text, part
@@ -52,22 +52,22 @@ def test_token_texts_do_no_harm(tmp_path: Path) -> None:
         path = tmp_path / f"{number}.zarr"
         with begin(path, token_text=[hostile * 3] * 6) as run:
             extend(run, range(4))
-            told = RunFollower(path).look()
-        assert told.largest is not None
-        text = "\n".join(shown(told, 80))
+            reported = RunFollower(path).look()
+        assert reported.largest is not None
+        text = "\n".join(shown(reported, 80))
         assert "\x1b" not in text
         assert "\u202e" not in text
         assert ("<script>" in text) is (number == 0)
-        assert len(text.splitlines()) == len(shown(told, 140))
+        assert len(text.splitlines()) == len(shown(reported, 140))
 
 
 def test_a_line_says_the_same_without_colours(look: Look) -> None:
     said = line("run\x1b.zarr", look)
     assert said.startswith(r"run\x1b.zarr: recording, step 19 of 40, loss 3.1000, |grad| dead ")
     assert "\n" not in said
-    told = facts("run.zarr", look)
-    assert told["last"]["loss"] == pytest.approx(3.1)
-    assert set(told["largest_gradient"]) == {"token", "norm"}
+    reported = facts("run.zarr", look)
+    assert reported["last"]["loss"] == pytest.approx(3.1)
+    assert set(reported["largest_gradient"]) == {"token", "norm"}
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_a_line_says_the_same_without_colours(look: Look) -> None:
     ],
 )
 def test_every_standing_is_said(standing: Any, sentence: str) -> None:
-    told = Look(standing=standing, commit_at=0.0, commit_age=1.0, curves={}, attributes={})
-    assert sentence in " ".join(shown(told, 80))
-    assert line("r", told)
+    reported = Look(standing=standing, commit_at=0.0, commit_age=1.0, curves={}, attributes={})
+    assert sentence in " ".join(shown(reported, 80))
+    assert line("r", reported)
 
 
 def test_a_late_commit_and_rows_that_were_not_read_are_said(look: Look) -> None:

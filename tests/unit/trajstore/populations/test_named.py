@@ -35,7 +35,7 @@ def test_every_function_takes_and_gives_them(run):
     np.testing.assert_allclose(got.centroid.sel(population="late"), W[:, -3:].mean(1))
     for result in (
         analysis.freeze(ds).frozen_fraction,
-        analysis.regimes(ds).census,
+        analysis.regimes(ds).counts,
         analysis.by_population(analysis.speed(ds))["mean"],
         ds.traj.by_population(analysis.speed(run))["mean"],
         analysis.clusters(ds).groups,

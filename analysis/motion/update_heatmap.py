@@ -17,7 +17,7 @@ from trajstore.analysis.scan.quantity import takes_scan
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 
-__all__ = ["pool_layers", "stratigraphy"]
+__all__ = ["heatmap", "pool_heatmap"]
 
 Array = npt.NDArray[Any]
 
@@ -49,7 +49,7 @@ def _mean(values: Array, rows: Array, columns: Array) -> npt.NDArray[np.float64]
     return np.asarray(sums / sizes)
 
 
-def _layers(values: Array, last: Array, rows: Array, columns: Array, regime: bool) -> Array:
+def _groups(values: Array, last: Array, rows: Array, columns: Array, regime: bool) -> Array:
     sorted_ = values[:, np.argsort(last[0], kind="stable")]
     return (_most_common if regime else _mean)(sorted_, rows, columns)
 
@@ -60,16 +60,16 @@ def _shares(last: Array, members: Array, columns: Array) -> Array:
 
 
 @takes_scan
-def stratigraphy(
+def heatmap(
     scan: Scan,
     of: Literal["regime", "hop"] = "regime",
     lattice: str = "native",
     most_steps: int = 1000,
-    most_layers: int = 600,
+    most_groups: int = 600,
 ) -> xr.Dataset:
     """What the tokens do at each step, sorted by when they moved for the last time.
 
-    Many steps or tokens are pooled, so that no one is left out: neighbours in that order, and
+    Many steps or tokens are pooled, so that no one is left out: neighbors in that order, and
     consecutive steps, in groups of equal size (to one).
 
     Parameters
@@ -81,17 +81,17 @@ def stratigraphy(
         hop (L1 norm, in lattice spacings).
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
         As for `regimes`.
-    most_steps, most_layers : int
+    most_steps, most_groups : int
         Groups of steps and of tokens, at most.
 
     Returns
     -------
     Dataset
-        ``stratum`` (step, layer), int8 with CF flags or float64, from the tokens that rest first
-        to those that move longest; each group has the coordinate of its first step, and the number
-        ``steps``. Along layer: ``tokens``, how many there are, and ``settled``, the last motion of
-        the last of them to rest, int64; −1 if none of them ever moved; and, where it is known which
-        tokens are dead, ``dead_share``, that of its tokens which are, float64.
+        ``update_size`` (step, group), int8 with CF flags or float64. Groups run from the tokens
+        that froze first to those that moved longest. ``step`` is the first step of a group of
+        steps, and ``steps`` their number. Along ``group``: ``tokens``, the number of tokens, and
+        ``last_motion``, int64, the last step at which any of them moved, −1 if none ever did. If
+        the run has ``is_dead``: ``dead_fraction``, float64, the fraction of dead tokens.
 
     Raises
     ------
@@ -100,30 +100,30 @@ def stratigraphy(
 
     Examples
     --------
-    >>> layers = stratigraphy(ds, most_layers=4)
-    >>> layers.settled.values, layers.tokens.values
+    >>> layers = heatmap(ds, most_groups=4)
+    >>> layers.last_motion.values, layers.tokens.values
     (array([16, 16, 16, 16]), array([32, 32, 32, 32]))
     """
     if of not in ("regime", "hop"):
         raise InvalidArgument(f"got of={of!r}, expected 'regime' or 'hop'")
-    if most_steps < 1 or most_layers < 1:
+    if most_steps < 1 or most_groups < 1:
         raise InvalidArgument(
-            f"got at most {most_steps} groups of steps and {most_layers} of tokens, expected 1 "
+            f"got at most {most_steps} groups of steps and {most_groups} of tokens, expected 1 "
             "or more of each"
         )
-    scan.require_rows(2, "stratigraphy")
+    scan.require_rows(2, "heatmap")
     if of == "regime":
         values = regimes(scan, lattice)["regime"]
     else:
         values = lattice_displacement(scan, ord=1, lattice=lattice)
     last = freeze(scan, lattice=lattice)["last_motion"]
-    return pool_layers(values, last, most_steps, most_layers)
+    return pool_heatmap(values, last, most_steps, most_groups)
 
 
-def pool_layers(
-    values: xr.DataArray, last: xr.DataArray, most_steps: int = 1000, most_layers: int = 600
+def pool_heatmap(
+    values: xr.DataArray, last: xr.DataArray, most_steps: int = 1000, most_groups: int = 600
 ) -> xr.Dataset:
-    """What `stratigraphy` makes of regimes or hops that are known.
+    """What `heatmap` makes of regimes or hops that are known.
 
     Parameters
     ----------
@@ -131,15 +131,15 @@ def pool_layers(
         int8 for regimes, anything else for hops.
     last : DataArray, int64 (token)
         Last motion of each.
-    most_steps, most_layers : int
-        As for `stratigraphy`.
+    most_steps, most_groups : int
+        As for `heatmap`.
     """
     regime = values.dtype == np.int8
     rows = _starts(values.sizes["step"], most_steps)
-    columns = _starts(values.sizes["token"], most_layers)
+    columns = _starts(values.sizes["token"], most_groups)
     dtype = np.int8 if regime else np.float64
     data = da.map_blocks(
-        _layers,
+        _groups,
         _whole(values.transpose("step", "token")),
         _whole(last)[None, :].rechunk(-1),
         chunks=((rows.size,), (columns.size,)),
@@ -150,7 +150,7 @@ def pool_layers(
         regime=regime,
     )
     ends = np.append(columns[1:], values.sizes["token"]) - 1
-    settled = da.map_blocks(
+    last_motion = da.map_blocks(
         lambda block: np.sort(block)[ends],
         _whole(last),
         chunks=((columns.size,),),
@@ -168,14 +168,18 @@ def pool_layers(
             members=values["is_dead"].values,
             columns=columns,
         )[0]
-        facts["dead_share"] = ("layer", share, {"long_name": "share of dead tokens", "units": "1"})
+        facts["dead_fraction"] = (
+            "group",
+            share,
+            {"long_name": "share of dead tokens", "units": "1"},
+        )
     return xr.Dataset(
         facts
         | {
-            "stratum": (("step", "layer"), data, values.attrs),
-            "settled": (
-                "layer",
-                settled,
+            "update_size": (("step", "group"), data, values.attrs),
+            "last_motion": (
+                "group",
+                last_motion,
                 {
                     "long_name": "last motion of the last of its tokens to rest",
                     **flag_attributes({-1: "never"}),
@@ -185,7 +189,7 @@ def pool_layers(
         coords={
             "step": values["step"].values[rows],
             "steps": ("step", np.diff(rows, append=values.sizes["step"])),
-            "tokens": ("layer", np.diff(columns, append=values.sizes["token"])),
+            "tokens": ("group", np.diff(columns, append=values.sizes["token"])),
         },
     )
 
