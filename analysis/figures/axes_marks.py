@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xarray as xr
 
-from trajstore.analysis.figures.figure import Look
-
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.text import Text
     from matplotlib.transforms import Transform
+
+    from trajstore.analysis.figures.figure import Look
 
 __all__ = [
     "along_steps",
@@ -43,7 +43,7 @@ _GAP = 38
 """Points between the axes and the notes below them, for ticks and the label of the axis."""
 
 _SIDE = 60
-"""Points that ticks and the label of one vertical axis take."""
+"""Points that ticks and the label of a vertical axis take."""
 
 _LETTER = 0.55
 """Mean width of a letter, in sizes of its font."""
@@ -130,10 +130,9 @@ def _makes_room(ax: Axes) -> bool:
 
 
 def _room(ax: Axes) -> float:
-    """Width in points for texts below the axes: next to a second axis it is less."""
-    figure = ax.figure
-    sides = 2 if len(figure.axes) > 1 else 1
-    return float(figure.bbox.width * 72 / figure.dpi) - sides * _SIDE
+    """Width of the axes in points, which a color bar or a second axis reduces."""
+    width = float(ax.figure.bbox.width * 72 / ax.figure.dpi)
+    return width - _SIDE - (0.22 * width if len(ax.figure.axes) > 1 else 0)
 
 
 def _letters(ax: Axes, size: str) -> int:
@@ -252,7 +251,7 @@ def with_legend(ax: Axes, *others: Axes, handles: Sequence[Artist] | None = None
         shown += each.get_legend_handles_labels()[0]
     if not shown:
         return
-    shown.sort(key=lambda handle: str(handle.get_gid() or "").startswith(_REGION))
+    shown.sort(key=_is_region)
     if not _makes_room(ax):
         ax.legend(handles=shown, loc="best")
         return
@@ -270,6 +269,12 @@ def with_legend(ax: Axes, *others: Axes, handles: Sequence[Artist] | None = None
         frameon=False,
         ncols=_columns(labels, _room(ax)),
     )
+
+
+def _is_region(handle: object) -> bool:
+    from matplotlib.patches import Patch
+
+    return isinstance(handle, Patch) and str(handle.get_gid() or "").startswith(_REGION)
 
 
 def _columns(labels: Sequence[str], room: float) -> int:

@@ -84,9 +84,7 @@ def freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.set_ylim(-0.02, 1.02)
     spread_note(ax, look)
     end, min_unchanged = data.attrs["run_end"], data.attrs["min_unchanged"]
-    note(
-        ax, f"never again: unchanged until step {end:,}, the last, for at least {min_unchanged:,} steps"
-    )
+    note(ax, f"never again: unchanged to the last step, {end:,}, for {min_unchanged:,} or more")
     _shade_end(ax, data, look, *data["step"].values[[0, -1]].tolist())
     with_legend(ax)
 
@@ -101,7 +99,7 @@ def last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Step at which each token moved last."""
     first, last = int(data["first_step"]), int(data["last_step"])
     width = max(1, -(-(last - first + 1) // _BINS))
-    edges = np.arange(first, last + width + 1, width)
+    edges = np.arange(last + 1, first - width, -width)[::-1]
     populations = data["population"].values.tolist()
     counts = []
     for kind, population in enumerate(populations):
@@ -190,7 +188,7 @@ def heatmap(ax: Axes, data: xr.Dataset, look: Look) -> None:
             Patch(color=REGIME_COLORS[name], label=f"{name}: {REGIME_MEANINGS[name]}")
             for name in REGIMES
         ]
-        pooled = "color: the most common regime"
+        pooled, single = "color: the most common regime", "color: the regime"
     else:
         values = np.ma.masked_where(~(size.values > 0), size.values)
         if values.count():
@@ -198,15 +196,17 @@ def heatmap(ax: Axes, data: xr.Dataset, look: Look) -> None:
             mesh = ax.pcolormesh(
                 edges, depths, values, norm=scale, cmap=look.style.density, rasterized=True
             )
-            ax.figure.colorbar(mesh, ax=ax).set_label(
-                f"mean hop (L1) / {data['size'].attrs['units']}"
-            )
+            ax.figure.colorbar(mesh, ax=ax).set_label(f"mean hop (L1) / {size.attrs['units']}")
         patches = []
+        single = "blank: unchanged; color: the hop"
         pooled = "blank: unchanged; color: the mean hop"
     ax.set_xlabel("optimizer step")
     ax.set_ylabel("tokens, earliest last motion at the bottom")
     tokens, rows = int(sizes.max()), int(data["steps"].max())
-    cell = f"{pooled} of {_up_to(tokens, 'token')} × {_up_to(rows, 'step')} per cell"
+    if tokens == rows == 1:
+        cell = f"{single} of one token at one step"
+    else:
+        cell = f"{pooled} of {_up_to(tokens, 'token')} × {_up_to(rows, 'step')} per cell"
     mixed = tokens > 1 and "dead_fraction" in data
     note(ax, cell + ("; strip: mixed colors where a cell holds both kinds" if mixed else ""))
     if "dead_fraction" in data:
