@@ -98,13 +98,14 @@ def _clusters(scan: Scan, options: Options) -> xr.Dataset:
 @figure(_clusters, rows=1, on_lattice=True, overlays=True, averages=True, reading="identical")
 def clusters(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Tokens with identical vectors."""
-    from matplotlib.ticker import LogLocator
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     labels = {"vectors": "distinct vectors", "largest": "tokens at the most common vector"}
     population_curves(ax, data, look, labels)
     ax.set_yscale("log")
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter("{x:,.0f}")
+    ax.yaxis.set_minor_formatter(NullFormatter())
     along_steps(ax, "number of vectors or tokens")
     spread_note(ax, look)
     with_legend(ax)

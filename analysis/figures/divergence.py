@@ -40,7 +40,8 @@ def divergence(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Distance of W from the first run, since their first difference."""
     steps = data["step"].values
     populations = data["population"].values.tolist()
-    for kind, population in enumerate(populations):
+    texts = [f"{named(population)}: distance" for population in populations]
+    for kind, (population, text) in enumerate(zip(populations, texts, strict=True)):
         part = data.sel(population=population)
         spread_edges(ax, steps, look, "distance", population)
         ax.plot(
@@ -48,9 +49,9 @@ def divergence(ax: Axes, data: xr.Dataset, look: Look) -> None:
             part["distance"].values,
             look.line(kind),
             color=look.color(population),
-            label=look.label(f"{named(population)}: distance", kind),
+            label=text if look.alone else look.label(text, kind),
         )
-    name_kinds(ax, look, [f"{named(population)}: distance" for population in populations])
+    name_kinds(ax, look, texts)
     along_steps(ax, f"L2 distance of W from {data.attrs['first']}", data["distance"].attrs["units"])
     spread_note(ax, look)
     apart = np.isfinite(data["distance"].values).any(-1)

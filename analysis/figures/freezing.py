@@ -84,7 +84,8 @@ def freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.set_ylim(-0.02, 1.02)
     spread_note(ax, look)
     end, min_unchanged = data.attrs["run_end"], data.attrs["min_unchanged"]
-    note(ax, f"never again: unchanged to the last step, {end:,}, for {min_unchanged:,} or more")
+    text = f"unchanged to the end, step {end:,}, for {min_unchanged:,} steps or more"
+    note(ax, f"never again: {text}")
     _shade_end(ax, data, look, *data["step"].values[[0, -1]].tolist())
     with_legend(ax)
 
@@ -123,13 +124,12 @@ def last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
     name_kinds(ax, look, [named(population) for population in populations])
     ax.set_xlabel("optimizer step of the last motion")
     ax.set_ylabel("tokens per step" if width == 1 else f"tokens per {width:,} steps")
-    ax.set_ylim(bottom=0)
     ax.grid(True, axis="y")
     ax.set_axisbelow(True)
     _shade_end(ax, data, look, first, last)
     everyone = data["last_motion"].values[data["member"].values.any(0)]
     before, after = int(((everyone >= 0) & (everyone < first)).sum()), int((everyone > last).sum())
-    if not np.any(counts):
+    if look.alone and not np.any(counts):
         ax.set_ylim(0, 1)
         message(ax, "no token moved last at these steps")
     if before or after:

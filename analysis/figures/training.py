@@ -130,36 +130,44 @@ def moments(ax: Axes, data: xr.Dataset, look: Look) -> None:
         ax.plot(root, middle, color=color, label=label)
         for edge, label in ((low, "at its 5 % and 95 % quantiles"), (high, None)):
             ax.plot(root, edge, "--", color=color, lw=1, label=label)
-    _show_central(ax, edges, counts, root, middle)
+    outside = _show_central(ax, edges, counts, middle)
     unit = "nat per unit of W"
     ax.set_xlabel(f"√v, root of the second moment / {unit}")
     ax.set_ylabel(f"|m|, first moment / {unit}")
     beyond = int(data["elsewhere"])
     note(
         ax,
-        f"step {int(data['step'])}, learning rate {float(data['lr']):.3g}, "
-        f"{named(str(data['population'].item()))}; moments of 0, or beyond all classes: {beyond:,} "
-        f"of {beyond + int(counts.sum()):,} elements",
+        f"step {int(data['step']):,}, learning rate {float(data['lr']):.3g}, "
+        f"{named(str(data['population'].item()))}",
+    )
+    note(
+        ax,
+        f"{beyond + int(counts.sum()):,} elements, of which not shown: {outside:,} outliers, "
+        f"{beyond:,} that are 0 or beyond all classes",
     )
     with_legend(ax)
 
 
-def _show_central(ax: Axes, edges: Any, counts: Any, root: Any, line: Any) -> None:
-    """Limit the axes to all counts but outliers, and to the line at the median of the roots."""
+def _show_central(ax: Axes, edges: Any, counts: Any, line: Any) -> int:
+    """Limit the axes to all counts but outliers, and to the line at the median of the roots.
+
+    Returns
+    -------
+    int
+        Number of outliers.
+    """
     if not counts.any():
-        return
+        return 0
     by_root, by_size = counts.sum(0), counts.sum(1)
-    left, right = central_range(edges, by_root)
-    bottom, top = central_range(edges, by_size)
-    shown = (edges[:-1] >= left) & (edges[:-1] < right), (edges[:-1] >= bottom) & (edges[:-1] < top)
-    outside = int(counts.sum() - counts[np.ix_(shown[1], shown[0])].sum())
-    if outside:
-        note(ax, f"outliers beyond the axes: {outside:,} elements")
+    (left, right), (bottom, top) = (central_range(edges, each) for each in (by_root, by_size))
     middle = line[np.searchsorted(by_root.cumsum(), by_root.sum() / 2)]
     if np.isfinite(middle) and middle > 0:
         bottom, top = min(bottom, middle), max(top, middle)
-    ax.set_xlim(left / 1.5, right * 1.5)
-    ax.set_ylim(bottom / 2, top * 2)
+    ax.set_xlim(left, right)
+    ax.set_ylim(bottom / 1.5, top * 1.5)
+    roots = (edges[:-1] >= left) & (edges[1:] <= right)
+    sizes = (edges[1:] > bottom / 1.5) & (edges[:-1] < top * 1.5)
+    return int(counts.sum() - counts[np.ix_(sizes, roots)].sum())
 
 
 _CELLS = 1 << 21

@@ -1,4 +1,4 @@
-"""Figures of rest show what `freeze`, `lifecycle` and `stratigraphy` find."""
+"""Figures of rest show what `freeze`, `lifecycle` and `heatmap` find."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_lifecycle(run):
 def test_regimes_and_hops(run):
     for colour in ("regime", "hop"):
         expected = analysis.heatmap(run, colour).update_size.values.T
-        ax = FIGURES["stratigraphy"](run, Canvas().subplots(), colour=colour)
+        ax = FIGURES["heatmap"](run, Canvas().subplots(), colour=colour)
         (mesh,) = ax.collections
         shown = mesh.get_array()
         np.testing.assert_array_equal(np.ma.filled(shown, 0), expected)
@@ -99,14 +99,14 @@ def test_regimes_and_hops(run):
 
 def test_a_strip_tells_the_dead(run):
     order = np.argsort(analysis.freeze(run).last_motion.values, kind="stable")
-    ax = FIGURES["stratigraphy"](run, Canvas().subplots())
+    ax = FIGURES["heatmap"](run, Canvas().subplots())
     (strip,) = ax.child_axes
     shown = strip.collections[0].get_array()
     np.testing.assert_array_equal(shown[:, 0], run.is_dead.values[order])
     told = [text.get_text() for text in ax.get_legend().get_texts()]
     assert told[0].startswith("frozen: no element")
     assert told[-2:] == ["strip: live tokens", "strip: dead tokens"]
-    ax = FIGURES["stratigraphy"](run.drop_vars("is_dead"), Canvas().subplots())
+    ax = FIGURES["heatmap"](run.drop_vars("is_dead"), Canvas().subplots())
     assert not ax.child_axes
 
 
@@ -115,7 +115,7 @@ def test_it_says_how_cells_are_pooled(run, monkeypatch):
     monkeypatch.setattr(
         "trajstore.analysis.figures.freezing.update_heatmap.heatmap", lambda *_: pooled
     )
-    ax = FIGURES["stratigraphy"](run, Canvas().subplots())
+    ax = FIGURES["heatmap"](run, Canvas().subplots())
     expected = "the most common regime of up to 4 tokens × up to 6 steps to a cell"
     assert ax.texts[0].get_text().replace("\n", " ") == (
         expected + "; strip: mixed colours where both kinds are pooled"

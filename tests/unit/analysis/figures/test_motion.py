@@ -15,7 +15,7 @@ def test_seams(run):
     W = run.W.where(run.step < 12, run.W + 5)
     run = run.assign(W=W.drop_attrs().chunk(step=6))
     expected = analysis.discontinuities(run).compute()
-    ax = FIGURES["seams"](run, Canvas().subplots())
+    ax = FIGURES["discontinuities"](run, Canvas().subplots())
     np.testing.assert_array_equal(ax.lines[0].get_ydata(), expected.discontinuity_score)
     marks = ax.lines[-1]
     np.testing.assert_array_equal(marks.get_xdata(), expected.step[expected.discontinuity])

@@ -97,8 +97,8 @@ def test_options_that_it_does_not_have_are_refused(name, run):
 
 
 def test_kinds_by_name():
-    assert [figure.name for figure in figures_named(["seams", "loss", "seams"])] == [
-        "seams",
+    assert [figure.name for figure in figures_named(["discontinuities", "loss", "discontinuities"])] == [
+        "discontinuities",
         "loss",
     ]
     assert [figure.name for figure in figures_named(["loss", "all"])] == ALONE
