@@ -51,6 +51,9 @@ _LETTER = 0.55
 _HANDLE = 5
 """Width of a handle in a legend and the gaps around it, in sizes of its font."""
 
+_HINTING = 1.06
+"""Factor by which letters on screens are wider than their outlines."""
+
 _REGION = "region"
 """Prefix of the identity of shaded regions, which a legend shows last."""
 
@@ -301,4 +304,5 @@ def text_width(text: str, points: float) -> float:
     from matplotlib.textpath import text_to_path
 
     font = FontProperties(size=points)
-    return float(text_to_path.get_text_width_height_descent(text, font, ismath=False)[0])
+    width = text_to_path.get_text_width_height_descent(text, font, ismath=False)[0]
+    return float(width) * _HINTING

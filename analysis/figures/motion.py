@@ -144,7 +144,7 @@ def bulk_thermal(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.set_ylabel(with_units("bulk speed (mean velocity)", units))
     note(
         ax,
-        f"one point per step: pale at step {steps[0]:,}, strong at step {steps[-1]:,}; the bulk "
+        f"one point per step: faint at step {steps[0]:,}, strong at step {steps[-1]:,}; the bulk "
         "speed is 0 without motion of the centroid, the thermal speed if all tokens move alike",
     )
     with_legend(ax)

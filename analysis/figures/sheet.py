@@ -249,6 +249,6 @@ def check_target(path: Path, *, dpi: int, overwrite: bool) -> None:
     if path.suffix.lower() not in ENDINGS:
         raise InvalidArgument(f"got {path}, expected a name that ends in {', '.join(ENDINGS)}")
     if not 10 <= dpi <= 1200:
-        raise InvalidArgument(f"got {dpi} dots per inch, expected 10 to 1,200")
+        raise InvalidArgument(f"got {dpi} dpi, expected 10 to 1,200")
     if path.exists() and not overwrite:
         raise RunExists(f"{path} already exists; choose another name, or replace it (--overwrite)")

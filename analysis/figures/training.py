@@ -207,4 +207,4 @@ def parameters(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.set_xlabel("optimizer step")
     ax.set_ylabel("parameter")
     if data.attrs["every"] > 1:
-        note(ax, f"every {data.attrs['every']}th step")
+        note(ax, f"1 of every {data.attrs['every']} steps")

@@ -97,7 +97,7 @@ def trajectory(ax: Axes, data: xr.Dataset, look: Look) -> None:
         _name_ends(ax, data, look)
         notes.append("names: tokens whose ends have room for one; +n: more tokens at that place")
     _label_axes(ax, data)
-    notes += [f"every {data.attrs['every']}th step"] if data.attrs["every"] > 1 else []
+    notes += [f"1 of every {data.attrs['every']} steps"] if data.attrs["every"] > 1 else []
     note(ax, "; ".join(notes))
     with_legend(ax)
 
@@ -145,6 +145,8 @@ def _name_ends(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Write names at the ends of paths, the outermost first, where they cover no other end."""
     shown = data["member"].values.any(0)
     ends = data["position"].transpose("component", "step", "token").values[:, -1, shown]
+    if not np.isfinite(ends).any():
+        return
     names = data["name"].values[shown]
     canvas = ax.figure.bbox.size * 72 / ax.figure.dpi
     limits = np.array([ax.get_xlim(), ax.get_ylim()])
