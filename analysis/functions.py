@@ -1,4 +1,4 @@
-"""Every public function of the analysis."""
+"""All public functions of the analysis."""
 
 from __future__ import annotations
 

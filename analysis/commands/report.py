@@ -21,13 +21,18 @@ __all__ = ["report"]
 @click.command()
 @RUNS
 @click.option(
-    "-o", "--output", type=click.Path(), help="The page; default: RUN.html, of several runs.html."
+    "-o",
+    "--output",
+    type=click.Path(),
+    help="File to write; default: RUN.html, or runs.html for several runs.",
 )
 @STEPS
 @WITHIN
 @UNCHANGED
-@click.option("--verify", "check", is_flag=True, help="Verify every stored byte, and say so.")
-@click.option("--overwrite", is_flag=True, help="Replace a page that is there.")
+@click.option(
+    "--verify", "check", is_flag=True, help="Verify every stored byte and report the result."
+)
+@click.option("--overwrite", is_flag=True, help="Replace an existing page.")
 @sentences
 def report(
     runs: tuple[str, ...],
@@ -38,10 +43,10 @@ def report(
     check: bool,
     overwrite: bool,
 ) -> None:
-    """Write a page about a run: what happened, tables, figures, and how to reproduce it.
+    """Write an HTML report on a run: main results, tables, figures, and how to reproduce it.
 
-    One file of HTML, which asks nothing of the network. Of several runs, or the folder of a sweep,
-    one page that compares them.
+    The report is a single file that loads nothing from the network. For several runs or the folder
+    of a sweep, it compares them.
 
     \b
     Example:

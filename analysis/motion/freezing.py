@@ -1,4 +1,4 @@
-"""When tokens stop moving, bit for bit."""
+"""Steps at which tokens stop moving, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trajstore.populations.masks import populations
 
 __all__ = ["freeze"]
 
-# What one stretch of rows tells about a token. Rows are numbers within the run; −1 is none.
+# Facts about a token in consecutive rows. Rows are indices within the run; −1 means none.
 _FIRST, _LAST, _MOVES, _THAWS = range(4)
 
 
@@ -59,7 +59,7 @@ def _join(
 
 
 def _fraction(flags: npt.NDArray[np.bool_], groups: npt.NDArray[np.bool_]) -> npt.NDArray[Any]:
-    """Share of each group that is set: (…, token) to (…, population); NaN for an empty group."""
+    """Fraction of each group with the flag: (…, token) to (…, population); NaN if empty."""
     sizes = groups.sum(-1)
     with np.errstate(invalid="ignore"):
         return np.asarray((flags.astype(np.int64) @ groups.T.astype(np.int64)) / sizes)
@@ -70,7 +70,7 @@ def _frozen_fraction(
     steps: npt.NDArray[np.int64],
     groups: npt.NDArray[np.bool_],
 ) -> npt.NDArray[Any]:
-    """Share of each group that is frozen at each step: (step, population)."""
+    """Fraction of each group that is frozen at each step: (step, population)."""
     frozen = frozen_since >= 0
     counts = [
         np.searchsorted(np.sort(frozen_since[frozen & group]), steps, side="right")
@@ -82,22 +82,22 @@ def _frozen_fraction(
 
 @quantity(measures=("moved",))
 def freeze(scan: Scan, min_unchanged: int = MIN_UNCHANGED, lattice: str = "native") -> xr.Dataset:
-    """When each token moved last, and how many have stopped for good.
+    """Last motion of each token, and the fraction of tokens that are frozen at each step.
 
-    A token moves at a step when any bit of its row of W changed since the recorded row before;
-    −0.0 → 0.0 is not motion. On another lattice than that of its type, W is rounded to it first:
-    a token moves when one of its elements comes to another cell.
+    A token moves at a step if any bit of its row of W differs from the previous recorded row.
+    −0.0 → 0.0 is not motion. With `lattice`, W is rounded first: a token moves if one of its
+    elements moves to another cell.
 
     Parameters
     ----------
     ds : Dataset
-        With ``W`` (step, token, hidden), or a stored ``W_ulp_l1`` or ``delta`` of every step for
-        the native lattice, or ``cells`` for that of bfloat16.
+        With ``W`` (step, token, hidden). For the native lattice, a stored ``W_ulp_l1``, or
+        ``delta`` of every step, suffices; for the lattice of bfloat16, ``cells``.
     min_unchanged : int
-        Steps without motion that count as stillness, at least 1. A token that has been still for
-        fewer at the end may as well be between two motions.
+        Minimum steps without motion at the end of the run for a frozen token, at least 1. A token
+        with fewer may be between two motions.
     lattice : {'native', 'bfloat16', 'float16', 'float32'}
-        Type that W is rounded to.
+        Round W to this type.
 
     Returns
     -------
@@ -109,13 +109,13 @@ def freeze(scan: Scan, min_unchanged: int = MIN_UNCHANGED, lattice: str = "nativ
         recorded rows at which it moved. Per (step, population), for every row but the first:
         ``unchanged_fraction``, the fraction that did not move at this step, and
         ``frozen_fraction``, the fraction with ``frozen_since`` ≤ step.
-        Where the run does not say which tokens are dead, the only population is ``all``.
+        Without ``is_dead``, the only population is ``all``.
 
     Raises
     ------
     InvalidArgument
-        If `min_unchanged` is below 1, there is no such lattice, or W is not of its
-        ``native_dtype``.
+        If `min_unchanged` is below 1, the lattice is unknown, or W holds values that its
+        ``native_dtype`` does not.
 
     Examples
     --------
@@ -191,10 +191,10 @@ def freeze(scan: Scan, min_unchanged: int = MIN_UNCHANGED, lattice: str = "nativ
             ),
             "moves": summary.isel(fact=_MOVES).assign_attrs(long_name="rows with motion", **step),
             "unchanged_fraction": unchanged_fraction.assign_attrs(
-                long_name="share of tokens that did not move", **step
+                long_name="fraction of tokens that did not move", **step
             ),
             "frozen_fraction": frozen_fraction.assign_attrs(
-                long_name="share of tokens that never move again", **threshold
+                long_name="fraction of tokens that never move again", **threshold
             ),
         },
         coords={"population": names, "step": motion["step"]},

@@ -1,4 +1,4 @@
-"""Ways of tokens: how straight they are, and how much of them leads outward."""
+"""Paths of tokens: straightness, and radial and tangential motion."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Wide = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _Stretch:
-    """A block of rows: the way into each, (row, token), and the rows at which a window ends."""
+    """A block of rows: length of each change, (row, token), and rows at ends of windows."""
 
     first: int
     lengths: Wide
@@ -51,7 +51,7 @@ def _measure_lengths(first: int, block: Array, boundary: Array, window: int, las
 
 
 def _walk(state: Any, stretch: _Stretch, window: int, last: int) -> tuple[Array, list[Wide]]:
-    """Row at which the window began, and displacement and path of each, (2, token)."""
+    """First row of the current window, and displacement and path of each window, (2, token)."""
     start, done = state or (stretch.ends[0], [])
     done = list(done)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -60,12 +60,12 @@ def _walk(state: Any, stretch: _Stretch, window: int, last: int) -> tuple[Array,
                 continue
             if (row - 1) % window == 0:
                 done.append(np.zeros((2, len(length))))
-            come, path = done[-1]
+            moved, path = done[-1]
             if row in stretch.ends:
                 end = stretch.ends[row]
-                come = vector_norm(np.subtract(end, start, dtype=np.float64))
+                moved = vector_norm(np.subtract(end, start, dtype=np.float64))
                 start = end
-            done[-1] = np.stack([come, path + length])
+            done[-1] = np.stack([moved, path + length])
     return start, done
 
 
@@ -77,27 +77,27 @@ def _walked(state: tuple[Array, list[Wide]]) -> Wide:
 
 @quantity(of_window=True)
 def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
-    """How straight each token goes: displacement over length of the path, window by window.
+    """Straightness of each token's path: displacement over path length, per window.
 
     Parameters
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden).
     window : int, optional
-        Ways between rows that make a window; the last one may have fewer. Without it there is one
-        window, of all rows.
+        Number of changes between rows in a window; the last window may have fewer. Default: one
+        window of all rows.
 
     Returns
     -------
     Dataset, float64 (window, token)
         ``path_efficiency``, ‖W_b − W_a‖₂/Σ‖ΔW_t‖₂ from the first row a of a window to its last b:
-        1 on a straight line, NaN for a token that does not move; ``path_length``, the sum. The
+        1 for a straight line, NaN for a token that does not move. ``path_length``: the sum. The
         coordinates ``window_start`` and ``window`` are the steps of a and b.
 
     Raises
     ------
     InvalidArgument
-        For a window below 1, or of more ways than there are between the rows.
+        If `window` is below 1 or above the number of changes between rows.
 
     Examples
     --------
@@ -109,7 +109,7 @@ def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
     if window is not None and not 1 <= window <= changes:
         raise InvalidArgument(
             f"got window={window}, expected 1 to {changes}, the number of changes between "
-            "rows; leave it out for one window of all"
+            "rows; leave it out for one window of all rows"
         )
     length = window or changes
     starts = np.arange(0, scan.rows - 1, length)
@@ -125,10 +125,10 @@ def path_efficiency(scan: Scan, window: int | None = None) -> xr.Dataset:
     ends = np.minimum(starts + length, scan.rows - 1)
     coords = {"window": steps[ends], "window_start": ("window", steps[starts])}
 
-    def straight(come: Wide, path: Wide) -> Wide:
+    def straight(moved: Wide, path: Wide) -> Wide:
         with np.errstate(invalid="ignore", divide="ignore"):
-            # Rounding alone makes a straight way longer than its path.
-            return np.minimum(come / path, 1.0)
+            # Rounding can make a straight displacement longer than its path.
+            return np.minimum(moved / path, 1.0)
 
     efficiency = da.map_blocks(straight, both[0], both[1], dtype=np.float64, meta=np.empty((0, 0)))
     result = {
@@ -154,7 +154,7 @@ def _split_motion(
     across: bool,
     out: npt.DTypeLike,
 ) -> Array:
-    """Motion of each token along the way out from the center, or across it, (row, token)."""
+    """Motion of each token along the outward direction, or across it, (row, token)."""
     result = np.empty(now.shape[:2], out)
     before = boundary[0]
     for row, vectors in enumerate(now):
@@ -174,28 +174,28 @@ def _split_motion(
 
 @quantity()
 def radial_tangential(scan: Scan, about: str = "origin", population: str = "all") -> xr.Dataset:
-    """Motion along and across the direction from a center to the token.
+    """Radial and tangential motion relative to a center.
 
     Parameters
     ----------
     ds : Dataset
         With ``W`` (step, token, hidden).
     about : {'origin', 'centroid'}
-        The center: zero, or the centroid of a population in the row before.
+        The center: zero, or the centroid of a population in the previous row.
     population : str
-        Whose centroid.
+        Population of the centroid.
 
     Returns
     -------
     Dataset, float32 (step, token), one row fewer than `ds`
         With v = ΔW_t/Δs and r the unit vector from the center to W_{t−1}: ``radial_speed``, v·r,
-        positive outward; ``tangential_speed``, ‖v − (v·r)r‖₂. Units of W per step; NaN where the
-        token is at the center. The motion of the center itself is not taken off.
+        positive outward; ``tangential_speed``, ‖v − (v·r)r‖₂. Units of W per step; NaN for a token
+        at the center. The motion of the center itself is not subtracted.
 
     Raises
     ------
     InvalidArgument
-        For another center or population.
+        For an unknown center or population.
 
     Examples
     --------

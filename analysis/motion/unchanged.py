@@ -1,9 +1,9 @@
-"""How long a token is still before it counts as frozen."""
+"""Default number of unchanged steps of a frozen token."""
 
 from __future__ import annotations
 
 __all__ = ["MIN_UNCHANGED"]
 
 MIN_UNCHANGED = 50
-"""Optimizer steps. Of Lil Gatsby's tokens that are still for so many at the end of a recording,
-6 % move again when it is continued; of those that are still for a single one, 19 %."""
+"""Optimizer steps. In Lil Gatsby, 6 % of the tokens that are unchanged for 50 steps at the end of a
+recording move again when the training continues, and 19 % of those unchanged for one step."""
