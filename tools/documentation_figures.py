@@ -37,7 +37,7 @@ def figures(page: str) -> dict[str, str]:
     for line in (DOCS / page).read_text().splitlines():
         if line.startswith("trajstore plot "):
             command = line
-        if image := re.match(r"!\[.*\]\(figures/(.+)\)", line):
+        if image := re.match(r"!\[.*\]\(\.\./figures/(.+)\)", line):
             found[image[1]] = command
     return found
 
@@ -59,8 +59,8 @@ if __name__ == "__main__":
     os.chdir(runs)
     for drawn, dpi in (
         (OPENING, 150),
-        (figures("tutorial.md"), 120),
-        (figures("figures.md"), 100),
+        (figures("start/tutorial.md"), 120),
+        (figures("reference/figures.md"), 100),
     ):
         for file, command in drawn.items():
             draw(command, target / file, dpi)
