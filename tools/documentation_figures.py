@@ -27,6 +27,7 @@ from trajstore.cli.main import main
 
 DOCS = Path(__file__).parents[1] / "docs"
 OPENING = {"readme-heatmap.png": "trajstore plot gatsby.zarr heatmap"}
+SEVERAL = {"gallery-several.png": "trajstore plot runs/ gradients --population dead"}
 COLORS = 64
 MAPS = ("heatmap", "speed-density", "moments", "parameters")
 
@@ -61,6 +62,7 @@ if __name__ == "__main__":
         (OPENING, 150),
         (figures("start/tutorial.md"), 120),
         (figures("reference/figures.md"), 100),
+        (SEVERAL, 100),
     ):
         for file, command in drawn.items():
             draw(command, target / file, dpi)

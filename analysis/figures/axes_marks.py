@@ -133,9 +133,10 @@ def _makes_room(ax: Axes) -> bool:
 
 
 def _room(ax: Axes) -> float:
-    """Width of the axes in points, which a color bar or a second axis reduces."""
+    """Width of the axes in points, which a color bar reduces."""
     width = float(ax.figure.bbox.width * 72 / ax.figure.dpi)
-    return width - _SIDE - (0.22 * width if len(ax.figure.axes) > 1 else 0)
+    bars = sum(axes.get_label() == "<colorbar>" for axes in ax.figure.axes)
+    return width - _SIDE - 0.22 * width * bars
 
 
 def _letters(ax: Axes, size: str) -> int:

@@ -73,9 +73,9 @@ def divergence(ax: Axes, data: xr.Dataset, look: Look) -> None:
                 data["differing"].sel(population=population).values,
                 ":",
                 color=look.color(population),
-                label=f"{named(population)}: fraction of the elements that differ in bits",
+                label=f"{named(population)}: fraction of elements that differ in bits",
             )
-        others[0].set_ylabel("fraction of the elements")
+        others[0].set_ylabel("fraction of elements that differ")
         others[0].set_ylim(-0.02, 1.02)
         others[0].margins(x=0.01)
     with_legend(ax, *others)

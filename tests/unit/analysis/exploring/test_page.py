@@ -82,7 +82,7 @@ def test_the_axes_of_a_token_follow_it(page: Page) -> None:
     assert len(set(before)) > 2
 
 
-def test_the_picture_of_layers_is_stratigraphy(page: Page) -> None:
+def test_the_picture_of_layers_is_the_heatmap(page: Page) -> None:
     layers = page._seen.history.layers
     picture = plots.layer_plot(layers)
     red, green, blue = (picture.dimension_values(name, flat=False) for name in "RGB")
