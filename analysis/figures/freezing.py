@@ -201,7 +201,7 @@ def heatmap(ax: Axes, data: xr.Dataset, look: Look) -> None:
         single = "blank: unchanged; color: the hop"
         pooled = "blank: unchanged; color: the mean hop"
     ax.set_xlabel("optimizer step")
-    ax.set_ylabel("tokens, earliest last motion at the bottom")
+    ax.set_ylabel("tokens, sorted by last motion")
     tokens, rows = int(sizes.max()), int(data["steps"].max())
     if tokens == rows == 1:
         cell = f"{single} of one token at one step"

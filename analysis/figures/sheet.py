@@ -130,11 +130,19 @@ def collect(
         data={figure.name: data[figure.name] for figure in drawable},
         figures=drawable,
         runs=runs,
-        labels=labels or run_labels([run.attrs for run in runs], names),
+        labels=_distinct(labels or run_labels([run.attrs for run in runs], names), names),
         groups=groups,
         title=titled_runs(runs, labels),
         left_out=left_out,
     )
+
+
+def _distinct(labels: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Labels of panels: with the name of the run where several runs have one label."""
+    return [
+        label if list(labels).count(label) == 1 else f"{label} ({name})"
+        for label, name in zip(labels, names, strict=True)
+    ]
 
 
 def draw_sheet(

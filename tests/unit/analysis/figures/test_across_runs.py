@@ -139,6 +139,15 @@ def test_a_sheet_has_a_panel_for_what_does_not_go_into_one(several):
     assert not any("mean over runs" in text.get_text() for text in alone.texts)
 
 
+def test_panels_of_one_label_have_the_names_of_their_runs(several):
+    runs = several(1, 2)
+    for run, name in zip(runs, ("first", "second"), strict=True):
+        run.encoding["source"] = f"/runs/{name}.zarr"
+    canvas = draw_sheet(collect(runs, [FIGURES["regimes"]], Options(), labels=["x", "x"]))
+    titles = [ax.get_title("left") for part in canvas.subfigs for ax in part.axes]
+    assert [title.splitlines()[1] for title in titles] == ["x (first)", "x (second)"]
+
+
 def test_what_is_refused(run, several):
     runs = xr.concat([run, run], "run").assign_coords(run=["a", "b"])
     with pytest.raises(InvalidArgument, match=r"regimes cannot show these runs in one axes"):
