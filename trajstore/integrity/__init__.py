@@ -1,7 +1,10 @@
 """What may be wrong with a run, and what can be done about it.
 
 ``verify`` checks a run, ``repair`` carries out what ``repair_plan`` decides. Each finding is a
-``problem``. A new check goes where its files are read:
+``problem``. ``damaged_shards`` finds what is broken in a shard, and fills it with NaN;
+``replacement`` decides which arrays and chunks a repair gives up instead of rows.
+
+A new check goes where its files are read:
 
 - metadata: ``metadata_checks``, with ``array_json_checks``, ``duplicate_metadata`` and
   ``root_attribute_checks``; the result is ``checked_metadata``

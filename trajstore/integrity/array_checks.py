@@ -6,7 +6,7 @@ in the order of the arrays, whichever thread was first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from trajstore.store.storage.remote_path import REMOTE_REQUESTS, Location, Remot
 from trajstore.threads import Progress, in_parallel
 from trajstore.values.native_types import NATIVE_TYPES
 
-__all__ = ["check_chunks"]
+__all__ = ["check_chunks", "in_steps"]
 
 Array = npt.NDArray[Any]
 
@@ -60,6 +60,37 @@ def check_chunks(
         # A run that begins later holds no initial state in its first row.
         found.row0.clear()
     return found
+
+
+def in_steps(found: CheckedChunks, ranges: Iterable[tuple[int, int]]) -> str:
+    """Where ranges of rows lie: ``steps 96 to 111, 128 to 143``; rows, if `step` is damaged there.
+
+    Parameters
+    ----------
+    found : CheckedChunks
+    ranges : iterable of (int, int)
+        First row, and the row after the last; in any order.
+    """
+    merged: list[tuple[int, int]] = []
+    for first, stop in sorted(ranges):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((first, stop))
+    bounds = [(_step(found, first), _step(found, stop - 1)) for first, stop in merged]
+    known = all(step is not None for pair in bounds for step in pair)
+    pairs = bounds if known else [(first, stop - 1) for first, stop in merged]
+    shown = (str(first) if first == last else f"{first} to {last}" for first, last in pairs)
+    several = len(pairs) > 1 or pairs[0][0] != pairs[0][1]
+    return f"{'step' if known else 'row'}{'s' if several else ''} {', '.join(shown)}"
+
+
+def _step(found: CheckedChunks, row: int) -> int | None:
+    """Step of a row; None where `step` could not be read."""
+    for first, values in found.steps.items():
+        if first <= row < first + len(values):
+            return int(values[row - first])
+    return None
 
 
 def _size_of_shards(metadata: CheckedMetadata) -> int:

@@ -35,6 +35,8 @@ class CheckedMetadata:
         The root's fixed attributes as `step` has them.
     announced : bool
         Whether the document of `step` also says what they are about to be.
+    dropped : set of str
+        Arrays that a repair dropped, by what the root says.
     rows : int
         Committed rows.
     arrays : dict
@@ -53,6 +55,7 @@ class CheckedMetadata:
     attributes: Document = field(default_factory=dict)
     copy: Document | None = None
     announced: bool = False
+    dropped: set[str] = field(default_factory=set)
     rows: int = 0
     arrays: dict[str, Document] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)

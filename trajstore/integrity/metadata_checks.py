@@ -23,6 +23,7 @@ from trajstore.integrity.problem import Problem
 from trajstore.integrity.root_attribute_checks import check_attributes, settle_announced
 from trajstore.schema import EXPORTED, MODEL, STEP, TRAJECTORIES, VARIABLES, coordinate
 from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.repairs import dropped_arrays
 from trajstore.store.reading.open_group import runs_beside
 from trajstore.store.reading.run_info import object_sizes
 from trajstore.store.storage.object_file import document_in
@@ -61,10 +62,12 @@ def check_metadata(path: RunPath) -> CheckedMetadata:
     else:
         folders = _named_arrays(place)
     found.root = _read(found, None)
-    for name in folders:
-        found.own[name] = _read(found, name)
     if found.root is not None:
         _check_root(found)
+    found.dropped = dropped_arrays(found.attributes) - (found.consolidated() or {}).keys()
+    for name in folders:
+        if name not in found.dropped:  # what a repair that did not end has left of it
+            found.own[name] = _read(found, name)
     settle_announced(found)
     choose_documents(found)
     _check_rows(found)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from trajstore.errors import InvalidArgument, RunLocked
 from trajstore.integrity.metadata_checks import check_metadata
 from trajstore.integrity.repair_plan import RepairPlan, plan_repair
 from trajstore.integrity.verify import check_run
+from trajstore.schema import STEP
+from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.storage.atomic import flush_tree, put, refuse_links, sweep
 from trajstore.store.storage.lock import RunLock, is_written_to
 from trajstore.store.storage.remote_lock import RemoteLock, taken_over
@@ -40,6 +42,12 @@ class Repair:
         What is wrong and stays so, as it is written down nowhere else.
     rows_before, rows : int
         Committed rows.
+    damaged : dict of str to str
+        Damaged arrays, and in which steps; empty text for a damage that is not of steps.
+    whole : tuple of str
+        Variables and `step`, where they are whole.
+    alternatives : tuple of str
+        Options of `trajstore repair` that keep more; Python has the same as arguments.
     done : bool
         Whether the actions have been carried out.
     """
@@ -49,6 +57,9 @@ class Repair:
     unrepaired: tuple[str, ...]
     rows_before: int
     rows: int
+    damaged: dict[str, str]
+    whole: tuple[str, ...]
+    alternatives: tuple[str, ...]
     done: bool
 
     def facts(self) -> dict[str, Any]:
@@ -57,6 +68,8 @@ class Repair:
             "path": str(self.path),
             "actions": list(self.actions),
             "unrepaired": list(self.unrepaired),
+            "whole": list(self.whole),
+            "alternatives": list(self.alternatives),
         }
 
 
@@ -64,6 +77,8 @@ def repair(
     path: RunPath,
     *,
     yes: bool = False,
+    fill_damaged: bool = False,
+    drop_arrays: Collection[str] = (),
     threads: int | None = None,
     on_progress: Progress | None = None,
 ) -> Repair:
@@ -78,6 +93,11 @@ def repair(
     path : path-like, str or RemotePath
     yes : bool
         Do it. Twice does no harm, also after a first time that was interrupted.
+    fill_damaged : bool
+        Keep all rows: write NaN in the place of damaged values. Damage of `step`, which has no
+        NaN, costs rows all the same.
+    drop_arrays : collection of str
+        Keep all rows: remove these damaged arrays as a whole.
     threads : int, optional
         That read the run; without it as many as there are processors, at most 8.
     on_progress : callable, optional
@@ -90,7 +110,8 @@ def repair(
     RunLocked
         If another process writes to it.
     InvalidArgument
-        If `path` is on a web server, which takes nothing.
+        If `path` is on a web server, which takes nothing; if an array of `drop_arrays` is whole,
+        or no run is without it.
     OSError
         If something could not be written; another repair goes on from there.
 
@@ -116,7 +137,7 @@ def repair(
     refuse_links(run)
     with RunLock.acquire(run) if yes or _has_place_for_lock(run) else _unlocked(run) as lock:
         checked = check_run(run, threads=threads, on_progress=on_progress)
-        plan = plan_repair(checked)
+        plan = plan_repair(checked, fill_damaged=fill_damaged, drop_arrays=drop_arrays)
         if yes:
             if isinstance(lock, RemoteLock) and not lock.is_held():
                 raise taken_over(run)
@@ -127,6 +148,9 @@ def repair(
         unrepaired=plan.unrepaired,
         rows_before=checked.metadata.rows,
         rows=plan.rows,
+        damaged=plan.damaged,
+        whole=plan.whole,
+        alternatives=plan.alternatives,
         done=yes,
     )
 
@@ -147,12 +171,20 @@ def _unlocked(run: Location) -> Iterator[None]:
 
 
 def _carry_out(run: Location, plan: RepairPlan) -> None:
+    if plan.announcement is not None:
+        put(run / STEP.name / DOCUMENT, [plan.announcement])
     for target, data in plan.documents.items():
         if isinstance(target, Path) and target.parent != run:  # a run that has gone stays gone
             target.parent.mkdir(exist_ok=True)
         put(target, [data])
+    # The root records them by now: a repair that is interrupted here is resumed by any other.
+    for target, shard in plan.shards.items():
+        put(target, shard)
     for path in plan.removed:
         path.unlink(missing_ok=True)
+    for folder in {path.parent for path in plan.removed if isinstance(path, Path)}:
+        if folder != run and folder.parent == run and not any(folder.iterdir()):
+            folder.rmdir()
     if plan.sweeps:
         sweep(run)
     if isinstance(run, Path) and plan.actions:

@@ -7,15 +7,16 @@ there on. Each decision comes with the sentences that say it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from trajstore.integrity.array_json_checks import block_rows, is_moment, is_series
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.fingerprint_checks import made_again
-from trajstore.integrity.leftovers import find_leftovers
+from trajstore.integrity.leftovers import files_of, find_leftovers
 from trajstore.integrity.problem import Problem
+from trajstore.integrity.replacement import Replacement, alternatives, damage_by_array
 from trajstore.integrity.root_attribute_checks import (
     REQUIRED,
     STATUSES,
@@ -27,6 +28,8 @@ from trajstore.integrity.verify import CheckedRun
 from trajstore.schema import ENCODING, FORMAT, STEP
 from trajstore.store.metadata.fingerprint import CONTENT, FINGERPRINT
 from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.repairs import with_repairs, without_later_repairs
+from trajstore.store.metadata.shard import Shard
 from trajstore.store.metadata.zarr_json import RunMetadata, Status
 from trajstore.store.storage.remote_path import Location, key_within
 from trajstore.strict_json import Document, same, utc_now
@@ -43,8 +46,12 @@ class RepairPlan:
     ----------
     rows : int
         That stay.
+    announcement : bytes or None
+        Document of `step` to be written first: it announces what changes in the root.
     documents : dict of Path or RemotePath to bytes
         To be written.
+    shards : dict of Path or RemotePath to Shard
+        To be written, with NaN in the place of what is damaged.
     removed : tuple of Path or RemotePath
         To be removed.
     sweeps : bool
@@ -53,36 +60,69 @@ class RepairPlan:
         One sentence each; empty if there is nothing to do.
     unrepaired : tuple of str
         What is wrong and stays so.
+    damaged : dict of str to str
+        Damaged arrays, and in which steps; empty text for a damage that is not of steps.
+    whole : tuple of str
+        Variables and `step`, where they are whole.
+    alternatives : tuple of str
+        Options of `trajstore repair` that keep more.
     """
 
     rows: int
-    documents: dict[Location, bytes]
-    removed: tuple[Location, ...]
-    sweeps: bool
-    actions: tuple[str, ...]
+    announcement: bytes | None = None
+    documents: dict[Location, bytes] = field(default_factory=dict)
+    shards: dict[Location, Shard] = field(default_factory=dict)
+    removed: tuple[Location, ...] = ()
+    sweeps: bool = False
+    actions: tuple[str, ...] = ()
     unrepaired: tuple[str, ...]
+    damaged: dict[str, str] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+    alternatives: tuple[str, ...] = ()
 
 
-def plan_repair(checked: CheckedRun) -> RepairPlan:
-    """Decide how a run is brought back to its last whole commit."""
+def plan_repair(
+    checked: CheckedRun, *, fill_damaged: bool = False, drop_arrays: Collection[str] = ()
+) -> RepairPlan:
+    """Decide how a run is brought back to its last whole commit.
+
+    Parameters
+    ----------
+    checked : CheckedRun
+    fill_damaged : bool
+        Write NaN in the place of damaged inner chunks; by default their rows are dropped.
+    drop_arrays : collection of str
+        Damaged arrays to drop.
+
+    Raises
+    ------
+    InvalidArgument
+        If an array cannot be dropped.
+    """
     metadata = checked.metadata
     # A document that the system refuses may be sound: nothing is written in its place, and no row
     # is dropped by what the others say.
     if metadata.refused or STEP.name not in metadata.arrays:
-        return RepairPlan(
-            rows=metadata.rows,
-            documents={},
-            removed=(),
-            sweeps=False,
-            actions=(),
-            unrepaired=tuple(map(str, checked.found.problems)),
-        )
-    lost = _lost_blocks(checked)
+        return RepairPlan(rows=metadata.rows, unrepaired=tuple(map(str, checked.found.problems)))
+    wanted = Replacement.planned(checked, fill_damaged=fill_damaged, drop_arrays=drop_arrays)
+    lost = _lost_blocks(checked, wanted)
     rows = min((row for row, _ in lost), default=metadata.rows)
+    replaced = wanted.before(rows)
+    on_replaced, damaged = replaced.sentences(checked), damage_by_array(checked)
+    options = alternatives(checked, replaced)
+    left_over = [path for name in sorted(replaced.dropped) for path in files_of(metadata, name)]
+    checked = replaced.applied(checked)
+    metadata = checked.metadata
     attributes, on_attributes = _attributes(metadata)
+    repaired = _with_repairs(attributes, replaced, rows)
+    digests, on_digests = _digests(
+        checked, rows, repaired, changed=bool(on_attributes), replaced=bool(replaced)
+    )
     status = _status(metadata, rows)
-    digests, on_digests = _digests(checked, rows, attributes, changed=bool(on_attributes))
-    changed = _changed_documents(metadata, rows, attributes, status, digests)
+    changed = _changed_documents(metadata, rows, repaired, status, digests, replaced.dropped)
+    announcement = None
+    if not same(repaired, attributes):
+        announcement = RunMetadata(metadata.arrays, repaired).announcement()
     beyond = [path for paths in find_leftovers(metadata, rows).beyond.values() for path in paths]
     broken = list(dict.fromkeys(p.path for p in checked.found.problems if p.remedy == "remove"))
     lasting = [problem for problem in checked.found.problems if _is_lasting(metadata, problem)]
@@ -92,9 +132,12 @@ def plan_repair(checked: CheckedRun) -> RepairPlan:
             path: json.dumps(document, indent=1, allow_nan=False).encode()
             for path, document in changed.items()
         },
-        removed=(*beyond, *broken),
+        announcement=announcement,
+        shards=replaced.shards(metadata),
+        removed=(*beyond, *broken, *left_over, *checked.leftovers.dropped),
         sweeps=bool(checked.leftovers.temporaries),
         actions=(
+            *on_replaced,
             *_on_rows(metadata, rows, lost),
             *on_attributes,
             *on_digests,
@@ -103,16 +146,21 @@ def plan_repair(checked: CheckedRun) -> RepairPlan:
             *_on_removed(checked, beyond, broken),
         ),
         unrepaired=tuple(map(str, lasting)),
+        damaged=damaged,
+        alternatives=options,
+        whole=tuple(name for name in metadata.arrays if is_series(name) and name not in damaged),
     )
 
 
-def _lost_blocks(checked: CheckedRun) -> list[tuple[int, Problem]]:
+def _lost_blocks(checked: CheckedRun, replaced: Replacement) -> list[tuple[int, Problem]]:
     """Problems that cost rows, and the first row that each costs."""
     arrays = checked.metadata.arrays
+    filled = {problem.path for _, problem in replaced.filled}
     return [
         (problem.block * block_rows(arrays[problem.array]), problem)
         for problem in checked.found.problems
         if problem.remedy == "cut" and problem.array is not None and problem.block is not None
+        if problem.array not in replaced.dropped and problem.path not in filled
     ]
 
 
@@ -188,8 +236,16 @@ def _least_attributes(metadata: CheckedMetadata) -> Document:
     return {key: values[key] for key in REQUIRED if key in values}
 
 
+def _with_repairs(attributes: Document, replaced: Replacement, rows: int) -> Document:
+    """The attributes with a record of what is given up now, and of what still holds of before."""
+    new = replaced.new()
+    if replaced.dropped or new:
+        attributes = with_repairs(attributes, filled=new, dropped=replaced.dropped, time=utc_now())
+    return without_later_repairs(attributes, rows)
+
+
 def _digests(
-    checked: CheckedRun, rows: int, attributes: Document, *, changed: bool
+    checked: CheckedRun, rows: int, attributes: Document, *, changed: bool, replaced: bool
 ) -> tuple[dict[str, str], list[str]]:
     """Content digest and fingerprint of the run afterwards, and what is done to them.
 
@@ -200,6 +256,7 @@ def _digests(
     lost = not all(map(is_digest, kept.values()))
     as_before = {key: str(value) for key, value in kept.items()}
     keeps_rows = not lost and rows == metadata.rows and metadata.consolidated() is not None
+    keeps_rows = keeps_rows and not replaced
     if keeps_rows and not changed:
         return as_before, []
     found = made_again(metadata, checked.read, rows=rows, attributes=attributes)
@@ -229,6 +286,7 @@ def _changed_documents(
     attributes: Document,
     status: Status,
     digests: dict[str, str],
+    dropped: Collection[str],
 ) -> dict[Location, Document]:
     """Documents that say something else than they shall, as they shall be, the root first."""
     arrays, listed = metadata.arrays, metadata.consolidated() or {}
@@ -239,7 +297,7 @@ def _changed_documents(
     strange = {
         name: entry
         for name, entry in listed.items()
-        if name not in arrays and not _is_dropped(metadata, name)
+        if name not in arrays and name not in dropped and not _is_dropped(metadata, name)
     }
     order = dict.fromkeys([*listed, *targets])
     targets |= strange
@@ -305,6 +363,8 @@ def _on_removed(
             f"shards past the commit are removed ({past}): no reader has ever seen them as part of "
             "the run"
         )
+    if checked.leftovers.dropped:
+        yield f"files of a dropped array are removed ({len(checked.leftovers.dropped)})"
     if len(beyond) > past:
         yield f"shards of the dropped rows are removed ({len(beyond) - past})"
     if checked.leftovers.temporaries:

@@ -6,6 +6,7 @@ whatever the size of the run. What is broken is named, and the rest is checked a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trajstore.errors import FormatError, InvalidArgument, ObjectStoreError, RunNotFound
-from trajstore.integrity.array_checks import check_chunks
+from trajstore.integrity.array_checks import check_chunks, in_steps
 from trajstore.integrity.checked_metadata import CheckedMetadata
 from trajstore.integrity.checkpoint_checks import check_checkpoints
 from trajstore.integrity.chunk_checks import CheckedChunks
@@ -23,8 +24,10 @@ from trajstore.integrity.leftovers import Leftovers, find_leftovers
 from trajstore.integrity.metadata_checks import check_metadata, is_outdated
 from trajstore.integrity.problem import Problem
 from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.repairs import dropped_arrays, filled_rows, filled_shards
 from trajstore.store.reading.tiled_reader import TiledRun, open_tiled
 from trajstore.store.storage.remote_path import Location, RunPath
+from trajstore.strict_json import Document
 from trajstore.threads import Progress
 from trajstore.values.native_types import NATIVE_TYPES, is_nan
 from trajstore.values.rounding import convert
@@ -178,7 +181,9 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
     sound = not coordinates.problems
     fingerprint = check_fingerprint(metadata, chunks) if sound else []
     whole = sound and not metadata.problems and not chunks.problems
-    cells = _check_cells(metadata.path) if whole and "cells" in metadata.arrays else []
+    cells: list[Problem] = []
+    if whole and "cells" in metadata.arrays:
+        cells = _check_cells(metadata.path, metadata.attributes)
     found = Verification(
         path=metadata.path,
         problems=(
@@ -189,7 +194,13 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
             *cells,
             *checkpoints,
         ),
-        notes=(*metadata.notes, *leftovers.notes(), *chunks.notes, *chunks.row0),
+        notes=(
+            *metadata.notes,
+            *_repair_notes(metadata, chunks),
+            *leftovers.notes(),
+            *chunks.notes,
+            *chunks.row0,
+        ),
         rows=metadata.rows,
         arrays=len(metadata.arrays),
         shards=chunks.shards,
@@ -199,20 +210,32 @@ def _check_once(path: RunPath, threads: int | None, on_progress: Progress | None
     return CheckedRun(metadata=metadata, leftovers=leftovers, read=chunks, found=found)
 
 
-def _check_cells(path: Location) -> list[Problem]:
+def _repair_notes(metadata: CheckedMetadata, chunks: CheckedChunks) -> Iterator[str]:
+    """What earlier repairs have taken out of the run."""
+    for name in sorted(dropped_arrays(metadata.attributes)):
+        yield f"{name} is missing: a repair dropped it"
+    shards = filled_shards(metadata.attributes)
+    for name in dict.fromkeys(shard.array for shard in shards):
+        where = in_steps(chunks, [shard.rows for shard in shards if shard.array == name])
+        yield f"{name} has NaN in {where}: a repair filled what was damaged"
+
+
+def _check_cells(path: Location, attributes: Document) -> list[Problem]:
     """Hold ``cells`` against W rounded to bfloat16, to nearest even, a tile at a time.
 
     Parameters
     ----------
     path : Path or RemotePath
         Of a run of which every chunk can be read.
+    attributes : dict
+        Of its root.
     """
     where = path / "cells" / DOCUMENT
     try:
         run = open_tiled(path)
         if not {"W", "cells"} <= run.series.keys():
             return []
-        count, step, token = _wrong_cells(run)
+        count, step, token = _wrong_cells(run, filled_rows(attributes, ("W", "cells")))
     except ObjectStoreError:
         raise
     except (FormatError, OSError) as error:
@@ -227,17 +250,18 @@ def _check_cells(path: Location) -> list[Problem]:
     return [Problem(array="cells", path=where, message=message)]
 
 
-def _wrong_cells(run: TiledRun) -> tuple[int, int, int]:
-    """How many cells are not those of W, and step and token of the first."""
+def _wrong_cells(run: TiledRun, filled: set[int]) -> tuple[int, int, int]:
+    """How many cells are not those of W, and step and token of the first; not of filled rows."""
     W, cells, bfloat16 = run.series["W"], run.series["cells"], NATIVE_TYPES["bfloat16"]
     rows, count, first = np.arange(len(run.steps)), 0, (0, 0)
     for tile in W.tiles(rows, None):
         expected, _ = convert(tile.read(), W.native, bfloat16)
         held = cells.bits(tile.where)
         wrong = (held != expected) & ~(is_nan(held, bfloat16) & is_nan(expected, bfloat16))
+        at, among = tile.where
+        wrong[[row in filled for row in rows[at]]] = False
         if wrong.any() and not count:
             row, token, _ = np.argwhere(wrong)[0]
-            at, among = tile.where
             ids = run.coordinates["token"]
             first = int(run.steps[at.start + row]), int(ids[among.start + token])
         count += int(np.count_nonzero(wrong))
