@@ -58,6 +58,7 @@ class Page:
         self._ranks: list[Any] = []  # marks of the token among the layers
         event = hv.streams.Stream.define("Event", number=0)
         self._moved, self._chosen, self._renewed = event(), event(), event()
+        self._placed = event()  # the step, or the token, is another one
         self._make_widgets(pn)
         self._content = self._layout(pn)
         self._show_status()
@@ -101,7 +102,7 @@ class Page:
             pn.pane.HTML("", sizing_mode="stretch_width") for _ in range(4)
         )
         self._player.param.watch(lambda _: self._show_step(), "value")
-        self._search.param.watch(lambda event: self._find(event.new), "value_input")
+        self._search.param.watch(lambda event: self._search_for(event.new), "value_input")
         self._table.on_click(self._clicked)
 
     def _layout(self, pn: Any) -> Any:
@@ -111,8 +112,10 @@ class Page:
         def row(*parts: Any) -> Any:
             return pn.FlexBox(*parts, gap="12px", sizing_mode="stretch_width")
 
-        def titled(title: str, plot: Any, colours: Mapping[str, str] | None = None) -> Any:
-            text = f"<b>{html.escape(title)}</b>{_legend(colours or {})}"
+        def titled(
+            title: str, plot: Any, colours: Mapping[str, str] | None = None, marks: str = ""
+        ) -> Any:
+            text = f"<b>{html.escape(title)}</b>{_legend(colours or {})} {html.escape(marks)}"
             heading = pn.pane.HTML(text, sizing_mode="stretch_width")
             return wide(heading, pn.pane.HoloViews(plot, sizing_mode="stretch_width"))
 
@@ -137,7 +140,7 @@ class Page:
             self._player,
             self._step,
             row(
-                titled(plane, self._plane(), colours),
+                titled(plane, self._plane(), colours, plots.MARKS),
                 wide(self._search, self._found, self._table, self._token),
             ),
             row(*of_token),
@@ -153,7 +156,10 @@ class Page:
         many = self._kinds.size > plots.MANY
         shown = plots.shaded(points, self._kinds, xlim, ylim) if many else points
         path = hv.DynamicMap(lambda number: plots.path_plot(self._one), streams=[self._chosen])
-        return (shown * path).opts(
+        here = hv.DynamicMap(
+            lambda number: plots.here_plot(self._one, self._step_shown()), streams=[self._placed]
+        )
+        return (shown * path * here).opts(
             responsive=True, height=430, xlim=xlim, ylim=ylim, show_legend=False,
             active_tools=[], toolbar="above", hooks=[_without_logo, self._listen],
         )  # fmt: skip
@@ -242,6 +248,7 @@ class Page:
             texts.append(f"loss {float(history.curves['loss'].sel(step=step)):.4f}")
         self._step.object = f"<b>{', '.join(texts)}</b>"
         self._moved.event(number=self._moved.number + 1)
+        self._placed.event(number=self._placed.number + 1)
 
     def _go_to(self, step: float) -> None:
         """Show the row next to a step."""
@@ -256,6 +263,10 @@ class Page:
 
         tokens = self._seen.tokens
         return pandas.DataFrame(tokens.columns(tokens.find(text), self._seen.history))
+
+    def _search_for(self, text: str) -> None:
+        self._find(text)
+        self._table.page = 1  # the best is on the first page
 
     def _find(self, text: str) -> None:
         rows = self._rows(text)
@@ -286,6 +297,7 @@ class Page:
             span.location = self._rank_shown()
         self._token.object = self._token_text()
         self._chosen.event(number=self._chosen.number + 1)
+        self._placed.event(number=self._placed.number + 1)
 
     def _token_text(self) -> str:
         tokens, history = self._seen.tokens, self._seen.history

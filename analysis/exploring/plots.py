@@ -16,7 +16,9 @@ from trajstore.analysis.scan.consecutive_rows import REGIMES
 
 __all__ = [
     "MANY",
+    "MARKS",
     "curve_plot",
+    "here_plot",
     "layer_plot",
     "limits",
     "path_plot",
@@ -32,6 +34,7 @@ Limits = tuple[float, float]
 
 _AXES = ("axis 1", "axis 2")
 _INK = "#222222"
+_HERE = "#cc0077"
 _CELLS = (700, 500)
 _WIDTH = 1000  # cells of the picture of layers along the steps
 
@@ -90,15 +93,32 @@ def shaded(points: Any, of_kind: npt.NDArray[np.str_], xlim: Limits, ylim: Limit
     return dynspread(cells, threshold=0.8, max_px=2)
 
 
+MARKS = "○ start, ■ end, ◯ this step"
+"""Legend of the marks on a token's path."""
+
+
 def path_plot(token: xr.Dataset) -> Any:
-    """Path of a token in the plane, with its start and end."""
+    """Path of a token in the plane: an open circle at the start, a square at the end."""
     import holoviews as hv
 
     place = token["position"].values
-    ends = place[[0, -1]]
-    return hv.Curve(place, *_AXES).opts(color=_INK, line_width=1.5) * hv.Points(
-        ends, list(_AXES)
-    ).opts(color=_INK, size=8, marker="square", line_color="white")
+    start = hv.Points(place[:1], list(_AXES)).opts(
+        size=9, marker="circle", fill_color="white", line_color=_INK, line_width=1.5
+    )
+    end = hv.Points(place[-1:], list(_AXES)).opts(
+        size=9, marker="square", fill_color=_INK, line_color="white"
+    )
+    return hv.Curve(place, *_AXES).opts(color=_INK, line_width=1.5) * start * end
+
+
+def here_plot(token: xr.Dataset, step: int) -> Any:
+    """Ring around the position of a token at a step; at the nearest one that is read."""
+    import holoviews as hv
+
+    place = token["position"].sel(step=[step], method="nearest").values
+    return hv.Points(place, list(_AXES)).opts(
+        size=17, marker="circle", fill_alpha=0, line_color=_HERE, line_width=3
+    )
 
 
 def layer_plot(layers: xr.Dataset) -> Any:

@@ -29,34 +29,36 @@ class TokenList:
     ----------
     ids : ndarray of int64, (token,)
     texts : list of str, or None
-        As Python writes them, with quotes: nothing is left of them that a page or a terminal
-        would obey, and blanks are seen. None for a run that has no texts.
+        In quotes, with control characters escaped; a recorded backslash stays one backslash.
+        None for a run without texts.
     """
 
     def __init__(self, ds: xr.Dataset) -> None:
         self.ids: npt.NDArray[np.int64] = ds["token"].values.astype(np.int64)
         raw = [str(text) for text in ds["token_text"].values] if "token_text" in ds else None
-        self.texts = None if raw is None else [repr(text) for text in raw]
+        self.texts = None if raw is None else [_quoted(text) for text in raw]
+        self._raw = None if raw is None else np.array(raw, "T")
         self._folded = None if raw is None else np.array([text.casefold() for text in raw], "T")
         self._dead = ds["is_dead"].values if "is_dead" in ds else None
         self._count = ds["token_count"].values if "token_count" in ds else None
 
     def find(self, text: str) -> npt.NDArray[np.intp]:
-        """Positions of the tokens with that id or text, the best first.
+        """Positions of the tokens with that id or text, the best first; all for an empty text.
 
-        First the one of that id, then such as are that text, but for blanks around it, then such
-        as begin with it, then such as hold it; upper and lower case are the same. All tokens for
-        an empty text.
+        The order: the id; exactly the text; the text apart from blanks around it; also apart from
+        case; texts that begin with it; texts that contain it.
         """
         wanted = text.casefold()
         if not wanted:
             return np.arange(self.ids.size)
         rank = np.full(self.ids.size, 9)
-        if self._folded is not None:
+        if self._raw is not None and self._folded is not None:
             bare = np.strings.strip(self._folded)
-            rank[np.strings.find(self._folded, wanted) >= 0] = 3
-            rank[np.strings.startswith(bare, wanted)] = 2
-            rank[(self._folded == wanted) | (bare == wanted.strip())] = 1
+            rank[np.strings.find(self._folded, wanted) >= 0] = 5
+            rank[np.strings.startswith(bare, wanted)] = 4
+            rank[(self._folded == wanted) | (bare == wanted.strip())] = 3
+            rank[np.strings.strip(self._raw) == text.strip()] = 2
+            rank[self._raw == text] = 1
         if text.strip().isdecimal():
             rank[self.ids == int(text)] = 0
         there = np.flatnonzero(rank < 9)
@@ -90,6 +92,18 @@ class TokenList:
         columns["last motion"] = _known(history.last_motion.values[those])
         columns["moves"] = history.moves.values[those]
         return columns
+
+
+def _quoted(text: str) -> str:
+    r"""Text in quotes, with what a page or a terminal would obey as Python escapes.
+
+    >>> print(_quoted("a\n"), _quoted("
+"))
+    'a
+' '
+'
+    """
+    return "'" + "".join(c if c.isprintable() else repr(c)[1:-1] for c in text) + "'"
 
 
 def nearest(

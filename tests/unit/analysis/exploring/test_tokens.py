@@ -20,8 +20,11 @@ def tokens(*texts: str) -> TokenList:
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("the", [3, 0, 1, 2]),  # it itself, then what begins with it, then what holds it
-        (" THE ", [3]),
+        ("the", [3, 6, 5, 0, 1, 2]),  # exact, apart from case, what begins with it, holds it
+        (" THE ", [6, 5, 3]),
+        ("THE", [6, 5, 3, 0, 1, 2]),
+        ("The", [5, 3, 6, 0, 1, 2]),
+        (" the ", [3, 5, 6]),
         ("20", [2, 4]),  # the id, then the text
         ("40", [4]),
         ("", [0, 1, 2, 3, 4]),
@@ -30,7 +33,7 @@ def tokens(*texts: str) -> TokenList:
     ],
 )
 def test_tokens_are_found_by_text_and_id_the_best_first(text: str, found: list[int]) -> None:
-    known = tokens("they", "Then", "bathed", " the ", "a20")
+    known = tokens("they", "Then", "bathed", " the ", "a20", "The", "the")
     assert sorted(known.find(text)) == sorted(found)
     assert known.find(text).tolist() == found
 
