@@ -55,7 +55,7 @@ def dead(values: xr.DataArray) -> xr.DataArray:
 
 def row(name: str, label: str, ds: xr.Dataset, curves: Curves) -> str:
     """One line of the table."""
-    found = freeze(ds, min_still=1).compute()  # the text says which of them the end decides
+    found = freeze(ds, min_unchanged=1).compute()  # the text says which of them the end decides
     since = found.frozen_since
     cells = [label]
     for population, mask in (("dead", ds.is_dead), ("live", ~ds.is_dead)):

@@ -140,7 +140,7 @@ def alignment(
     own = scan.wrap(cosines, like).assign_attrs(long_name=label, units="1")
     dims = ("step", "population", "quantile")
     count = table[..., 0].astype(np.int64)
-    told = {
+    columns = {
         "alignment": (table[..., 1], f"mean {label}"),
         "alignment_quantiles": (table[..., 2:], f"quantiles of the {label}"),
         "aligned_tokens": (count, "tokens with a cosine"),
@@ -151,7 +151,7 @@ def alignment(
             name: xr.DataArray(
                 data, dims=dims[: data.ndim], attrs={"long_name": long_name, "units": "1"}
             )
-            for name, (data, long_name) in told.items()
+            for name, (data, long_name) in columns.items()
         },
         coords={"step": scan.ds["step"], "population": names, "quantile": levels},
     )

@@ -329,14 +329,14 @@ def _of_populations(
         align_arrays=False,
         meta=np.empty((0, 0, 0), np.int64),
     )
-    told = {
+    columns = {
         "groups": "groups of two or more identical tokens",
         "singles": "tokens with a vector of their own",
         "herfindahl": "probability that two draws are identical",
         "group_sizes": "tokens of the largest groups",
     }
     result = {}
-    for name, long_name in told.items():
+    for name, long_name in columns.items():
         data = field(facts, name)
         dims = ("step", "population", "rank")[: data.ndim]
         result[name] = xr.DataArray(data, dims=dims, attrs={"long_name": long_name})

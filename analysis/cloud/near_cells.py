@@ -33,7 +33,7 @@ Array = npt.NDArray[Any]
 Numbers = npt.NDArray[np.int64]
 Groups = npt.NDArray[np.bool_]
 
-# Pairs of neighbours that are held at a time, at some 50 bytes each.
+# Pairs of neighbors that are held at a time, at some 50 bytes each.
 _PAIRS = 1 << 21
 # Pairs of vectors that are compared at a time: few enough for a processor's own memory.
 _COMPARED = 1 << 19
@@ -43,10 +43,10 @@ _FEW = 64
 
 _RECORD = [
     ("vertices", "i8", "distinct vectors"),
-    ("edges", "i8", "pairs of neighbours"),
-    ("mean_degree", "f8", "mean number of neighbours of a vector"),
+    ("edges", "i8", "pairs of neighbors"),
+    ("mean_degree", "f8", "mean number of neighbors of a vector"),
     ("components", "i8", "connected components"),
-    ("isolated", "i8", "vectors without a neighbour"),
+    ("isolated", "i8", "vectors without a neighbor"),
     ("largest_component", "i8", "vectors in the largest component"),
     ("largest_component_tokens", "i8", "tokens in the largest component"),
 ]
@@ -62,7 +62,7 @@ def _scipy() -> tuple[Any, Any]:
 
 
 def _pairs(cells: Numbers, k: int) -> Iterator[Numbers]:
-    """Neighbours, (pair, 2), some at a time; each pair once.
+    """Neighbors, (pair, 2), some at a time; each pair once.
 
     Sorted along the dimension in which the fewest are near, a block of vectors is compared with
     those that can be near to it: of all of these one dimension after the other, by the lowest bits
@@ -214,7 +214,7 @@ def adjacency(
 ) -> xr.Dataset:
     """Graph of the distinct vectors that are within k cells of each other in every element.
 
-    Two vectors are neighbours if no element of the one is further than k values of the type from
+    Two vectors are neighbors if no element of the one is further than k values of the type from
     that of the other, counted as in ``lattice_displacement(metric="ordinal")``: L∞ ≤ k. That of a
     population is the graph of its vectors alone.
 
@@ -239,7 +239,7 @@ def adjacency(
         ``largest_component`` in vectors, and ``largest_component_tokens``, how many tokens are
         there; float64 ``mean_degree``. Over (step, token), int64, of the population, or of all
         tokens: ``degree``, and ``connected_component``, named after the smallest token in it; −1
-        outside the population. A vector with a NaN or an infinity has no neighbours.
+        outside the population. A vector with a NaN or an infinity has no neighbors.
 
     Raises
     ------
@@ -298,7 +298,7 @@ def adjacency(
         array = array.assign_coords(population=names)
         result[name] = array.assign_attrs(long_name=long_name)
     for name, long_name in (
-        ("degree", "number of neighbours"),
+        ("degree", "number of neighbors"),
         ("connected_component", "connected component, by its smallest token"),
     ):
         array = scan.wrap(field(found, name), points.variable, rows=rows)

@@ -65,8 +65,8 @@ def _exact(vectors: Wide, start: int, candidates: Groups) -> Wide:
     rows, others = np.nonzero(candidates)
     for at in range(0, rows.size, most):
         one, other = rows[at : at + most], others[at : at + most]
-        way = vectors[start + one] - vectors[other]
-        np.minimum.at(result, one, np.sqrt((way * way).sum(1)))
+        difference = vectors[start + one] - vectors[other]
+        np.minimum.at(result, one, np.sqrt((difference * difference).sum(1)))
     return result
 
 

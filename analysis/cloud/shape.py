@@ -91,9 +91,9 @@ def _gather(
 def _both(one: tuple[int, Wide, Wide], other: tuple[int, Wide, Wide]) -> tuple[int, Wide, Wide]:
     """Pairwise combination of sums of squares: Chan, Golub and LeVeque, 1983."""
     total = one[0] + other[0]
-    way = other[1] - one[1]
-    scatter = one[2] + other[2] + np.outer(way, way) * (one[0] * other[0] / total)
-    return total, one[1] + way * (other[0] / total), scatter
+    difference = other[1] - one[1]
+    scatter = one[2] + other[2] + np.outer(difference, difference) * (one[0] * other[0] / total)
+    return total, one[1] + difference * (other[0] / total), scatter
 
 
 def _axes_of(state: tuple[int, Wide, Wide] | None, hidden: int) -> Wide:

@@ -132,7 +132,7 @@ def layer_plot(layers: xr.Dataset) -> Any:
     places = steps[0] + np.arange(cells) * (stop - steps[0]) / cells
     group = np.searchsorted(steps, places, side="right") - 1
     colours = np.array([_rgb(REGIME_COLOURS[name]) for name in REGIMES], np.uint8)
-    picture = colours[layers["stratum"].transpose("layer", "step").values[:, group]]
+    picture = colours[layers["update_size"].transpose("group", "step").values[:, group]]
     tokens = int(layers["tokens"].sum())
     return hv.RGB(
         np.ascontiguousarray(picture[::-1]),

@@ -17,7 +17,7 @@ from trajstore.analysis.figures.across_runs import (
 )
 from trajstore.analysis.figures.style import STYLES, Style, population_colour, style
 from trajstore.analysis.figures.titles import titled_runs
-from trajstore.analysis.motion.stillness import MIN_STILL
+from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.scan.scan import Scan
 from trajstore.analysis.scan.task_progress import Report, compute_all
 from trajstore.analysis.scan.window import windowed_scan
@@ -73,7 +73,7 @@ class Options:
         Window that is shown, of facts of the whole run.
     within : bool
         Compute everything from the rows of the window alone.
-    min_still : int
+    min_unchanged : int
         Steps without motion that make a token frozen, as for `analysis.freeze`.
     """
 
@@ -83,7 +83,7 @@ class Options:
     plane: str = "principal"
     steps: Steps = None
     within: bool = False
-    min_still: int = MIN_STILL
+    min_unchanged: int = MIN_UNCHANGED
 
     def __post_init__(self) -> None:
         for name, known in (("colour", ("regime", "hop")), ("plane", ("principal", "hidden_mean"))):
@@ -287,7 +287,7 @@ class Figure:
             Width and height of a new figure, in inches.
         **options
             Of `Options`: ``population``, ``lattice``, ``colour``, ``plane``, ``steps``, ``within``,
-            ``min_still``.
+            ``min_unchanged``.
 
         Returns
         -------

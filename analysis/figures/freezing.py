@@ -19,7 +19,7 @@ from trajstore.analysis.figures.axes_marks import (
 )
 from trajstore.analysis.figures.figure import Look, Options, figure
 from trajstore.analysis.figures.style import REGIME_COLOURS, REGIME_MEANINGS, population_colour
-from trajstore.analysis.motion import freezing, rest_layers, ulp_motion
+from trajstore.analysis.motion import freezing, ulp_motion, update_heatmap
 from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import chosen_populations
@@ -51,21 +51,21 @@ def _of_tokens(facts: xr.Dataset, scan: Scan, options: Options) -> xr.Dataset:
 
 def _with_end(facts: xr.Dataset, scan: Scan, options: Options) -> xr.Dataset:
     """The same, with the end of the run, which decides what is still for good."""
-    return facts.assign_attrs(run_end=int(scan.steps[-1]), min_still=options.min_still)
+    return facts.assign_attrs(run_end=int(scan.steps[-1]), min_unchanged=options.min_unchanged)
 
 
 def _shade_end(ax: Axes, data: xr.Dataset, look: Look, first: int, last: int) -> None:
     """Shade the steps after which the run ends too soon to call a still token frozen."""
-    end, min_still = data.attrs["run_end"], data.attrs["min_still"]
-    if last <= end - min_still:
+    end, min_unchanged = data.attrs["run_end"], data.attrs["min_unchanged"]
+    if last <= end - min_unchanged:
         return
-    label = f"last {min_still:,} steps: a token that moves here is not called frozen"
+    label = f"last {min_unchanged:,} steps: a token that moves here is not called frozen"
     known = label in ax.get_legend_handles_labels()[1]
     name = f"end {end} {last}"
     if any(patch.get_gid() == name for patch in ax.patches):
         return  # of another run, which ends there, too
     ax.axvspan(
-        max(first, end - min_still),
+        max(first, end - min_unchanged),
         last,
         color=look.style.grid,
         alpha=0.35,
@@ -78,8 +78,8 @@ def _shade_end(ax: Axes, data: xr.Dataset, look: Look, first: int, last: int) ->
 
 def _freeze(scan: Scan, options: Options) -> xr.Dataset:
     shown = options.populations(scan)
-    facts = freezing.freeze(scan, options.min_still, options.lattice)
-    facts = facts[["still_fraction", "frozen_fraction"]].sel(population=shown)
+    facts = freezing.freeze(scan, options.min_unchanged, options.lattice)
+    facts = facts[["unchanged_fraction", "frozen_fraction"]].sel(population=shown)
     return _with_end(facts, scan, options)
 
 
@@ -88,15 +88,17 @@ def freeze(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Share of the tokens that never move again."""
     labels = {
         "frozen_fraction": "will not move again",
-        "still_fraction": "did not move at this step",
+        "unchanged_fraction": "did not move at this step",
     }
     population_curves(ax, data, look, labels)
     along_steps(ax, "share of the tokens")
     ax.set_ylim(-0.02, 1.02)
     lines = "whole: share of the tokens whose last motion is past; dotted: that stood still then"
     spread_note(ax, look, alone=lines)
-    end, min_still = data.attrs["run_end"], data.attrs["min_still"]
-    note(ax, f"never again: still until the last step, {end:,}, for at least {min_still:,} steps")
+    end, min_unchanged = data.attrs["run_end"], data.attrs["min_unchanged"]
+    note(
+        ax, f"never again: unchanged to the end, step {end:,}, for {min_unchanged:,} steps or more"
+    )
     _shade_end(ax, data, look, *data["step"].values[[0, -1]].tolist())
     with_legend(ax)
 
@@ -115,7 +117,7 @@ def last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
     for kind, population in enumerate(populations):
         steps = data["last_motion"].values[data["member"].sel(population=population).values]
         moved = steps[steps >= 0]
-        ends = (moved > data.attrs["run_end"] - data.attrs["min_still"]).sum()
+        ends = (moved > data.attrs["run_end"] - data.attrs["min_unchanged"]).sum()
         ax.hist(
             moved,
             bins=edges.tolist(),
@@ -125,7 +127,7 @@ def last_motion(ax: Axes, data: xr.Dataset, look: Look) -> None:
             alpha=0.6 if look.alone else 1,
             label=look.label(
                 f"{named(population)} ({steps.size:,}): {steps.size - moved.size:,} never moved, "
-                f"{ends:,} moved in the last {data.attrs['min_still']:,} steps",
+                f"{ends:,} moved in the last {data.attrs['min_unchanged']:,} steps",
                 kind,
             ),
         )
@@ -172,7 +174,7 @@ def lifecycle(ax: Axes, data: xr.Dataset, look: Look) -> None:
 
 def _stratigraphy(scan: Scan, options: Options) -> xr.Dataset:
     of = "hop" if options.colour == "hop" else "regime"
-    return rest_layers.stratigraphy(scan, of, options.lattice)  # type: ignore[arg-type]
+    return update_heatmap.heatmap(scan, of, options.lattice)  # type: ignore[arg-type]
 
 
 @figure(
@@ -183,7 +185,7 @@ def stratigraphy(ax: Axes, data: xr.Dataset, look: Look) -> None:
     from matplotlib.colors import BoundaryNorm, ListedColormap, LogNorm
     from matplotlib.patches import Patch
 
-    stratum = data["stratum"].transpose("layer", "step")
+    stratum = data["update_size"].transpose("group", "step")
     steps = stratum["step"].values.astype(np.float64)
     sizes = data["tokens"].values
     spacing = steps[-1] - steps[-2] if steps.size > 1 else 1.0
@@ -206,7 +208,7 @@ def stratigraphy(ax: Axes, data: xr.Dataset, look: Look) -> None:
                 edges, depths, values, norm=scale, cmap=look.style.density, rasterized=True
             )
             ax.figure.colorbar(mesh, ax=ax).set_label(
-                f"mean hop (L1) / {data['stratum'].attrs['units']}"
+                f"mean hop (L1) / {data['update_size'].attrs['units']}"
             )
         patches = []
         pooled = "blank: did not move; the mean hop"
@@ -214,10 +216,10 @@ def stratigraphy(ax: Axes, data: xr.Dataset, look: Look) -> None:
     ax.set_ylabel("tokens, sorted by their last motion")
     tokens, rows = int(sizes.max()), int(data["steps"].max())
     cell = f"{pooled} of {_up_to(tokens, 'token')} × {_up_to(rows, 'step')} to a cell"
-    mixed = tokens > 1 and "dead_share" in data
+    mixed = tokens > 1 and "dead_fraction" in data
     note(ax, cell + ("; strip: mixed colours where both kinds are pooled" if mixed else ""))
-    if "dead_share" in data:
-        patches += _draw_populations(ax, data["dead_share"].values, depths)
+    if "dead_fraction" in data:
+        patches += _draw_populations(ax, data["dead_fraction"].values, depths)
     with_legend(ax, handles=patches)
 
 

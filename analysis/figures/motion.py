@@ -21,7 +21,7 @@ from trajstore.analysis.figures.axes_marks import (
 )
 from trajstore.analysis.figures.figure import Figure, Look, Options, after_first_row, figure
 from trajstore.analysis.figures.style import POPULATION_COLOURS, population_colour, shades
-from trajstore.analysis.motion import collective, norms, resume_seams, velocity
+from trajstore.analysis.motion import collective, norms, resume_discontinuities, velocity
 from trajstore.analysis.motion.autocorrelation import autocorrelation as autocorrelation_at
 from trajstore.analysis.scan.population_statistics import statistics
 from trajstore.analysis.scan.scan import Scan
@@ -206,14 +206,14 @@ _THRESHOLD = 8.0
 
 
 def _seams(scan: Scan, options: Options) -> xr.Dataset:
-    return resume_seams.seams(scan, threshold=_THRESHOLD)
+    return resume_discontinuities.discontinuities(scan, threshold=_THRESHOLD)
 
 
 @figure(_seams, measures=("step_norm",), scales=False, of_populations=False)
 def seams(ax: Axes, data: xr.Dataset, look: Look) -> None:
     """Seams: steps at which the run does not go on as it was."""
-    steps, scores = data["step"].values, data["seam_score"].values
-    at = np.flatnonzero(data["seam"].values)
+    steps, scores = data["step"].values, data["discontinuity_score"].values
+    at = np.flatnonzero(data["discontinuity"].values)
     ax.plot(steps, scores, color=look.style.ink, lw=0.8, label="score of a step")
     for sign in (1, -1):
         label = f"±{_THRESHOLD:g}: a seam lies beyond" if sign > 0 else None

@@ -24,13 +24,13 @@ __all__ = ["causes", "regimes"]
 def _census(counts: xr.DataArray, scan: Scan, options: Options) -> xr.Dataset:
     """Of a single population: the stacks of two would lie on each other."""
     (population,) = options.populations(scan, ("all",))
-    return counts.sel(population=population).to_dataset(name="census")
+    return counts.sel(population=population).to_dataset(name="counts")
 
 
 def _draw(
     ax: Axes, data: xr.Dataset, colours: Mapping[str, str], meanings: Mapping[str, str]
 ) -> None:
-    census = data["census"]
+    census = data["counts"]
     (dim,) = (name for name in census.dims if name != "step")
     kinds = [str(kind) for kind in census[dim].values]
     counts = census.transpose(dim, "step").values
@@ -56,7 +56,7 @@ def _label(kind: str, meanings: Mapping[str, str]) -> str:
 
 
 def _regimes(scan: Scan, options: Options) -> xr.Dataset:
-    return _census(ulp_motion.regimes(scan, options.lattice)["census"], scan, options)
+    return _census(ulp_motion.regimes(scan, options.lattice)["counts"], scan, options)
 
 
 @figure(_regimes, measures=("regime",), on_lattice=True, scales=False)

@@ -38,7 +38,7 @@ POPULATION_COLOURS = {
 REGIME_COLOURS = {
     "frozen": "#46327E",
     "single": "#365C8D",
-    "neighbour": "#1FA187",
+    "neighbor": "#1FA187",
     "local": "#7AD151",
     "jump": "#FDE725",
 }
@@ -46,7 +46,7 @@ REGIME_COLOURS = {
 REGIME_MEANINGS = {
     "frozen": "no element left its cell",
     "single": "one element moved, by one cell",
-    "neighbour": "several, each by one cell at most",
+    "neighbor": "several, each by one cell at most",
     "local": "some further, in all up to √D cells (L2)",
     "jump": "more than √D cells (L2), D elements",
 }
@@ -55,7 +55,7 @@ REGIME_MEANINGS = {
 CAUSE_COLOURS = {
     "moved": "#BBBBBB",
     "no_gradient": "#56B4E9",
-    "underflow": "#E69F00",
+    "lost_update": "#E69F00",
     "learning_rate": "#009E73",
     "skipped": "#CC79A7",
     "unexplained": "#7B3FA0",

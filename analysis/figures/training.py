@@ -18,7 +18,7 @@ from trajstore.analysis.figures.axes_marks import (
 from trajstore.analysis.figures.figure import Look, Options, after_first_row, figure
 from trajstore.analysis.figures.style import CAUSE_COLOURS, POPULATION_COLOURS
 from trajstore.analysis.model import logit_statistics
-from trajstore.analysis.optimizer import underflow_line
+from trajstore.analysis.optimizer import lost_update_line
 from trajstore.analysis.scan import input_checks
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
@@ -97,7 +97,7 @@ def logits(ax: Axes, data: xr.Dataset, look: Look) -> None:
 
 def _moments(scan: Scan, options: Options) -> xr.Dataset:
     (shown,) = options.populations(scan, ("all",))
-    plane = underflow_line.moment_plane(scan).sel(population=shown)
+    plane = lost_update_line.moment_plane(scan).sel(population=shown)
     return plane.assign(lr=scan.ds["lr"].isel(step=-1))
 
 
@@ -121,7 +121,7 @@ def moments(ax: Axes, data: xr.Dataset, look: Look) -> None:
         ax.figure.colorbar(mesh, ax=ax).set_label("elements")
     log_scale(ax, "x", by_root)
     log_scale(ax, "y", by_size)
-    root, colour = data["root"].values, CAUSE_COLOURS["underflow"]
+    root, colour = data["root"].values, CAUSE_COLOURS["lost_update"]
     low, middle, high = data["threshold"].transpose("quantile", "root_class").values
     if np.isfinite(middle).all():
         ax.fill_between(root, low, high, color=colour, alpha=0.3, lw=0)

@@ -14,6 +14,6 @@
     The recurrence of Adam's moments in float64, without the rounding of their state.
 ``moments``
     Quantities: exact moments, computed from the recorded gradients.
-``underflow_line``
+``lost_update_line``
     The plane of √v and |m|, and the line in it below which an update is rounded away.
 """

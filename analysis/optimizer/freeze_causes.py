@@ -34,7 +34,7 @@ Array = npt.NDArray[Any]
 CAUSES = (
     "moved",
     "no_gradient",
-    "underflow",
+    "lost_update",
     "learning_rate",
     "skipped",
     "unexplained",
@@ -43,7 +43,10 @@ CAUSES = (
 """In the order of their flag values."""
 
 _EVIDENCE = np.dtype(
-    [(name, bool) for name in ("still", "cell_still", "no_gradient", "back", "stepped", "force")]
+    [
+        (name, bool)
+        for name in ("unchanged", "cell_unchanged", "no_gradient", "back", "stepped", "force")
+    ]
 )
 """Of each token, and ``stepped`` and ``force`` of any token of the chunk in that row."""
 
@@ -124,7 +127,7 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
     once, is the recorded W_t. An optimizer whose state has a type of its own (`RoundedAdamW`)
     rounds nothing on the way, and the same holds where that is float32 or wider; of a narrower one
     the store has the moments only rounded, as it has those of a fused kernel. One that rounds at
-    random rounds W_{t−1} + update to either of its neighbours.
+    random rounds W_{t−1} + update to either of its neighbors.
 
     Parameters
     ----------
@@ -190,7 +193,7 @@ def adam_update(scan: Scan, optimizer: Mapping[str, Any] | None = None) -> xr.Da
     )
 
 
-def _still(before: Array, after: Array) -> npt.NDArray[np.bool_]:
+def _unchanged(before: Array, after: Array) -> npt.NDArray[np.bool_]:
     """Which vectors have equal bits, −0.0 and +0.0 being equal."""
     return ~moved_vectors(before, after, changed_vectors(before, after))
 
@@ -252,13 +255,13 @@ def _evidence_kernel(
         out = result[:, part]
         W = _earlier(block, boundary, part)
         later = np.ascontiguousarray(block[:, part])
-        still = _still(W, later)
-        out["still"] = still
-        out["cell_still"] = (
-            still if chosen == native else _still(cast(W, chosen), cast(later, chosen))
+        unchanged = _unchanged(W, later)
+        out["unchanged"] = unchanged
+        out["cell_unchanged"] = (
+            unchanged if chosen == native else _unchanged(cast(W, chosen), cast(later, chosen))
         )
         # Of what moves nothing else is asked.
-        at = np.nonzero(still)
+        at = np.nonzero(unchanged)
         kept, first = W[at], exp_avg[:, part][at]
         forces = [grad[:, part][at], first, exp_avg_sq[:, part][at]]
         out["no_gradient"][at] = ~np.any([_not_zero(each).any(-1) for each in forces], axis=0)
@@ -277,12 +280,12 @@ def _decide(
     """Cause per (step, token), the first that holds."""
     shape = evidence.shape
     rules = {
-        "moved": ~evidence["cell_still"],
-        "below_cell": ~evidence["still"],
+        "moved": ~evidence["cell_unchanged"],
+        "below_cell": ~evidence["unchanged"],
         "no_gradient": evidence["no_gradient"],
         "learning_rate": np.broadcast_to(lr == 0, shape),
         "skipped": np.broadcast_to((~stepped & force) | np.isnan(lr), shape),
-        "underflow": evidence["back"] & follows,
+        "lost_update": evidence["back"] & follows,
     }
     cause = np.select(
         list(rules.values()), [CAUSES.index(name) for name in rules], CAUSES.index("unexplained")
@@ -303,7 +306,7 @@ def freeze_cause(
     learning_rate  the learning rate was 0
     skipped        no optimizer step was taken: no moment of any token changed, although there
                    were gradients; or there is no learning rate
-    underflow      an update was intended, and W + update rounds back to W everywhere
+    lost_update    an update was intended, and W + update rounds back to W everywhere
     unexplained    none of these; the previous step was not recorded, or another hand moved W back
     =============  ====================================================================
 
@@ -332,8 +335,8 @@ def freeze_cause(
     Examples
     --------
     >>> cause = freeze_cause(ds)
-    >>> underflow = cause == cause.attrs["flag_meanings"].split().index("underflow")
-    >>> underflow.sum("token").sel(step=[12, 15, 18]).values
+    >>> lost_update = cause == cause.attrs["flag_meanings"].split().index("lost_update")
+    >>> lost_update.sum("token").sel(step=[12, 15, 18]).values
     array([  0,  10, 128])
     """
     input_checks.variables(scan.ds, "W", "grad", "exp_avg", "exp_avg_sq", "lr")

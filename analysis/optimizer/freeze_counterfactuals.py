@@ -34,7 +34,7 @@ from trajstore.populations.masks import POPULATIONS, members
 from trajstore.values.token_norms import result_dtype, token_norm
 from trajstore.values.ulp_lattice import spacing, unsigned_view
 
-__all__ = ["COUNTERFACTUALS", "OUTCOMES", "freeze_blame"]
+__all__ = ["COUNTERFACTUALS", "OUTCOMES", "freeze_attribution"]
 
 Array = npt.NDArray[Any]
 
@@ -48,7 +48,7 @@ _KINDS = len(COUNTERFACTUALS)
 
 # What is carried from block to block of each token: rows since its last motion, steps among them
 # that were tried, and of each counterfactual whether it moved W, and how far at most.
-_STILL, _TRIED, _MOVED, _MARGIN = 0, 1, slice(2, 2 + _KINDS), slice(2 + _KINDS, 2 + 2 * _KINDS)
+_UNCHANGED, _TRIED, _MOVED, _MARGIN = 0, 1, slice(2, 2 + _KINDS), slice(2 + _KINDS, 2 + 2 * _KINDS)
 _JUDGED_TOGETHER = 1 << 17
 """Elements; what is computed of them takes several times their memory."""
 
@@ -56,19 +56,19 @@ _NOTHING = np.r_[np.zeros(2 + _KINDS), np.full(_KINDS, np.nan)]
 
 
 @quantity(only_native=True)
-def freeze_blame(
+def freeze_attribution(
     scan: Scan,
     optimizer: Mapping[str, Any] | None = None,
     window: int = 100,
     lattice: str = "native",
 ) -> xr.Dataset:
-    """What of the optimizer keeps each frozen token where it is.
+    """Part of the optimizer that keeps each frozen token unchanged.
 
     A token is frozen when it does not move after its last motion, as in `freeze` with
-    ``min_still=1``: ``blame_steps`` says for how long. The first `window` optimizer steps of that
-    stillness are taken once more, each from the recorded state before it, with one thing
-    otherwise. If W + update then rounds to another W in any element at any of these steps, that
-    thing is to blame: the token would not have frozen there.
+    ``min_unchanged=1``. The first `window` optimizer steps after that motion are computed again,
+    each from the recorded state before it, and each with one change. If W + update then rounds to
+    another W in any element at any of these steps, the changed part is the cause: the token would
+    not have frozen there.
 
     ===============  ===========================================================================
     recorded         nothing: the update as it was, for comparison
@@ -87,22 +87,23 @@ def freeze_blame(
     optimizer : mapping, optional
         ``class`` and ``hyperparameters``; by default the attribute ``optimizer`` of the run.
     window : int
-        Optimizer steps after the last motion that are tried, or fewer where there are not so many.
+        Maximum optimizer steps after the last motion to compute.
     lattice : 'native'
-        The only one: each of these things changes how W itself is rounded.
+        The only accepted value: each change acts on how W itself is rounded.
 
     Returns
     -------
     Dataset
-        ``blame``, int8 (counterfactual, token), with CF ``flag_values`` and ``flag_meanings``:
-        ``moving``, the token moved at the last row; ``rounded_away``, it would have frozen all the
-        same; ``moves``, it would not; ``unknown``, where there is no number to judge by (no live
-        token, only skipped steps, NaN, or float64 weights for `float32_weights`).
-        ``blame_margin``, float64 (counterfactual, token): the largest ``|update|``/spacing(W) of
-        all elements and steps that were tried, in spacings of the native type, or of float32 for
-        `float32_weights`. From one half on W moves, from one quarter where that leads down from a
-        power of two. ``blame_steps``, int64 (token): steps that were tried. ``blame_census``,
-        int64 (counterfactual, population, outcome_name): tokens.
+        ``attribution``, int8 (counterfactual, token), with CF ``flag_values`` and
+        ``flag_meanings``: ``moving``, the token moved at the last row; ``rounded_away``, the token
+        would have frozen anyway; ``moves``, it would have moved; ``unknown``, the inputs are
+        missing (no live token, only skipped steps, NaN, or float64 weights for
+        `float32_weights`). ``attribution_margin``, float64 (counterfactual, token): the largest
+        ``|update|``/spacing(W) of all elements and steps that were computed, in spacings of the
+        native type, or of float32 for `float32_weights`. W moves from one half on, or from one
+        quarter for a step down from a power of two. ``attribution_steps``, int64 (token): the
+        number of steps that were computed. ``attribution_counts``, int64 (counterfactual,
+        population, outcome_name): the number of tokens.
 
     Raises
     ------
@@ -115,18 +116,18 @@ def freeze_blame(
 
     Examples
     --------
-    >>> census = freeze_blame(ds).blame_census.sel(outcome_name="moves")
-    >>> census.sel(population="dead").to_series()[["recorded", "exact_moments"]].to_dict()
+    >>> counts = freeze_attribution(ds).attribution_counts.sel(outcome_name="moves")
+    >>> counts.sel(population="dead").to_series()[["recorded", "exact_moments"]].to_dict()
     {'recorded': 0, 'exact_moments': 118}
     """
     _check_lattice(scan, lattice)
     if window < 1:
         raise InvalidArgument(f"got window={window}, expected at least 1 step")
     input_checks.variables(scan.ds, "W", "grad", "clip_coef", *MOMENTS, "lr")
-    recurrence = Recurrence.of(scan, optimizer, "freeze_blame")
+    recurrence = Recurrence.of(scan, optimizer, "freeze_attribution")
     rule = AdamRule.of(input_checks.optimizer_of(scan.ds, optimizer))
     facts = _facts(recurrence, rule, window)[0]
-    blame = facts.map_blocks(
+    attribution = facts.map_blocks(
         _outcome_kernel,
         chunks=(facts.chunks[0], (_KINDS,)),
         dtype=np.int8,
@@ -136,24 +137,24 @@ def freeze_blame(
     def per_token(data: da.Array, *dims: str) -> xr.DataArray:
         return scan.wrap(data, "W", dims=(*dims, "token"))
 
-    flags = per_token(blame.T, "counterfactual")
+    flags = per_token(attribution.T, "counterfactual")
     native = native_dtype(scan.ds["W"])
     result = xr.Dataset(
         {
-            "blame": flags.assign_attrs(
+            "attribution": flags.assign_attrs(
                 long_name="whether the token would have moved",
                 **flag_attributes(OUTCOMES, np.int8),
             ),
-            "blame_margin": per_token(facts[:, _MARGIN].T, "counterfactual").assign_attrs(
+            "attribution_margin": per_token(facts[:, _MARGIN].T, "counterfactual").assign_attrs(
                 long_name="largest update of a still step",
                 units=f"{native} spacings; of float32 for float32_weights",
             ),
-            "blame_steps": per_token(facts[:, _TRIED].astype(np.int64)).assign_attrs(
+            "attribution_steps": per_token(facts[:, _TRIED].astype(np.int64)).assign_attrs(
                 long_name="still steps that were tried", units="1"
             ),
-            "blame_census": count_by_population(flags, len(OUTCOMES), "outcome_name").assign_attrs(
-                long_name="number of tokens", units="1"
-            ),
+            "attribution_counts": count_by_population(
+                flags, len(OUTCOMES), "outcome_name"
+            ).assign_attrs(long_name="number of tokens", units="1"),
         }
     )
     return result.assign_coords(counterfactual=list(COUNTERFACTUALS), outcome_name=list(OUTCOMES))
@@ -164,9 +165,9 @@ def _check_lattice(scan: Scan, lattice: str) -> None:
     native = native_dtype(scan.variable("W"))
     if chosen_type(lattice, native) != native:
         raise InvalidArgument(
-            f"freeze_blame asks what keeps W where it is as it was trained, in {native}, and got "
-            f"lattice={lattice!r}; freeze_cause answers on a lattice of choice, where below_cell "
-            "says that W moved and its cell did not"
+            f"freeze_attribution computes on the lattice that W was trained on, {native}; got "
+            f"lattice={lattice!r}; use freeze_cause for another lattice: there below_cell means "
+            "that W moved within its cell"
         )
 
 
@@ -180,7 +181,7 @@ def _facts(recurrence: Recurrence, rule: AdamRule, window: int) -> da.Array:
     peak = np.max(lr[recurrence.taken & ~np.isnan(lr)], initial=-np.inf)
     by_row = (
         lr,
-        recurrence.steps_taken("freeze_blame"),
+        recurrence.steps_taken("freeze_attribution"),
         recurrence.taken,
         np.arange(lr.size) > 0,  # the first row shows no motion, nor stillness
     )
@@ -254,10 +255,10 @@ def _fold_kernel(
     for part in tiles(rows, tokens, hidden, _JUDGED_TOGETHER):
         facts = result[0, part]
         before = np.concatenate([W_boundary[:, part], W[:-1, part]])
-        rest = _at_rest(before, np.ascontiguousarray(W[:, part]))
-        facts[~rest[0]] = _NOTHING
-        facts[:, _STILL] += (rest & counts[..., 0]).sum(0)
-        tried = rest & taken[..., 0]
+        unchanged = _unchanged_since(before, np.ascontiguousarray(W[:, part]))
+        facts[~unchanged[0]] = _NOTHING
+        facts[:, _UNCHANGED] += (unchanged & counts[..., 0]).sum(0)
+        tried = unchanged & taken[..., 0]
         tried &= facts[:, _TRIED] + np.cumsum(tried, axis=0) <= window
         facts[:, _TRIED] += tried.sum(0)
         at = np.nonzero(tried)
@@ -283,11 +284,11 @@ def _fold_kernel(
     return result
 
 
-def _at_rest(before: Array, after: Array) -> npt.NDArray[np.bool_]:
+def _unchanged_since(before: Array, after: Array) -> npt.NDArray[np.bool_]:
     """Rows at which each token does not move, nor at any later one: (row, token)."""
     same = unsigned_view(before) == unsigned_view(after)
-    still = (same | ((before == 0) & (after == 0))).all(-1)
-    return np.asarray(np.logical_and.accumulate(still[::-1], axis=0)[::-1])
+    unchanged = (same | ((before == 0) & (after == 0))).all(-1)
+    return np.asarray(np.logical_and.accumulate(unchanged[::-1], axis=0)[::-1])
 
 
 def _judge(W: Array, change: Array, native: str) -> tuple[npt.NDArray[np.bool_], Array]:
@@ -300,7 +301,7 @@ def _judge(W: Array, change: Array, native: str) -> tuple[npt.NDArray[np.bool_],
 
 def _outcome_kernel(facts: Array) -> npt.NDArray[np.int8]:
     """Index of `OUTCOMES`, (token, counterfactual)."""
-    moving = facts[:, _STILL, None] == 0
+    moving = facts[:, _UNCHANGED, None] == 0
     unknown = np.isnan(facts[:, _MARGIN])
     moves = facts[:, _MOVED] > 0
     cases = {"moving": moving, "unknown": unknown, "moves": moves}

@@ -128,7 +128,7 @@ class AdamRule:
             change: Array = scale.astype(kind) * exp_avg / below
             if self.weight_decay:
                 decayed = self._staged(W * (1 - lr * self.weight_decay).astype(kind), native)
-                # In float64, where the difference of neighbours and the sum are exact enough to
+                # In float64, where the difference of neighbors and the sum are exact enough to
                 # be rounded once.
                 change = (np.subtract(decayed, W, dtype=np.float64) + change).astype(kind)
         return change

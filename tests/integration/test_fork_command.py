@@ -57,7 +57,7 @@ def test_a_fork_and_where_it_parts(queued: list[str], tmp_path: Path) -> None:
     done = call(*fork, "--set", "optimizer.lr=3e-3")
     assert done.exit_code == 0, done.stderr
     assert "proving step 5 of 5" in done.stderr
-    assert "first differs at step" in (said := call("compare", path, other).stdout)
+    assert "first differing step" in (said := call("compare", path, other).stdout)
     assert "config.optimizer.lr" in said
     assert xr.open_zarr(other).attrs["provenance"]["fork"]["settings"] == {"optimizer.lr": 0.003}
     assert "fork.step = 5" in call("info", other).stdout

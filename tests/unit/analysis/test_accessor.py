@@ -13,7 +13,7 @@ import xarray as xr
 
 import trajstore.analysis.figures
 from trajstore import open_run
-from trajstore.analysis.motion.stillness import MIN_STILL
+from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.errors import InvalidArgument, RunExists, VariableNotRecorded
 
 
@@ -43,12 +43,12 @@ def test_help_shows_what_methods_take(small_run: tuple[Path, Any]) -> None:
     pytest.importorskip("matplotlib")
     ds = open_run(small_run[0])
     shown = pydoc.plain(pydoc.render_doc(ds.traj.freeze))
-    assert "freeze(min_still: 'int' = 50, lattice: 'str' = 'native')" in shown
+    assert "freeze(min_unchanged: 'int' = 50, lattice: 'str' = 'native')" in shown
     assert "When each token moved last, and how many have stopped for good." in shown
     shown = pydoc.plain(pydoc.render_doc(ds.traj.plot.last_motion))
     assert "last_motion(ax: 'Axes | None' = None, *, other:" in shown
     assert "lattice: 'str' = 'native'" in shown
-    assert f"min_still: 'int' = {MIN_STILL}" in shown
+    assert f"min_unchanged: 'int' = {MIN_UNCHANGED}" in shown
     assert "When the tokens moved for the last time." in shown
     assert "lattice" not in str(inspect.signature(ds.traj.plot.loss))
 

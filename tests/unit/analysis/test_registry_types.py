@@ -22,10 +22,10 @@ OPTIONS = [
 @pytest.mark.parametrize(("name", "option"), OPTIONS)
 def test_of_another_type(name, option, run):
     needed = {"step": 1, "token": 0} if name in ALONE else {}
-    with pytest.raises(TrajstoreError) as told:
+    with pytest.raises(TrajstoreError) as reported:
         getattr(analysis, name)(run, **{**needed, option: object()})
-    assert isinstance(told.value, InvalidArgument), told.value
-    assert option in str(told.value)
+    assert isinstance(reported.value, InvalidArgument), reported.value
+    assert option in str(reported.value)
 
 
 def test_from_the_accessor_and_as_text(run):
@@ -49,7 +49,7 @@ def test_of_no_dataset(asked, run):
 
 @pytest.mark.parametrize("name", analysis.QUANTITIES)
 def test_of_no_tokens(name, run):
-    with pytest.raises(InvalidArgument, match="there is no token in this Dataset"):
+    with pytest.raises(InvalidArgument, match="got a Dataset without tokens"):
         getattr(run.isel(token=slice(0)).traj, name)()
 
 

@@ -49,15 +49,15 @@ def test_against_cosines(of, with_, run):
     dead = run.is_dead.values
     for name, group in {"dead": dead, "live": ~dead, "all": dead | True}.items():
         for row, cosines in enumerate(expected[:, group]):
-            told = got.sel(population=name).isel(step=row)
+            reported = got.sel(population=name).isel(step=row)
             known = cosines[~np.isnan(cosines)]
-            assert told.aligned_tokens == known.size
+            assert reported.aligned_tokens == known.size
             if known.size:
-                np.testing.assert_allclose(told.alignment, known.mean(), atol=1e-12)
+                np.testing.assert_allclose(reported.alignment, known.mean(), atol=1e-12)
                 quantiles = [np.median(known), known.max()]
-                np.testing.assert_allclose(told.alignment_quantiles, quantiles, atol=1e-12)
+                np.testing.assert_allclose(reported.alignment_quantiles, quantiles, atol=1e-12)
             else:
-                assert told.alignment.isnull()
+                assert reported.alignment.isnull()
 
 
 def test_the_centroid_of_a_population(run):

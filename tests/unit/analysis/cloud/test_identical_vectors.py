@@ -81,17 +81,17 @@ def test_against_sets(ds: xr.Dataset) -> None:
             assert cluster.tolist() == [expected.get(token, -1) for token in labels]
             sizes = sorted((len(group) for group in groups), reverse=True)
             several = [size for size in sizes if size > 1]
-            for told in (one.isel(step=row), got.sel(population=name).isel(step=row)):
-                assert told.groups == len(several)
-                assert told.singles == len(sizes) - len(several)
-                assert told.group_sizes.values.tolist() == [*several, 0, 0, 0][:3]
+            for reported in (one.isel(step=row), got.sel(population=name).isel(step=row)):
+                assert reported.groups == len(several)
+                assert reported.singles == len(sizes) - len(several)
+                assert reported.group_sizes.values.tolist() == [*several, 0, 0, 0][:3]
                 if sizes:
                     square = sum((size / sum(sizes)) ** 2 for size in sizes)
-                    np.testing.assert_allclose(told.herfindahl, square)
+                    np.testing.assert_allclose(reported.herfindahl, square)
                 else:
-                    assert np.isnan(told.herfindahl)
+                    assert np.isnan(reported.herfindahl)
                 before = rows[row - 1]
-                assert told.events.values.tolist() == (
+                assert reported.events.values.tolist() == (
                     events_of(before, groups) if row else [-1] * 4
                 )
             for token, left, joined in zip(

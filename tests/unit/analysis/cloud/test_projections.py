@@ -41,11 +41,11 @@ def test_projection_on_an_axis_of_each_step(run: xr.Dataset) -> None:
     np.testing.assert_allclose(got.projection.sel(axis="centroid"), along, rtol=1e-9)
     h = run.assign(hidden_mean=(("step", "hidden"), mean))
     h.hidden_mean[0] = np.nan
-    told = analysis.projection(h, "hidden_mean").compute()
-    assert told.projection[0].isnull().all()
-    np.testing.assert_allclose(told.projection[1:], got.projection[1:], rtol=1e-9)
+    reported = analysis.projection(h, "hidden_mean").compute()
+    assert reported.projection[0].isnull().all()
+    np.testing.assert_allclose(reported.projection[1:], got.projection[1:], rtol=1e-9)
     given = analysis.projection(run, h.hidden_mean.drop_vars("step")).compute()
-    np.testing.assert_array_equal(given.across, told.across)
+    np.testing.assert_array_equal(given.across, reported.across)
 
 
 def test_an_axis_of_no_length_has_no_direction(make_run, walk) -> None:

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from watched_runs import HOSTILE, TOKENS, begin, extend
 
 from trajstore import analysis, open_run
-from trajstore.analysis.motion.stillness import MIN_STILL
+from trajstore.analysis.motion.unchanged import MIN_UNCHANGED
 from trajstore.analysis.registry import ACROSS_RUNS, ALONE, QUANTITIES
 from trajstore.analysis.scan.consecutive_rows import REGIMES
 from trajstore.cli import tables
@@ -54,7 +54,7 @@ def test_info_names_the_parameter_and_a_recorder_that_is_gone(tmp_path: Path) ->
     extend(run, range(4))
     said = call("info", tmp_path / "run.zarr").stdout
     assert "run.zarr: recording, 4 rows" in said
-    assert "Recorded is lm_head.weight." in said
+    assert "Recorded parameter: lm_head.weight." in said
     run._lock.release()  # as the system does when a process dies
     assert "recording, but its process is gone, 4 rows" in call("info", run.path).stdout
     assert json.loads(call("info", run.path, "--json").stdout)["written_to"] is False
@@ -150,13 +150,15 @@ def test_populations_have_a_line_each_and_those_without_a_token_are_told(tmp_pat
 def test_a_population_that_is_only_named_is_told_where_to_be_asked_of(tmp_path: Path) -> None:
     run = recorded(tmp_path / "run.zarr")
     for command in (["summary", run], ["analyze", run, "clusters"]):
-        told = call(*command, "--population", "dead", rc=2).stderr
-        assert "got the population 'dead', expected NAME=EXPRESSION or NAME=FILE; to ask" in told
-        assert told.endswith("--set population=dead\n")
-    told = call("analyze", run, "clusters", "--set", "population", rc=2).stderr
-    assert "got 'population', expected name=value" in told
-    told = call("analyze", run, "crossings", "--set", "quantity=batch", rc=1).stderr
-    assert told.endswith("record it with --record all,batch\n")
+        reported = call(*command, "--population", "dead", rc=2).stderr
+        assert (
+            "got the population 'dead', expected NAME=EXPRESSION or NAME=FILE; to ask" in reported
+        )
+        assert reported.endswith("--set population=dead\n")
+    reported = call("analyze", run, "clusters", "--set", "population", rc=2).stderr
+    assert "got 'population', expected name=value" in reported
+    reported = call("analyze", run, "crossings", "--set", "quantity=batch", rc=1).stderr
+    assert reported.endswith("record it with --record all,batch\n")
 
 
 def test_categories_are_counted_and_have_no_mean(tmp_path: Path) -> None:
@@ -170,15 +172,15 @@ def test_categories_are_counted_and_have_no_mean(tmp_path: Path) -> None:
 
 def test_a_window_is_noted(tmp_path: Path) -> None:
     run = recorded(tmp_path / "run.zarr")
-    note = "every value is that of the whole run; --within computes from --steps alone"
+    note = "values are those of the whole run; --within computes from --steps only"
     assert note in call("analyze", run, "freeze", "--steps", "2:5").stdout
     assert note not in call("analyze", run, "freeze", "--steps", "2:5", "--within").stdout
-    for options, number in (((), TOKENS), (("--min-still", 1), 0)):
+    for options, number in (((), TOKENS), (("--min-unchanged", 1), 0)):
         facts = json.loads(call("analyze", run, "freeze", "--json", *options).stdout)
         assert facts["frozen_since"]["flags"] == {"not_frozen": number}
-    done = call("analyze", run, "speed", "--min-still", 1, rc=2)
-    assert "got min_still=1 with speed, and it goes with freeze" in done.stderr
-    assert f"default: {MIN_STILL}." in " ".join(call("analyze", "--help").stdout.split())
+    done = call("analyze", run, "speed", "--min-unchanged", 1, rc=2)
+    assert "got min_unchanged=1 for speed; only these have it: freeze" in done.stderr
+    assert f"default: {MIN_UNCHANGED}." in " ".join(call("analyze", "--help").stdout.split())
 
 
 def test_what_minus_one_means_is_told_where_it_is_found(tmp_path: Path) -> None:
@@ -194,4 +196,4 @@ def test_what_minus_one_means_is_told_where_it_is_found(tmp_path: Path) -> None:
 def test_a_result_that_is_there_is_refused_before_a_run_is_opened(tmp_path: Path) -> None:
     (tmp_path / "mine.nc").write_text("mine")
     done = call("analyze", tmp_path / "no.zarr", "freeze", "-o", tmp_path / "mine.nc", rc=2)
-    assert "is already there" in done.stderr.replace("\n", " ")
+    assert "already exists" in done.stderr.replace("\n", " ")

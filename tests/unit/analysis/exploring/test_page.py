@@ -89,6 +89,6 @@ def test_the_picture_of_layers_is_stratigraphy(page: Page) -> None:
     assert red.shape == (6, 7)
     for row in range(6):
         for column in range(7):
-            regime = REGIMES[int(layers["stratum"].transpose("layer", "step")[row, column])]
+            regime = REGIMES[int(layers["update_size"].transpose("group", "step")[row, column])]
             wanted = tuple(bytes.fromhex(REGIME_COLOURS[regime][1:]))
             assert (red[row, column], green[row, column], blue[row, column]) == wanted

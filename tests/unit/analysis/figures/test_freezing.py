@@ -13,12 +13,12 @@ from trajstore.analysis.figures import FIGURES
 def test_freeze(run):
     for lattice in ("native", "float16"):
         expected = analysis.freeze(run, 4, lattice)
-        ax = FIGURES["freeze"](run, Canvas().subplots(), lattice=lattice, min_still=4)
+        ax = FIGURES["freeze"](run, Canvas().subplots(), lattice=lattice, min_unchanged=4)
         lines = iter(ax.lines)
         for population in ("dead", "live"):
             part = expected.sel(population=population)
             np.testing.assert_array_equal(next(lines).get_ydata(), part.frozen_fraction)
-            np.testing.assert_array_equal(next(lines).get_ydata(), part.still_fraction)
+            np.testing.assert_array_equal(next(lines).get_ydata(), part.unchanged_fraction)
 
 
 def shaded(ax):
@@ -34,19 +34,19 @@ def shaded(ax):
 @pytest.mark.parametrize("kind", ["freeze", "last-motion", "lifecycle"])
 def test_the_steps_that_the_end_decides_are_shaded(kind, run):
     draw = FIGURES[kind]
-    first, last, label = shaded(draw(run, Canvas().subplots(), min_still=5))
+    first, last, label = shaded(draw(run, Canvas().subplots(), min_unchanged=5))
     assert (first, last) == (17, 22)
     assert label.startswith("last 5 steps: ")
-    assert shaded(draw(run, Canvas().subplots(), min_still=5, steps="4:17")) is None
-    assert shaded(draw(run, Canvas().subplots(), min_still=5, steps="4:20"))[:2] == (17, 19)
-    within = draw(run, Canvas().subplots(), min_still=5, steps="4:20", within=True)
+    assert shaded(draw(run, Canvas().subplots(), min_unchanged=5, steps="4:17")) is None
+    assert shaded(draw(run, Canvas().subplots(), min_unchanged=5, steps="4:20"))[:2] == (17, 19)
+    within = draw(run, Canvas().subplots(), min_unchanged=5, steps="4:20", within=True)
     assert shaded(within)[:2] == (14, 19)
     assert within.get_xlabel().endswith(" (computed from steps 4 to 19 alone)")
 
 
 def test_a_window_shows_what_the_whole_run_gives(run):
     expected = analysis.freeze(run, 3).frozen_fraction.sel(step=slice(8, 14), population="live")
-    ax = FIGURES["freeze"](run, Canvas().subplots(), steps="8:15", min_still=3)
+    ax = FIGURES["freeze"](run, Canvas().subplots(), steps="8:15", min_unchanged=3)
     line = ax.lines[2]
     np.testing.assert_array_equal(line.get_xdata(), expected.step)
     np.testing.assert_array_equal(line.get_ydata(), expected)
@@ -58,7 +58,7 @@ def test_a_window_shows_what_the_whole_run_gives(run):
 
 def test_last_motion(run):
     last = analysis.freeze(run).last_motion.values
-    ax = FIGURES["last-motion"](run, Canvas().subplots(), min_still=4)
+    ax = FIGURES["last-motion"](run, Canvas().subplots(), min_unchanged=4)
     dead = run.is_dead.values
     shown = {}
     bars_of_both = ax.containers or ax.patches[:2]
@@ -88,7 +88,7 @@ def test_lifecycle(run):
 
 def test_regimes_and_hops(run):
     for colour in ("regime", "hop"):
-        expected = analysis.stratigraphy(run, colour).stratum.values.T
+        expected = analysis.heatmap(run, colour).update_size.values.T
         ax = FIGURES["stratigraphy"](run, Canvas().subplots(), colour=colour)
         (mesh,) = ax.collections
         shown = mesh.get_array()
@@ -111,9 +111,9 @@ def test_a_strip_tells_the_dead(run):
 
 
 def test_it_says_how_cells_are_pooled(run, monkeypatch):
-    pooled = analysis.stratigraphy(run, most_steps=4, most_layers=3)
+    pooled = analysis.heatmap(run, most_steps=4, most_groups=3)
     monkeypatch.setattr(
-        "trajstore.analysis.figures.freezing.rest_layers.stratigraphy", lambda *_: pooled
+        "trajstore.analysis.figures.freezing.update_heatmap.heatmap", lambda *_: pooled
     )
     ax = FIGURES["stratigraphy"](run, Canvas().subplots())
     expected = "the most common regime of up to 4 tokens × up to 6 steps to a cell"

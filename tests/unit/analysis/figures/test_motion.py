@@ -14,11 +14,11 @@ from trajstore.analysis.figures.style import POPULATION_COLOURS
 def test_seams(run):
     W = run.W.where(run.step < 12, run.W + 5)
     run = run.assign(W=W.drop_attrs().chunk(step=6))
-    expected = analysis.seams(run).compute()
+    expected = analysis.discontinuities(run).compute()
     ax = FIGURES["seams"](run, Canvas().subplots())
-    np.testing.assert_array_equal(ax.lines[0].get_ydata(), expected.seam_score)
+    np.testing.assert_array_equal(ax.lines[0].get_ydata(), expected.discontinuity_score)
     marks = ax.lines[-1]
-    np.testing.assert_array_equal(marks.get_xdata(), expected.step[expected.seam])
+    np.testing.assert_array_equal(marks.get_xdata(), expected.step[expected.discontinuity])
     assert marks.get_xdata().size
     assert f"seams at step {marks.get_xdata()[0]}" in ax.texts[0].get_text()
 

@@ -21,7 +21,7 @@ def heights(ax, steps):
 
 
 def test_regimes(run):
-    census = analysis.regimes(run).census.sel(population="all").compute()
+    census = analysis.regimes(run).counts.sel(population="all").compute()
     there = [name for name in analysis.REGIMES if census.sel(regime_name=name).any()]
     ax = FIGURES["regimes"](run, Canvas().subplots())
     labels = [layer.get_label() for layer in ax.collections]

@@ -37,7 +37,7 @@ def regime_of(hops: np.ndarray) -> str:
     if size.sum() <= 1:
         return "single"
     if size.max() <= 1:
-        return "neighbour"
+        return "neighbor"
     if size.max() > 1 and np.sqrt((size**2).sum()) <= np.sqrt(hops.size):
         return "local"
     return "jump"
@@ -73,7 +73,7 @@ def test_hops_in_values(bits, chunks, make_run):
     np.testing.assert_array_equal(l2, np.sqrt((hops.astype(float) ** 2).sum(-1)).astype("f4"))
 
 
-def test_ordinal_hops_of_neighbours_are_one_across_every_boundary(make_run):
+def test_ordinal_hops_of_neighbors_are_one_across_every_boundary(make_run):
     # All 65,536 patterns but the NaNs, in the order of their values, as one history.
     negative = np.arange(0xFF80, 0x7FFF, -1).astype(np.uint16)
     positive = np.arange(0x0001, 0x7F81).astype(np.uint16)
@@ -86,7 +86,7 @@ def test_ordinal_hops_of_neighbours_are_one_across_every_boundary(make_run):
     assert set(np.unique(finite)) == {0.5, 1.0}
 
 
-def test_regimes_and_census(bits, chunks, make_run):
+def test_regimes_and_counts(bits, chunks, make_run):
     dead = np.arange(bits.shape[1]) % 3 == 0
     ds = make_run(bits, is_dead=dead, chunks=chunks)
     hops = hops_of(bits)
@@ -102,10 +102,10 @@ def test_regimes_and_census(bits, chunks, make_run):
     for population, members in {"dead": dead, "live": ~dead, "all": dead | True}.items():
         for name in names:
             np.testing.assert_array_equal(
-                got.census.sel(population=population, regime_name=name),
+                got.counts.sel(population=population, regime_name=name),
                 (expected[:, members] == name).sum(1),
             )
-    assert (got.census.sel(population="all").sum("regime_name") == bits.shape[1]).all()
+    assert (got.counts.sel(population="all").sum("regime_name") == bits.shape[1]).all()
 
 
 def test_lifecycle_is_the_final_exit(bits, chunks, make_run):
@@ -123,7 +123,7 @@ def test_lifecycle_is_the_final_exit(bits, chunks, make_run):
 def test_frozen_is_what_freeze_calls_still(bits, make_run):
     ds = make_run(bits)
     frozen = (analysis.regimes(ds).regime == 0).mean("token")
-    still = analysis.freeze(ds).still_fraction.sel(population="all")
+    still = analysis.freeze(ds).unchanged_fraction.sel(population="all")
     np.testing.assert_allclose(frozen, still)
 
 

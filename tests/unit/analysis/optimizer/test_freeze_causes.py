@@ -46,7 +46,7 @@ def test_causes(story):
     expected = np.empty(found.shape, "<U13")
     expected[:, 0] = "moved"
     expected[:, 1] = "no_gradient"
-    expected[:, 2] = expected[:, 4] = "underflow"
+    expected[:, 2] = expected[:, 4] = "lost_update"
     expected[:, 3] = "unexplained"
     expected[2, [2, 3, 4]] = "learning_rate"
     expected[4, [0, 2, 3, 4]] = "skipped"
@@ -83,7 +83,7 @@ def test_a_row_after_a_gap_cannot_be_explained(story):
     assert found.tolist() == ["unexplained", "learning_rate"]
 
 
-def test_underflow_has_a_gradient(make_run, walk):
+def test_lost_update_has_a_gradient(make_run, walk):
     rng = np.random.default_rng(0)
     shape = (10, 6, 4)
     W = walk(1, 6, 4).repeat(10, 0)
@@ -92,6 +92,6 @@ def test_underflow_has_a_gradient(make_run, walk):
         W, grad=tiny, exp_avg=tiny, exp_avg_sq=tiny**2 + 1, lr=np.full(10, 1e-3)
     ).assign_attrs(optimizer=ADAM)
     cause = analysis.freeze_cause(ds)
-    assert (cause == analysis.CAUSES.index("underflow")).all()
+    assert (cause == analysis.CAUSES.index("lost_update")).all()
     assert (analysis.grad_norms(ds) > 0).all()
     assert (abs(analysis.adam_update(ds).adam_update_ulp) <= 0.5).all()

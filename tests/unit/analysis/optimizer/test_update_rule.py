@@ -139,7 +139,7 @@ def test_an_update_with_a_wider_state_rounds_to_the_next_weights(variant, tmp_pa
         assert wrongly_rounded(ds.assign_attrs(optimizer=stepwise), dtype) > 0
 
 
-def test_at_random_the_next_weights_are_a_neighbour_of_the_sum(tmp_path):
+def test_at_random_the_next_weights_are_a_neighbor_of_the_sum(tmp_path):
     options = {"state_dtype": "float32", "rounding": "stochastic"}
     ds = recorded(tmp_path / "run.zarr", "RoundedAdamW", "bfloat16", **options)
     update = analysis.adam_update(ds).adam_update.values

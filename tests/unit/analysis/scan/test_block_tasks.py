@@ -78,23 +78,23 @@ def test_in_turn_a_block_is_read_when_the_one_before_is_measured() -> None:
 
 @pytest.mark.parametrize("part", [slice(None), slice(1, 6)])
 def test_what_is_read_again_waits(part: slice) -> None:
-    told: list[str] = []
+    reported: list[str] = []
 
     def make(block_id):  # type: ignore[no-untyped-def]
-        told.append("read")
+        reported.append("read")
         return np.full((2, 3), block_id[0], np.float64)
 
     def mean(values):  # type: ignore[no-untyped-def]
-        told.append("known")
+        reported.append("known")
         return values.mean(keepdims=True)
 
     source = da.map_blocks(make, chunks=((2, 2, 2, 2), (3,)), meta=np.empty((0, 0)))
     blocks = source[part]
     known = blocks.rechunk(-1).map_blocks(mean, chunks=((1,), (1,)), meta=np.empty((0, 0)))
-    told.clear()  # what dask tried
+    reported.clear()  # what dask tried
     again = read_again(blocks, known) - known
     values = again.compute(scheduler="sync")
     reads = blocks.numblocks[0]
-    assert told == ["read"] * reads + ["known"] + ["read"] * reads
+    assert reported == ["read"] * reads + ["known"] + ["read"] * reads
     expected = np.repeat(np.arange(4.0), 2)[part]
     np.testing.assert_array_equal(values[:, 0], expected - expected.mean())

@@ -12,7 +12,7 @@ from trajstore.values.native_types import native_type, widen
 def walk(
     rng: np.random.Generator, hidden: int, native: str, longest: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of stored values that hop between neighbours, also across binades and zero."""
+    """Rows of stored values that hop between neighbors, also across binades and zero."""
     tokens = 300 if hidden < 1000 else 30
     start = rng.integers(0, 1 << 16, (tokens, hidden))
     powers = (rng.integers(0, 16 if native == "bfloat16" else 6, (tokens, hidden)) << 7) + 1

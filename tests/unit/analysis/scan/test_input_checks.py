@@ -34,16 +34,16 @@ def test_what_no_recording_gives(make_run, walk):
 
 
 @pytest.mark.parametrize(
-    ("step", "told"),
+    ("step", "suffix"),
     [
         (5, "; the nearest recorded ones are 4 and 6$"),
         (9, "; the nearest recorded one is 8$"),
         (-1, "; the nearest recorded one is 0$"),
     ],
 )
-def test_the_nearest_steps(step, told, make_run, walk):
+def test_the_nearest_steps(step, suffix, make_run, walk):
     run = make_run(walk(5, 2, 2), steps=range(0, 10, 2))
-    with pytest.raises(StepNotFound, match=f"step {step} is not in the run{told}"):
+    with pytest.raises(StepNotFound, match=f"step {step} is not in the run{suffix}"):
         input_checks.row_of_step(run, step)
     with pytest.raises(StepNotFound, match="which has no rows"):
         input_checks.row_of_step(run.isel(step=slice(0)), step)

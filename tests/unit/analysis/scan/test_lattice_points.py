@@ -82,7 +82,7 @@ def regime_of(hops: np.ndarray) -> str:
         if size.sum() <= 1:
             return "single"
         if size.max() <= 1:
-            return "neighbour"
+            return "neighbor"
         return "local" if np.sqrt((size**2).sum()) <= np.sqrt(hops.size) else "jump"
 
 
@@ -153,14 +153,14 @@ def test_against_the_definition(W, lattice, make_run):
     np.testing.assert_array_equal(names[found.regime.values], expected)
     for population, members in {"dead": dead, "live": ~dead, "all": dead | True}.items():
         for name in names:
-            census = found.census.sel(population=population, regime_name=name)
-            np.testing.assert_array_equal(census, (expected[:, members] == name).sum(-1))
+            counts = found.counts.sel(population=population, regime_name=name)
+            np.testing.assert_array_equal(counts, (expected[:, members] == name).sum(-1))
 
     rest = analysis.freeze(ds, lattice=lattice)
     rows = np.arange(1, len(W))[:, None]
     np.testing.assert_array_equal(rest.last_motion, np.where(moved, rows, -1).max(0))
     np.testing.assert_array_equal(rest.moves, moved.sum(0))
-    np.testing.assert_allclose(rest.still_fraction.sel(population="all"), 1 - moved.mean(1))
+    np.testing.assert_allclose(rest.unchanged_fraction.sel(population="all"), 1 - moved.mean(1))
 
     last_jump = np.where(expected == "jump", rows, -1).max(0)
     np.testing.assert_array_equal(analysis.lifecycle(ds, lattice).last_jump, last_jump)

@@ -19,7 +19,7 @@ QUESTIONS: dict[str, Any] = {
     "previous": lambda ds: analysis.displacement(ds, since="previous"),
     "from the start": analysis.displacement,
     "from step 9": lambda ds: analysis.displacement(ds, since=9),
-    "freeze": lambda ds: analysis.freeze(ds, min_still=2),
+    "freeze": lambda ds: analysis.freeze(ds, min_unchanged=2),
     "bulk_thermal": analysis.bulk_thermal,
     "coherence": analysis.coherence,
     "grad_norms": analysis.grad_norms,

@@ -63,17 +63,19 @@ def test_a_killed_worker_changes_nothing(client: Any, run: Path) -> None:
     with dask.config.set(scheduler="threads"):
         expected = lazy.compute()
     victim, *_ = client.run(os.getpid).values()
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
 
     def report(done: int, total: int) -> None:
-        if done and not any(before for before, _ in told):
+        if done and not any(before for before, _ in reported):
             os.kill(victim, signal.SIGKILL)
-        told.append((done, total))
+        reported.append((done, total))
 
     (got,) = compute_all([lazy], report)
     assert got.identical(expected)
-    assert told[-1][0] == told[-1][1] > 0
-    assert min(done for done, _ in told if done) < told[-1][1], "it was killed in the middle"
+    assert reported[-1][0] == reported[-1][1] > 0
+    assert min(done for done, _ in reported if done) < reported[-1][1], (
+        "it was killed in the middle"
+    )
     assert not any(client.run(_loaded).values()), "workers need no torch"
 
 
@@ -88,7 +90,7 @@ def test_a_failing_task_is_told_as_ever(run: Path) -> None:
 
 
 def test_here_it_is_told_too(run: Path) -> None:
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     with dask.config.set(scheduler="threads"):
-        compute_all([analysis.speed(open_run(run))], lambda *tasks: told.append(tasks))
-    assert told[-1][0] == told[-1][1] > 0
+        compute_all([analysis.speed(open_run(run))], lambda *tasks: reported.append(tasks))
+    assert reported[-1][0] == reported[-1][1] > 0

@@ -99,9 +99,12 @@ def test_a_run_that_goes_on_keeps_them(tmp_path: Path) -> None:
     [
         ({"rare": "token_count <"}, "got the population 'token_count <', expected an expression"),
         ({"rare": "tokens < 3"}, "'tokens'"),
-        ({"few": [3, VOCAB]}, f"few names 1 tokens that are not here, the first is {VOCAB}"),
-        ({"dead": [3]}, "got a population named 'dead'; a name is of letters"),
-        ({"few": np.ones(3, bool)}, "3 values of bool, expected a truth value"),
+        (
+            {"few": [3, VOCAB]},
+            f"got 1 unknown token ids for the population few, the first is {VOCAB}",
+        ),
+        ({"dead": [3]}, "got the population name 'dead', expected letters"),
+        ({"few": np.ones(3, bool)}, "3 values of bool for the population few, expected a boolean"),
     ],
 )
 def test_what_is_no_population_is_refused(given: Any, message: str, tmp_path: Path) -> None:

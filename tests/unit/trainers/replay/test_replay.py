@@ -366,8 +366,8 @@ def test_what_the_console_shows(tmp_path: Path, capsys: pytest.CaptureFixture[st
     flip(path, "grad", (0, 3, 1), 0)
     print_replay(replay(path).facts())
     shown = capsys.readouterr().out
-    assert "Wrong: step 0, token 3, hidden 1: grad is not what it is before training." in shown
-    assert "Not proven: 3 steps from 2 to 6 were not replayed: the row before is not of" in shown
+    assert "Problem: step 0, token 3, hidden 1: grad is not what it is before training." in shown
+    assert "Not checked: 3 steps from 2 to 6 were not replayed: the row before is not of" in shown
 
 
 def test_another_torch_is_noted(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_an_import_prints_the_table_too(file: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("run.parquet", "cannot tell from .parquet what"), ("run.csv", "use --format safetensors")],
+    [("run.parquet", "unknown extension .parquet"), ("run.csv", "or --format safetensors")],
 )
 def test_an_ending_of_no_format_is_refused(
     tmp_path: Path, name: str, sentence: str, small_run: tuple[Path, dict[str, np.ndarray]]
@@ -90,7 +90,7 @@ def test_an_ending_of_no_format_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "say where the run is to be"),
+        ([], "no output given"),
         (["--dry-run", "--map", "W"], "expected KIND=NAME"),
         (["--dry-run", "--bits", "int8"], "16 bits are bfloat16 or float16"),
         (["--dry-run", "--first-row", "2"], "that of step 0 or 1"),

@@ -29,8 +29,8 @@ def test_a_run_that_has_ended_is_shown_once_and_that_is_all(run: Path) -> None:
         assert done.exit_code == 0, done.output
         assert done.output.count("\n") == 1
         assert "complete, step 9 of 40" in done.output
-    told = json.loads(CliRunner().invoke(main, ["watch", str(run), "--once", "--json"]).stdout)
-    assert (told["standing"], told["rows"], told["lr"]) == ("complete", 10, 0.1)
+    reported = json.loads(CliRunner().invoke(main, ["watch", str(run), "--once", "--json"]).stdout)
+    assert (reported["status"], reported["rows"], reported["lr"]) == ("complete", 10, 0.1)
 
 
 def test_it_looks_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +50,7 @@ def test_it_looks_until_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
     done = CliRunner().invoke(main, ["watch", str(path), "--interval", "0.5"])
     said = [line.split(": ")[1] for line in done.output.splitlines()]
     assert [text.split(",")[0] for text in said] == [
-        "waiting for it; nothing is there yet", "recording", "recording", "recording", "complete",
+        "waiting; the run does not exist yet", "recording", "recording", "recording", "complete",
     ]  # fmt: skip
     assert "step 7 of 40" in said[-1]
 
@@ -64,7 +64,7 @@ def test_nothing_there_and_a_dead_recorder_are_said(tmp_path: Path) -> None:
     run._lock.release()  # as the system does when a process dies
     done = CliRunner().invoke(main, ["watch", str(path)])
     assert done.exit_code == 1
-    assert "its process is gone" in done.output
+    assert "recording process died" in done.output
 
 
 def test_ctrl_c_ends_it_without_a_word(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -623,7 +623,7 @@ def test_what_zarr_writes_it_reads_and_can_change() -> None:
 
 def test_values_that_would_be_rounded_are_not_written() -> None:
     array = made({})
-    with pytest.raises(ValueError, match="not exactly bfloat16"):
+    with pytest.raises(ValueError, match="not exactly representable in bfloat16"):
         array[0] = 0.1
 
 

@@ -126,9 +126,11 @@ def test_dead_tokens_of_their_own(tmp_path: Path) -> None:
     paths = [write(tmp_path / "one.zarr"), write(tmp_path / "other.zarr", dead=(True,) * 4)]
     ds = open_runs(paths)
     assert ds.is_dead.dims == ("run", "token")
-    still = ds.traj.freeze().still_fraction
+    still = ds.traj.freeze().unchanged_fraction
     for number, path in enumerate(paths):
-        np.testing.assert_array_equal(still[number], analysis.freeze(open_run(path)).still_fraction)
+        np.testing.assert_array_equal(
+            still[number], analysis.freeze(open_run(path)).unchanged_fraction
+        )
     with pytest.raises(InvalidArgument, match="which tokens are dead"):
         _ = ds.traj.dead
     with pytest.raises(InvalidArgument, match="no populations in common"):
