@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -113,9 +113,13 @@ class Page:
             return pn.FlexBox(*parts, gap="12px", sizing_mode="stretch_width")
 
         def titled(
-            title: str, plot: Any, colours: Mapping[str, str] | None = None, marks: str = ""
+            title: str,
+            plot: Any,
+            colours: Mapping[str, str] | None = None,
+            marks: Sequence[str] = (),
         ) -> Any:
-            text = f"<b>{html.escape(title)}</b>{_legend(colours or {})} {html.escape(marks)}"
+            text = f"<b>{html.escape(title)}</b>{_legend(colours or {})}"
+            text += "".join(f' <span style="white-space: nowrap">{part}</span>' for part in marks)
             heading = pn.pane.HTML(text, sizing_mode="stretch_width")
             return wide(heading, pn.pane.HoloViews(plot, sizing_mode="stretch_width"))
 

@@ -93,7 +93,7 @@ def shaded(points: Any, of_kind: npt.NDArray[np.str_], xlim: Limits, ylim: Limit
     return dynspread(cells, threshold=0.8, max_px=2)
 
 
-MARKS = "○ start, ■ end, ◯ this step"
+MARKS = ("○ start", "■ end", "◯ current step")
 """Legend of the marks on a token's path."""
 
 

@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 
 __all__ = ["check_target", "drawn", "html_table", "verified", "write_page", "write_report"]
 
-_DPI = 110
+_DPI = 160
+_SIZE = (4.8, 4.2)
+"""Inches of a figure: its text is legible at the width of a phone."""
+
 _TOKENS = 12
 
 
@@ -206,7 +209,7 @@ def drawn(
     figures: Sequence[Figure],
     options: Options,
     report: Callable[[int, int], None] | None,
-) -> tuple[list[dict[str, str]], Mapping[str, str]]:
+) -> tuple[list[dict[str, Any]], Mapping[str, str]]:
     """Pictures of figures, each with its title, and by name those that cannot be drawn, and why."""
     try:
         found = collect(runs, figures, options, leave_out=True, report=report)
@@ -217,7 +220,7 @@ def drawn(
     for figure in found.figures:
         one = replace(found, figures=[figure])
         try:
-            pictures = {style: _picture(one, style) for style in ("light", "dark")}
+            pictures = _pictures(one)
         except InvalidArgument as error:  # a mean of runs with different steps
             left_out[figure.name] = str(error)
             continue
@@ -225,10 +228,19 @@ def drawn(
     return made, left_out
 
 
-def _picture(one: Collected, style: str) -> str:
-    content = io.BytesIO()
-    draw_sheet(one, style=style).savefig(content, format="png", dpi=_DPI)
-    return base64.b64encode(content.getvalue()).decode("ascii")
+def _pictures(one: Collected) -> dict[str, Any]:
+    """PNG files of one figure in both styles, base64; `wide` if it has several panels."""
+    found: dict[str, Any] = {}
+    for style in ("light", "dark"):
+        title = one.figures[0].title
+        canvas = draw_sheet(one, style=style, title=title, size=_SIZE)
+        found["wide"] = len(canvas.subfigs) > 1
+        if found["wide"]:
+            canvas = draw_sheet(one, style=style, title=title)
+        content = io.BytesIO()
+        canvas.savefig(content, format="png", dpi=_DPI)
+        found[style] = base64.b64encode(content.getvalue()).decode("ascii")
+    return found
 
 
 def _loss(ds: xr.Dataset) -> str:
