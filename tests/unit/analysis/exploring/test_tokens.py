@@ -54,12 +54,12 @@ def test_nothing_in_a_text_is_obeyed(tmp_path: Path) -> None:
     assert known.find("<script>").tolist() == [0]
     assert known.find(HOSTILE[1]).tolist() == [1]
     columns = known.columns(np.array([4, 0]), prepare(ds))
-    assert list(columns) == ["id", "text", "kind", "last motion", "moves"]
+    assert list(columns) == ["id", "text", "kind", "last change", "changes"]
     assert columns["id"].tolist() == [12, 0]
     assert columns["text"] == ["'b'", "'<script>alert(1)</script>'"]
     assert columns["kind"].tolist() == ["dead", "live"]
-    np.testing.assert_array_equal(columns["last motion"], [np.nan, 5])
-    assert columns["moves"].tolist() == [0, 5]
+    np.testing.assert_array_equal(columns["last change"], [np.nan, 5])
+    assert columns["changes"].tolist() == [0, 5]
 
 
 def test_the_nearest_is_so_on_the_screen() -> None:
