@@ -8,9 +8,8 @@ trajstore record --fork short.zarr --at 60 --set optimizer.lr=1e-4 -o slower.zar
 trajstore sweep --preset gatsby --seeds 1:4 --set initialisation.sigma=1e-5,1e-2 --steps 60 -o runs
 python tools/documentation_figures.py FOLDER docs/figures
 
-FOLDER is where the runs are. Each figure is drawn by the command that stands before it on its
-page, and written with a palette of colours, which makes it three times smaller; but maps keep all
-of theirs, of which a palette makes steps.
+FOLDER holds the runs. The command before a figure on its page draws it. A palette of colors makes
+a file three times smaller; maps keep all their colors, because a palette would show steps.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from PIL import Image
 from trajstore.cli.main import main
 
 DOCS = Path(__file__).parents[1] / "docs"
-OPENING = {"readme-stratigraphy.png": "trajstore plot gatsby.zarr stratigraphy"}
-COLOURS = 64
-MAPS = ("stratigraphy", "speed-density", "moments", "parameters")
+OPENING = {"readme-heatmap.png": "trajstore plot gatsby.zarr heatmap"}
+COLORS = 64
+MAPS = ("heatmap", "speed-density", "moments", "parameters")
 
 
 def figures(page: str) -> dict[str, str]:
@@ -38,7 +37,7 @@ def figures(page: str) -> dict[str, str]:
     for line in (DOCS / page).read_text().splitlines():
         if line.startswith("trajstore plot "):
             command = line
-        if image := re.match(r"!\[.*\]\(figures/(.+)\)", line):
+        if image := re.match(r"!\[.*\]\(\.\./figures/(.+)\)", line):
             found[image[1]] = command
     return found
 
@@ -50,7 +49,7 @@ def draw(command: str, file: Path, dpi: int) -> None:
     with Image.open(file) as image:
         whole = image.convert("RGB")
     if not any(name in file.name for name in MAPS):
-        whole = whole.quantize(COLOURS, dither=Image.Dither.NONE)
+        whole = whole.quantize(COLORS, dither=Image.Dither.NONE)
     whole.save(file, optimize=True)
 
 
@@ -60,8 +59,8 @@ if __name__ == "__main__":
     os.chdir(runs)
     for drawn, dpi in (
         (OPENING, 150),
-        (figures("tutorial.md"), 120),
-        (figures("figures.md"), 100),
+        (figures("start/tutorial.md"), 120),
+        (figures("reference/figures.md"), 100),
     ):
         for file, command in drawn.items():
             draw(command, target / file, dpi)

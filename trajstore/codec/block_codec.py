@@ -5,7 +5,7 @@ takes label and index, refuses a block that belongs elsewhere, reads the inner c
 selection needs, and decodes them in a thread: one for each object, side by side. Of a local store
 it reads the file itself, in that same thread. zarr finds the codec by its entry point.
 
-Source: docs/format.md.
+Source: docs/reference/format.md.
 """
 
 from __future__ import annotations
