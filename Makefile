@@ -42,8 +42,9 @@ flips: .venv  ## Flip 300 random bits in the files of runs; each must be found, 
 	TRAJSTORE_FLIPS=300 $(BIN)/python -m pytest -q -m '' tests/unit/trajstore/integrity/test_verify_flips.py
 
 .PHONY: fuzz
-fuzz: .venv  ## Import 100,000 damaged files; each is an error or a run, within the memory of its size
+fuzz: .venv  ## Import 100,000 damaged files, open 5,000 damaged runs with each command: errors or runs
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
+	TRAJSTORE_DOCUMENTS=5000 $(BIN)/python -m pytest -q -s -m '' tests/property/test_document_fuzz.py
 	TRAJSTORE_FUZZ=100000 $(BIN)/python -m pytest -q -n auto -m '' tests/property/test_exchange_fuzz.py
 
 .PHONY: objects

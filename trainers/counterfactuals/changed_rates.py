@@ -11,7 +11,7 @@ import torch
 
 from trajstore.errors import ConfigError
 from trajstore.store.metadata.stretches import STRETCHES, listed_stretches
-from trajstore.store.reading.tiled_reader import attribute
+from trajstore.store.reading.run_settings import attribute
 from trajstore.trainers.config import RunConfig, ScheduleConfig
 from trajstore.trainers.counterfactuals.settings import ChangedSettings
 from trajstore.trainers.recording.step_hooks import clip_coefficient

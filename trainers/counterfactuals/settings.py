@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from trajstore.errors import ConfigError
-from trajstore.store.reading.tiled_reader import attribute
+from trajstore.store.reading.run_settings import attribute
 from trajstore.trainers.config import RunConfig
 from trajstore.trainers.rounded_optimizer import RoundedAdam, RoundedAdamW, RoundedSGD
 

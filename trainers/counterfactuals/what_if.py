@@ -12,7 +12,8 @@ from trajstore.argument_types import checks_types
 from trajstore.byte_sizes import EXCHANGE_MEMORY
 from trajstore.errors import InvalidArgument
 from trajstore.store.metadata.fingerprint import FINGERPRINT
-from trajstore.store.reading.tiled_reader import attribute, open_tiled
+from trajstore.store.reading.run_settings import attribute
+from trajstore.store.reading.tiled_reader import open_tiled
 from trajstore.store.writing.create import check_local_target, staged_run
 from trajstore.store.writing.writer import RunWriter
 from trajstore.trainers.counterfactuals.counterfactual_rows import CounterfactualRows

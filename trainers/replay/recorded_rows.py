@@ -69,7 +69,7 @@ class RecordedRows:
             for name, series in source.series.items()
             if series.dims == ("step",)
         }
-        self.filled = filled_rows(source.attributes)
+        self.filled = filled_rows(source.attributes, len(self))
         self.skipped = np.zeros(len(self), bool)
         if "skipped" in self:
             self.skipped[1:] = [self.value("skipped", row) == 1 for row in range(1, len(self))]

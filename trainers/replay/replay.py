@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trajstore.store.metadata.fork_provenance import steps_of_another_optimizer
-from trajstore.store.reading.tiled_reader import attribute, open_tiled
+from trajstore.store.reading.run_settings import attribute
+from trajstore.store.reading.tiled_reader import open_tiled
 from trajstore.trainers.recording.torch_threads import torch_threads
 from trajstore.trainers.replay.findings import (
     Comparisons,

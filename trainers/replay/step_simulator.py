@@ -11,7 +11,8 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from trajstore.store.reading.tiled_reader import TiledRun, attribute
+from trajstore.store.reading.run_settings import attribute
+from trajstore.store.reading.tiled_reader import TiledRun
 from trajstore.trainers.recording.parameter_rows import MOMENTS
 from trajstore.trainers.replay.parameter_placement import Placement, recorded_placement, tensor_of
 from trajstore.trainers.replay.recorded_optimizer import (

@@ -235,7 +235,9 @@ def _check_cells(path: Location, attributes: Document) -> list[Problem]:
         run = open_tiled(path)
         if not {"W", "cells"} <= run.series.keys():
             return []
-        count, step, token = _wrong_cells(run, filled_rows(attributes, ("W", "cells")))
+        count, step, token = _wrong_cells(
+            run, filled_rows(attributes, len(run.steps), ("W", "cells"))
+        )
     except ObjectStoreError:
         raise
     except (FormatError, OSError) as error:

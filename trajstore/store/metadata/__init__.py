@@ -9,7 +9,7 @@
 ``object_keys``
     Names of the objects of a run, and of the files beside it.
 ``repairs``
-    What a repair took out of a run: arrays, and blocks that hold NaN since.
+    Values and arrays that repairs removed from a run.
 ``schema_check``
     Whether the arrays of a run are described as the schema has them, and so read as recorded.
 ``shard``

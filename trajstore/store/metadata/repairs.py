@@ -1,7 +1,6 @@
-"""What a repair took out of a run: the root records it in ``provenance.repaired``.
+"""Values and arrays that repairs removed from a run, as ``provenance.repaired`` records them.
 
-An entry is about one shard whose damaged inner chunks hold NaN since, or about an array that was
-dropped. Source: docs/format.md, *Repairs*.
+An entry describes a shard with NaN in its damaged inner chunks, or a dropped array. Source: docs/format.md, *Repairs*.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _BOUNDS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class FilledShard:
-    """Inner chunks of one shard that hold NaN since a repair.
+    """Inner chunks of one shard that a repair filled with NaN.
 
     Attributes
     ----------
@@ -51,23 +50,25 @@ def filled_shards(attributes: Mapping[str, Any]) -> list[FilledShard]:
     Parameters
     ----------
     attributes : mapping
-        Of the root; entries that no repair wrote are left out.
+        Attributes of the root. Malformed entries are left out.
     """
     return [shard for entry in _entries(attributes) if (shard := _shard(entry)) is not None]
 
 
-def filled_rows(attributes: Mapping[str, Any], arrays: Collection[str] | None = None) -> set[int]:
-    """Rows in which repairs wrote NaN into any array, or any of these."""
+def filled_rows(
+    attributes: Mapping[str, Any], rows: int, arrays: Collection[str] | None = None
+) -> set[int]:
+    """Which of the first rows hold NaN from a repair, in any array, or in any of these."""
     return {
         row
         for shard in filled_shards(attributes)
         if arrays is None or shard.array in arrays
-        for row in range(*shard.rows)
+        for row in range(max(shard.rows[0], 0), min(shard.rows[1], rows))
     }
 
 
 def dropped_arrays(attributes: Mapping[str, Any]) -> set[str]:
-    """Names of the arrays that repairs dropped."""
+    """Names of arrays that repairs dropped."""
     return {entry["array"] for entry in _entries(attributes) if entry.get("dropped") is True}
 
 
@@ -78,7 +79,7 @@ def with_repairs(
     dropped: Iterable[str],
     time: str,
 ) -> dict[str, Any]:
-    """The attributes, with another repair in their ``provenance``."""
+    """Attributes with another repair in their ``provenance``."""
     entries: list[dict[str, Any]] = [
         {"time": time, "array": name, "dropped": True} for name in sorted(dropped)
     ]
@@ -86,13 +87,14 @@ def with_repairs(
         {"time": time, **asdict(shard), "chunks": list(shard.chunks), "rows": list(shard.rows)}
         for shard in filled
     ]
-    provenance = attributes.get(_PROVENANCE) or {}
-    listed = [*(provenance.get(_REPAIRED) or []), *entries]
+    provenance = attributes.get(_PROVENANCE)
+    provenance = provenance if isinstance(provenance, Mapping) else {}
+    listed = [*_entries(attributes), *entries]
     return dict(attributes) | {_PROVENANCE: dict(provenance) | {_REPAIRED: listed}}
 
 
 def without_later_repairs(attributes: Mapping[str, Any], rows: int) -> dict[str, Any]:
-    """The attributes of a run that keeps so many rows: NaN that goes with a row is forgotten."""
+    """Attributes of a run that keeps its first rows, without repairs of later rows."""
     shards = filled_shards(attributes)
     if all(shard.rows[1] <= rows for shard in shards):
         return dict(attributes)
@@ -118,7 +120,7 @@ def _entries(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _shard(entry: Mapping[str, Any]) -> FilledShard | None:
-    """The shard that an entry is about; None if it is about none."""
+    """The shard of an entry; None if it describes none."""
     array, block, part = (entry.get(name) for name in ("array", "block", "part"))
     chunks, rows = entry.get("chunks"), entry.get("rows")
     if not isinstance(array, str) or not isinstance(chunks, list) or not isinstance(rows, list):
