@@ -54,9 +54,9 @@ def test_damage_is_shown_and_repaired(trajstore_cli: Cli, run: Path) -> None:
     done = trajstore_cli("repair", run)
     assert done.stdout.startswith(
         "Damaged: W, steps 8 to 10. Whole: step, grad, exp_avg, loss.\n"
-        "Planned repair:\n  3 of 11 rows are dropped, those from row 8 on"
+        "Planned repair:\n  3 of 11 rows are dropped, from row 8 on"
     )
-    assert "grad/zarr.json is written anew" in done.stdout
+    assert "grad/zarr.json is rewritten" in done.stdout
     assert f"  trajstore repair {run} --fill-damaged\n" in done.stdout
     assert f"cp -r {run} {run}.copy\n" in done.stdout
     assert f"trajstore repair {run} --yes" in done.stdout

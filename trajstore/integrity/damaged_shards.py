@@ -1,6 +1,6 @@
-"""Shards with broken inner chunks: what is damaged in each, and the shard with NaN in its place.
+"""Shards with damaged inner chunks, and the same shards filled with NaN.
 
-Inner chunks that fit their checksums keep their values, bit for bit.
+Inner chunks that match their checksums keep their values, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from trajstore.values.native_types import as_bits
 __all__ = ["DamagedShard", "damaged_shards", "nan_filled"]
 
 DamagedShard = tuple[FilledShard, Problem]
-"""What is damaged, and the first problem with it."""
+"""The damage, and its first problem."""
 
 
 def damaged_shards(metadata: CheckedMetadata, problems: Collection[Problem]) -> list[DamagedShard]:
-    """Shards that problems lie in, in the order of the problems.
+    """Damaged shards, in the order of their problems.
 
-    A shard that the system refuses to read in part may be sound, and is left out.
+    A shard that the system refuses to read may be sound, and is left out.
     """
     refused = {problem.path for problem in problems if problem.remedy == "none"}
     found: dict[tuple[str, int, int], list[Problem]] = defaultdict(list)
     for problem in problems:
         if problem.remedy == "cut" and problem.array is not None and problem.path not in refused:
             place = block_of(problem.path.name, len(metadata.arrays[problem.array]["shape"]))
-            assert place is not None  # the checks of chunks name the shard
+            assert place is not None  # such problems name a shard
             found[problem.array, *place].append(problem)
     return [(_damage(metadata, *place), each[0]) for place, each in found.items()]
 
@@ -62,13 +62,13 @@ def _damage(metadata: CheckedMetadata, array: str, block: int, part: int) -> Fil
 
 
 def nan_filled(metadata: CheckedMetadata, damage: FilledShard) -> Shard:
-    """The shard with NaN in its damaged inner chunks, as it has to be written.
+    """The shard with NaN in its damaged inner chunks, ready to write.
 
     Parameters
     ----------
     metadata : CheckedMetadata
     damage : FilledShard
-        Of an array that has NaN.
+        Damage of an array other than `step`.
     """
     stored = metadata.stored(damage.array)
     form, native = stored.form, stored.chain.native

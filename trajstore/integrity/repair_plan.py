@@ -1,7 +1,7 @@
-"""What a repair shall do: decided whole, from what is known of a run, before anything is written.
+"""The plan of a repair, complete before anything is written.
 
-What can be rebuilt is rebuilt from what is written down twice; what cannot costs the rows from
-there on. Each decision comes with the sentences that say it.
+Documents are rebuilt from their copies. A damaged block costs the rows from there on, unless
+``replacement`` keeps them. Each decision has a sentence.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ __all__ = ["RepairPlan", "plan_repair"]
 
 @dataclass(frozen=True, kw_only=True)
 class RepairPlan:
-    """What shall be written and removed, in this order, and why.
+    """Files to write and to remove, in this order, with the reasons.
 
     Attributes
     ----------
     rows : int
-        That stay.
+        Remaining rows.
     announcement : bytes or None
-        Document of `step` to be written first: it announces what changes in the root.
+        Document of `step` to write first: it announces the new attributes of the root.
     documents : dict of Path or RemotePath to bytes
-        To be written.
+        Documents to write.
     shards : dict of Path or RemotePath to Shard
-        To be written, with NaN in the place of what is damaged.
+        Shards to write, with NaN in place of damaged values.
     removed : tuple of Path or RemotePath
-        To be removed.
+        Files to remove.
     sweeps : bool
-        Whether there are temporaries to be removed.
+        True if there are temporary files to remove.
     actions : tuple of str
-        One sentence each; empty if there is nothing to do.
+        One sentence each; empty for a sound run.
     unrepaired : tuple of str
-        What is wrong and stays so.
+        Problems that stay.
     damaged : dict of str to str
-        Damaged arrays, and in which steps; empty text for a damage that is not of steps.
+        Damaged arrays with their damaged steps; empty text for damage outside of steps.
     whole : tuple of str
-        Variables and `step`, where they are whole.
+        Names of the sound variables, with `step`.
     alternatives : tuple of str
         Options of `trajstore repair` that keep more.
     """
@@ -86,13 +86,13 @@ class RepairPlan:
 def plan_repair(
     checked: CheckedRun, *, fill_damaged: bool = False, drop_arrays: Collection[str] = ()
 ) -> RepairPlan:
-    """Decide how a run is brought back to its last whole commit.
+    """Plan the repair of a run.
 
     Parameters
     ----------
     checked : CheckedRun
     fill_damaged : bool
-        Write NaN in the place of damaged inner chunks; by default their rows are dropped.
+        Fill damaged inner chunks with NaN; by default their rows are dropped.
     drop_arrays : collection of str
         Damaged arrays to drop.
 
@@ -102,8 +102,7 @@ def plan_repair(
         If an array cannot be dropped.
     """
     metadata = checked.metadata
-    # A document that the system refuses may be sound: nothing is written in its place, and no row
-    # is dropped by what the others say.
+    # A document that the system refuses to read may be sound: do not replace it, drop no rows.
     if metadata.refused or STEP.name not in metadata.arrays:
         return RepairPlan(rows=metadata.rows, unrepaired=tuple(map(str, checked.found.problems)))
     wanted = Replacement.planned(checked, fill_damaged=fill_damaged, drop_arrays=drop_arrays)
@@ -155,7 +154,7 @@ def plan_repair(
 
 
 def _lost_blocks(checked: CheckedRun, replaced: Replacement) -> list[tuple[int, Problem]]:
-    """Problems that cost rows, and the first row that each costs."""
+    """Problems that cost rows, with the first lost row."""
     arrays = checked.metadata.arrays
     filled = {problem.path for _, problem in replaced.filled}
     return [
@@ -175,55 +174,57 @@ def _on_rows(
     rest = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
     left = f"{rows} stay" if rows else "none stay"
     yield (
-        f"{metadata.rows - rows} of {metadata.rows} rows are dropped, those from row {rows} on; "
+        f"{metadata.rows - rows} of {metadata.rows} rows are dropped, from row {rows} on; "
         f"{left}: {first}{rest}"
     )
 
 
 def _attributes(metadata: CheckedMetadata) -> tuple[Document, list[str]]:
-    """Fixed attributes of the root, and what is done to them.
+    """Fixed attributes of the root after the repair, and the actions.
 
-    Its own where nothing speaks against them, or their copy's.
+    The root's own attributes win, unless only the copy is plausible.
     """
     own, copy = fixed_attributes(metadata.attributes), metadata.copy or {}
     settled, actions = dict(own), []
     for key, value in copy.items():
         if key not in own:
             if metadata.root is not None:
-                actions.append(f"the attribute {key} comes back from its copy in step")
+                actions.append(f"the attribute {key} is restored from its copy in step")
             settled[key] = value
         elif not same(own[key], value):
-            # zarr drops the consolidated metadata when somebody sets an attribute: where they are
-            # lost, the change was meant; where they are not, it is damage.
+            # zarr drops the consolidated metadata when a user sets an attribute. Without them,
+            # a change is intended; with them, it is damage.
             if metadata.consolidated() is None:
-                actions.append(f"the copy in step takes over the attribute {key}")
+                actions.append(f"the copy in step receives the attribute {key}")
             else:
-                actions.append(f"the attribute {key} is put back to what its copy in step says")
+                actions.append(f"the attribute {key} is restored from its copy in step")
                 settled[key] = value
     if metadata.copy is not None and metadata.root is not None:
         for key in sorted(own.keys() - copy.keys()):
             lost = [name for name in copy.keys() - own.keys() if same(copy[name], own[key])]
             if lost:
-                actions.append(f"the attribute {key} goes: it is {lost[0]} with a broken name")
+                actions.append(
+                    f"the attribute {key} is removed: it is {lost[0]} with a broken name"
+                )
                 del settled[key]
             else:
-                actions.append(f"the copy in step takes over the attribute {key}")
+                actions.append(f"the copy in step receives the attribute {key}")
     if metadata.root is None and metadata.copy is None:
         actions.append(
-            "the attributes of the root are lost, and this run has no copy of them: what config, "
-            "optimizer and provenance said is gone"
+            "the attributes of the root are lost, without a copy: config, optimizer and provenance "
+            "are lost"
         )
     for key, value in _least_attributes(metadata).items():
         if key not in settled or not is_possible(key, settled[key]):
             if metadata.root is not None or metadata.copy is not None:
                 actions.append(f"the attribute {key} is lost; it becomes {value!r}")
             settled[key] = value
-    # In the order of the copy, whose text stays as it is where nothing has changed.
+    # In the order of the copy, so that its text stays the same without changes.
     return {key: settled[key] for key in (*copy, *settled)}, actions
 
 
 def _least_attributes(metadata: CheckedMetadata) -> Document:
-    """What every root says at least, as far as the arrays tell it."""
+    """Required attributes of a root that the arrays determine."""
     form = metadata.stored(STEP.name).form
     values = {
         "trajstore_format": FORMAT,
@@ -239,7 +240,7 @@ def _least_attributes(metadata: CheckedMetadata) -> Document:
 
 
 def _with_repairs(attributes: Document, replaced: Replacement, rows: int) -> Document:
-    """The attributes with a record of what is given up now, and of what still holds of before."""
+    """Attributes that record this repair, and earlier ones of remaining rows."""
     new = replaced.new()
     if replaced.dropped or new:
         attributes = with_repairs(attributes, filled=new, dropped=replaced.dropped, time=utc_now())
@@ -249,9 +250,9 @@ def _with_repairs(attributes: Document, replaced: Replacement, rows: int) -> Doc
 def _digests(
     checked: CheckedRun, rows: int, attributes: Document, *, changed: bool, replaced: bool
 ) -> tuple[dict[str, str], list[str]]:
-    """Content digest and fingerprint of the run afterwards, and what is done to them.
+    """Content digest and fingerprint after the repair, and the actions.
 
-    Those of the root where they can be right: what has changed in secret is not made good.
+    The root's digests stay if they can be right, so tampering remains detectable.
     """
     metadata = checked.metadata
     kept = {key: metadata.attributes.get(key) for key in (CONTENT, FINGERPRINT)}
@@ -265,12 +266,14 @@ def _digests(
     if keeps_rows and (found is None or found.attributes()[CONTENT] != kept[CONTENT]):
         return as_before, []
     if found is None:
-        return {}, ["the fingerprint is lost: not all that it is made of can be read"]
-    return found.attributes(), ["the fingerprint is made again, of what is stored"] if lost else []
+        return {}, ["the fingerprint is lost: a part of the content is not readable"]
+    return found.attributes(), [
+        "the fingerprint is computed again from the stored content"
+    ] if lost else []
 
 
 def _status(metadata: CheckedMetadata, rows: int) -> Status:
-    """Status of the run afterwards: that of a recording that did not end, unless all is there."""
+    """Status after the repair: interrupted, unless all rows remain."""
     status = metadata.attributes.get("status")
     if status not in STATUSES or status == "recording" or rows < metadata.rows:
         return "interrupted"
@@ -279,7 +282,7 @@ def _status(metadata: CheckedMetadata, rows: int) -> Status:
 
 def _on_status(metadata: CheckedMetadata) -> Iterator[str]:
     if metadata.attributes.get("status") == "recording":
-        yield "its status becomes interrupted: nobody is recording it any more"
+        yield "the status becomes interrupted: no process is recording the run"
 
 
 def _changed_documents(
@@ -290,12 +293,12 @@ def _changed_documents(
     digests: dict[str, str],
     dropped: Collection[str],
 ) -> dict[Location, Document]:
-    """Documents that say something else than they shall, as they shall be, the root first."""
+    """New versions of the documents that change, the root first."""
     arrays, listed = metadata.arrays, metadata.consolidated() or {}
     documents = RunMetadata(arrays, attributes)
     root = json.loads(documents.root(rows, status, digests))
     targets = root["consolidated_metadata"]["metadata"]
-    # What is somebody else's, or unreadable in both places, stays to the letter.
+    # Foreign entries, and entries unreadable in both places, stay unchanged.
     strange = {
         name: entry
         for name, entry in listed.items()
@@ -317,14 +320,14 @@ def _changed_documents(
 
 
 def _is_dropped(metadata: CheckedMetadata, name: str) -> bool:
-    """Whether an array is an entry of the root and nothing else, of a name that nobody knows."""
+    """True for an unknown name in the root without a folder."""
     return (
         name not in metadata.arrays and not is_series(name) and not (metadata.path / name).exists()
     )
 
 
 def _same_root(target: dict[str, Any], root: Document | None) -> bool:
-    """Whether a root needs no writing; the time of its last change is no reason to."""
+    """True if the root stays the same, apart from the time of its last change."""
     if root is None or not isinstance(root.get("attributes"), dict):
         return False
     moment = root["attributes"].get("updated")
@@ -346,14 +349,14 @@ def _on_documents(
         ]
         own = metadata.own.get(path.parent.name) if path.parent != metadata.path else None
         if reasons:
-            yield f"{what} is written anew: {'; '.join(reasons)}"
+            yield f"{what} is rewritten: {'; '.join(reasons)}"
         elif own is not None and own["shape"][0] > metadata.rows:
             yield (
-                f"{what} goes back from {own['shape'][0]} rows to {rows}: the others were never "
+                f"{what} is reset from {own['shape'][0]} rows to {rows}: the others were never "
                 "committed"
             )
         elif metadata.announced:
-            yield f"{what} no longer says what a writer was about to make of the root's attributes"
+            yield f"{what} no longer announces attributes of the root"
 
 
 def _on_removed(
@@ -361,24 +364,21 @@ def _on_removed(
 ) -> Iterator[str]:
     past = sum(map(len, checked.leftovers.beyond.values()))
     if past:
-        yield (
-            f"shards past the commit are removed ({past}): no reader has ever seen them as part of "
-            "the run"
-        )
+        yield (f"shards past the commit are removed ({past}): no reader sees them")
     if checked.leftovers.dropped:
         yield f"files of a dropped array are removed ({len(checked.leftovers.dropped)})"
     if len(beyond) > past:
         yield f"shards of the dropped rows are removed ({len(beyond) - past})"
     if checked.leftovers.temporaries:
         count = len(checked.leftovers.temporaries)
-        yield f"temporaries of writes that did not end are removed ({count})"
+        yield f"temporary files of unfinished writes are removed ({count})"
     for path in broken:
         faults = [problem.message for problem in checked.found.problems if problem.path == path]
         yield f"{path.parent.name}/{path.name} is removed: {'; '.join(faults)}"
 
 
 def _is_lasting(metadata: CheckedMetadata, problem: Problem) -> bool:
-    """Whether no repair can help."""
+    """True if no repair is possible."""
     if problem.remedy != "rewrite":
         return problem.remedy == "none"
     name = problem.array

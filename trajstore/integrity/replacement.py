@@ -1,4 +1,4 @@
-"""What a repair gives up instead of rows: damaged arrays that it drops, chunks that it fills."""
+"""Repairs that keep all rows: damaged arrays to drop, and chunks to fill with NaN."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _NEEDED = (STEP.name, "token")
 
 @dataclass(frozen=True, kw_only=True)
 class Replacement:
-    """Damaged arrays that are dropped, and damaged chunks that get NaN.
+    """Damaged arrays to drop, and damaged chunks to fill.
 
     Attributes
     ----------
     dropped : frozenset of str
     filled : list of (FilledShard, Problem)
     again : set of FilledShard
-        Those of `filled` that the root records already, from a repair that was interrupted.
+        Shards of `filled` that the root records already, from an interrupted repair.
     """
 
     dropped: frozenset[str]
@@ -42,13 +42,13 @@ class Replacement:
     def planned(
         cls, checked: CheckedRun, *, fill_damaged: bool, drop_arrays: Collection[str]
     ) -> Replacement:
-        """What is given up of a run.
+        """Select arrays and chunks.
 
         Parameters
         ----------
         checked : CheckedRun
         fill_damaged : bool
-            Fill all that is damaged; by default only what an interrupted repair would have filled.
+            Fill all damaged chunks; by default only those of an interrupted repair.
         drop_arrays : collection of str
 
         Raises
@@ -75,27 +75,27 @@ class Replacement:
         return cls(dropped=dropped, filled=filled, again=again)
 
     def before(self, rows: int) -> Replacement:
-        """Without what is filled past these rows, which are dropped."""
+        """Without chunks past the remaining rows."""
         return replace(self, filled=[item for item in self.filled if item[0].rows[0] < rows])
 
     def __bool__(self) -> bool:
         return bool(self.dropped or self.filled)
 
     def new(self) -> list[FilledShard]:
-        """Shards to be recorded as filled."""
+        """Shards to record as filled."""
         return [shard for shard, _ in self.filled if shard not in self.again]
 
     def shards(self, metadata: CheckedMetadata) -> dict[Location, Shard]:
-        """Shards to be written, by their path."""
+        """Shards to write, by their path."""
         return {problem.path: nan_filled(metadata, shard) for shard, problem in self.filled}
 
     def applied(self, checked: CheckedRun) -> CheckedRun:
-        """What would be known of the run without what is given up."""
+        """Facts about the run after the replacement."""
         metadata = _without(checked.metadata, self.dropped)
         labels, digests = dict(checked.read.labels), dict(checked.read.digests)
         for damage, _ in self.filled:
             shard = nan_filled(metadata, damage)
-            for _ in shard:  # which makes its digest
+            for _ in shard:  # computes its digest
                 pass
             form = metadata.stored(damage.array).form
             rows = min(metadata.rows - damage.block * form.shape[0], form.shape[0])
@@ -115,7 +115,7 @@ class Replacement:
         )
 
     def sentences(self, checked: CheckedRun) -> list[str]:
-        """What is given up, and why."""
+        """Actions with their reasons."""
         where = damage_by_array(checked)
         found = [
             f"the array {name} is dropped: damaged{f' in {where[name]}' if where[name] else ''}"
@@ -130,13 +130,13 @@ class Replacement:
 
 
 def alternatives(checked: CheckedRun, replaced: Replacement) -> tuple[str, ...]:
-    """Options of `trajstore repair` that keep rows which would be dropped, or drop what is broken.
+    """Options of `trajstore repair` that keep more rows, or drop damaged coordinates.
 
     Parameters
     ----------
     checked : CheckedRun
     replaced : Replacement
-        What is given up already.
+        The current selection.
     """
     metadata = checked.metadata
     filled = {problem.path for _, problem in replaced.filled}
@@ -156,7 +156,7 @@ def alternatives(checked: CheckedRun, replaced: Replacement) -> tuple[str, ...]:
 
 
 def damage_by_array(checked: CheckedRun) -> dict[str, str]:
-    """Damaged arrays, and in which steps; empty text for a damage that is not of steps."""
+    """Damaged arrays with their damaged steps; empty text for damage outside of steps."""
     metadata, problems = checked.metadata, checked.found.problems
     names = [
         problem.array
@@ -188,7 +188,7 @@ def _is_needed(metadata: CheckedMetadata, name: str) -> bool:
 
 
 def _is_recorded(metadata: CheckedMetadata, damage: FilledShard) -> bool:
-    """True if the root records that a repair filled all that is damaged."""
+    """True if the root records all this damage as filled."""
     return any(
         (shard.array, shard.block, shard.part) == (damage.array, damage.block, damage.part)
         and set(damage.chunks) <= set(shard.chunks)
@@ -199,7 +199,7 @@ def _is_recorded(metadata: CheckedMetadata, damage: FilledShard) -> bool:
 
 
 def _without(metadata: CheckedMetadata, dropped: Collection[str]) -> CheckedMetadata:
-    """The metadata without some arrays, and without their names in the others."""
+    """Metadata without some arrays, and without their names in the others."""
     return replace(
         metadata,
         own={name: document for name, document in metadata.own.items() if name not in dropped},

@@ -1,6 +1,8 @@
 """Values and arrays that repairs removed from a run, as ``provenance.repaired`` records them.
 
-An entry describes a shard with NaN in its damaged inner chunks, or a dropped array. Source: docs/format.md, *Repairs*.
+An entry describes a shard with NaN in its damaged inner chunks, or a dropped array.
+
+Source: docs/reference/format.md, *Repairs*.
 """
 
 from __future__ import annotations
