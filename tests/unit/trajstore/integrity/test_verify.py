@@ -364,7 +364,7 @@ def test_what_a_crash_leaves_is_a_note(run: Path) -> None:
     found = verify(run)
     assert found.clean
     assert "W has shards past the commit (1)" in found.notes[0]
-    assert "temporaries (1)" in found.notes[1]
+    assert "temporary files (1)" in found.notes[1]
     assert found.notes[2] == "notes.txt is not part of the run"
 
 
@@ -388,7 +388,9 @@ def test_an_array_that_no_recorder_wrote_is_a_problem(run: Path) -> None:
         )  # fmt: skip
     zarr.consolidate_metadata(run)
     for found in (verify(run).problems, repair(run, yes=True).unrepaired):
-        foreign = [item for item in map(str, found) if "not stored as a recorder stores it" in item]
+        foreign = [
+            item for item in map(str, found) if "storage differs from that of a recorder" in item
+        ]
         assert {item.partition(":")[0] for item in foreign} == {"W", "token"}
 
 
