@@ -158,7 +158,7 @@ def test_a_run_that_is_recorded(address: str) -> None:
         writer.append(step=0, W=np.eye(2, dtype="f4"))
         assert verify(address).clean
         for yes in (False, True):
-            with pytest.raises(RunLocked, match="writing to|written to"):
+            with pytest.raises(RunLocked, match=r"writing to|written to"):
                 repair(address, yes=yes)
 
 
