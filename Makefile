@@ -84,6 +84,11 @@ faults: .venv  ## Have the system refuse calls of every command (EIO, ENOSPC, EM
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
 	$(BIN)/python tools/faults.py
 
+.PHONY: powerloss
+powerloss: .venv  ## Simulate a loss of power at each call of every command that writes, for minutes
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
+	$(BIN)/python tools/powerloss.py --no-fsync
+
 .PHONY: soak
 soak: .venv  ## Kill commands that write, at random times, with four readers looking on, for minutes
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'

@@ -15,9 +15,10 @@ The power may go after each call. These rules say what is on the disk then:
    neither or both names have changed. An exchange is a rename.
 5. fsync of a file does not keep its name, and fsync of a folder does not keep what its files hold.
 
-Each choice of rule 2 is combined with each of rule 3. States that have the same folders, names and
-data are one. What is below a name such as ``.run.zarr.123.partial`` does not tell states apart:
-nobody reads it.
+Each choice of rule 2 is combined with the names of rule 3 that are all before or all after; each
+other choice of names, with all data whole and with all missing. States that have the same folders,
+names and data are one. Of what dead processes leave, such as ``.run.zarr.123.partial``, only
+whether there is any tells states apart: nobody reads it.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-__all__ = ["Call", "Disk", "Tree", "calls_of", "tree_of"]
+__all__ = ["Call", "Disk", "Tree", "calls_of", "digest_of", "tree_of"]
 
 Tree = dict[str, bytes | None]
 """Data of files, and None for folders, by their paths below the root."""
@@ -80,6 +81,18 @@ def tree_of(root: Path) -> Tree:
         str(path.relative_to(root)): None if path.is_dir() else path.read_bytes()
         for path in sorted(root.rglob("*"))
     }
+
+
+def digest_of(entries: Iterable[tuple[str, bytes]]) -> bytes:
+    """Digest of paths and the digests of what they hold, but for what nobody reads."""
+    whole = hashlib.sha256()
+    left = False
+    for path, digest in entries:
+        if any(UNREAD.fullmatch(name) for name in path.split("/")):
+            left = True
+        else:
+            whole.update(path.encode() + b"\0" + digest)
+    return whole.digest() + bytes([left])
 
 
 @dataclass(eq=False)
@@ -198,10 +211,12 @@ class Disk:
     def states(self) -> Iterator[tuple[bytes, Callable[[], Tree]]]:
         """What may be there after a loss of power, each once: its digest, and what makes it."""
         seen = set()
-        for names in self._choices_of_names():
+        for number, names in enumerate(self._choices_of_names()):
             files = [node for node in _files(self.root, names) if node.changed]
             choices: list[tuple[dict[File, str], str]] = [({}, mode) for mode in MODES]
-            if 1 < len(files) <= MOST_CHANGES:
+            if number > 1:
+                choices = choices[:2]
+            elif 1 < len(files) <= MOST_CHANGES:
                 choices += [({file: "missing"}, "whole") for file in files]
             for modes, others in choices if files else choices[:1]:
                 digest = self._digest(names, modes, others)
@@ -224,12 +239,10 @@ class Disk:
     def _digest(
         self, names: dict[Folder, dict[str, Node]], modes: dict[File, str], others: str
     ) -> bytes:
-        whole = hashlib.sha256()
-        for path, node in _walk(self.root, names, unread=False):
-            whole.update(path.encode() + b"\0")
-            if isinstance(node, File) and not UNREAD.fullmatch(path.rpartition("/")[2]):
-                whole.update(node.digest(modes.get(node, others)))
-        return whole.digest()
+        return digest_of(
+            (path, node.digest(modes.get(node, others)) if isinstance(node, File) else b"")
+            for path, node in _walk(self.root, names)
+        )
 
     def _tree(
         self, names: dict[Folder, dict[str, Node]], modes: dict[File, str], others: str
@@ -303,13 +316,13 @@ class Disk:
 
 
 def _walk(
-    root: Folder, names: dict[Folder, dict[str, Node]], above: str = "", *, unread: bool = True
+    root: Folder, names: dict[Folder, dict[str, Node]], above: str = ""
 ) -> Iterator[tuple[str, Node]]:
     for name in sorted(names[root]):
         node = names[root][name]
         yield above + name, node
-        if isinstance(node, Folder) and (unread or not UNREAD.fullmatch(name)):
-            yield from _walk(node, names, f"{above}{name}/", unread=unread)
+        if isinstance(node, Folder):
+            yield from _walk(node, names, f"{above}{name}/")
 
 
 def _files(root: Folder, names: dict[Folder, dict[str, Node]]) -> list[File]:

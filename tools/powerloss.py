@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import powerloss_trials as trials
-from disk_states import UNREAD, Disk, Tree, calls_of, tree_of
+from disk_states import Disk, Tree, calls_of, digest_of, tree_of
 
 PROCESSES = 2
 COLUMNS = ("states", "promised", "rows lost", "unreadable", "wrong", "unsound")
@@ -72,7 +72,7 @@ def main() -> int:
     """Simulate, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("commands", nargs="*", metavar="COMMAND", help="by default all")
-    parser.add_argument("--most", type=int, default=40, help="states to go on from")
+    parser.add_argument("--most", type=int, default=40, help="states in which commands go on")
     parser.add_argument("--no-fsync", action="store_true", help="also without flushes")
     parser.add_argument("--carry-out", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -223,7 +223,7 @@ def _looks(
     every = max(1, -(-len(found) // most))
     return {
         (path, digest): pool.submit(
-            _look, recorded.name, path, part, recorded.before, recorded.after,
+            trials.look, recorded.name, path, part, recorded.before, recorded.after,
             trained=bool(trial.trains) and number % every == 0,
         )
         for number, ((path, digest), part) in enumerate(found.items())
@@ -239,7 +239,7 @@ def _agains(
     states = {digest: tree for (digest, _), tree in recorded.states.items()}
     every = max(1, -(-len(states) // most))
     return {
-        digest: pool.submit(_again, recorded.name, replaced[0], tree, recorded.after)
+        digest: pool.submit(trials.again, recorded.name, replaced[0], tree, recorded.after)
         for digest, tree in list(states.items())[::every]
     }
 
@@ -299,9 +299,7 @@ def _belongs(path: str, output: str) -> bool:
 
 def _part(tree: Tree, path: str) -> Tree:
     return {
-        each: data
-        for each, data in tree.items()
-        if each == path or each.startswith(path + "/")
+        each: data for each, data in tree.items() if each == path or each.startswith(path + "/")
     }
 
 
@@ -319,34 +317,17 @@ def _of_run(tree: Tree, path: str) -> Tree:
 
 def _digest(tree: Tree) -> bytes:
     """Digest of a tree without what nobody reads in it."""
-    whole = hashlib.sha256()
-    for path, data in sorted(tree.items()):
-        names = path.split("/")
-        if any(UNREAD.fullmatch(name) for name in names[:-1]):
-            continue
-        whole.update(path.encode() + b"\0")
-        if data is not None and not UNREAD.fullmatch(names[-1]):
-            whole.update(hashlib.sha256(data).digest())
-    return whole.digest()
-
-
-_work: Path
+    return digest_of(
+        (path, b"" if data is None else hashlib.sha256(data).digest())
+        for path, data in sorted(tree.items())
+    )
 
 
 def _begin(memory: str) -> None:
-    """In a process that looks: where, and without flushes, which are not what it tries."""
-    global _work
-    _work = Path(memory) / str(os.getpid()) / "work"
+    """In a process that looks: a folder in memory, and no flushes, which are not what it tries."""
+    os.environ["TMPDIR"] = memory
+    tempfile.tempdir = None
     os.fsync = lambda descriptor: None  # type: ignore[assignment]
-
-
-def _look(*arguments: Any, trained: bool) -> dict[str, Any]:
-    name, path, tree, before, after = arguments
-    return trials.look(name, path, tree, _work, before, after, trained=trained)
-
-
-def _again(name: str, path: str, tree: Tree, after: Path) -> str | None:
-    return trials.again(name, path, tree, _work, after)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from trajstore.cli.main import main
 
 __all__ = ["TRIALS", "Trial", "again", "carry_out", "look", "prepare", "rows_of"]
 
-ROWS = 10
-CUT = 5
+ROWS = 6
+CUT = 3
 TRAINING = (
     "--steps", "8", "--set", "model.context=16", "--set", "model.hidden=8", "--set",
     "model.layers=1", "--set", "model.heads=1", "--set", "training.batch_size=2",
@@ -63,7 +63,7 @@ class Trial:
 
 def _row(step: int, version: int) -> dict[str, Any]:
     values = np.random.default_rng((step, version)).integers(-99, 99, (6, 4)).astype("f4")
-    return {"step": step, "W": values, "grad": values + 1, "loss": np.float32(values.sum())}
+    return {"step": step, "W": values, "loss": np.float32(values.sum())}
 
 
 def _create(
@@ -71,7 +71,7 @@ def _create(
 ) -> None:
     with RunWriter.create(
         path, token=np.arange(6), hidden=4, commit_every=0.001, fsync=fsync, overwrite=overwrite,
-        variables={"W": "bfloat16", "grad": "float32", "loss": "float32"}, block_rows=4,
+        variables={"W": "bfloat16", "loss": "float32"}, block_rows=4,
     ) as run:  # fmt: skip
         _append(run, range(rows), version)
 
@@ -86,7 +86,7 @@ def _append(run: RunWriter, steps: range, version: int) -> None:
 
 def _resume(*, rows: int | None = None, version: int = 0, fsync: bool = True) -> None:
     with RunWriter.resume("run.zarr", rows=rows, commit_every=0.001, fsync=fsync) as run:
-        _append(run, range(run.rows, run.rows + 7), version)
+        _append(run, range(run.rows, run.rows + 5), version)
 
 
 def _command(*arguments: str) -> Callable[[bool], None]:
@@ -202,10 +202,10 @@ if importlib.util.find_spec("torch"):
 def prepare(folder: Path) -> None:
     """Make what the commands find."""
     folder.mkdir(parents=True)
-    with contextlib.chdir(folder):
+    with contextlib.chdir(folder), _quiet():
         _create("run.zarr")
         _create("cut.zarr")
-        Path("cut.zarr/W/c.2.0.0").unlink()
+        Path("cut.zarr/W/c.1.0.0").unlink()
         np.save("dead_mask.npy", np.arange(6) < 2)
         export("run.zarr", "run.safetensors")
         _create("other.zarr", version=1, rows=3)
@@ -276,21 +276,32 @@ def _same(found: Values, whole: Values) -> bool:
 
 
 @cache
-def _kept(run: Path) -> tuple[Values, int]:
-    return _values(run), rows_of(run)
+def _kept(run: Path) -> Values:
+    return _values(run)
+
+
+def _count(values: Values) -> int:
+    """Rows."""
+    return len(values["step"][2]) // 8
 
 
 @contextlib.contextmanager
-def _there(folder: Path, tree: dict[str, bytes | None]) -> Iterator[None]:
-    """A folder as it is after a loss of power."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for path, data in sorted(tree.items()):
-        if data is None:
-            (folder / path).mkdir()
-        else:
-            (folder / path).write_bytes(data)
-    with contextlib.chdir(folder):
+def _quiet() -> Iterator[None]:
+    """Without what commands print."""
+    with open(os.devnull, "w") as nowhere:
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            yield
+
+
+@contextlib.contextmanager
+def _there(tree: dict[str, bytes | None]) -> Iterator[None]:
+    """In a folder as it is after a loss of power."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for path, data in sorted(tree.items()):
+            if data is None:
+                Path(path).mkdir()
+            else:
+                Path(path).write_bytes(data)
         yield
 
 
@@ -298,7 +309,6 @@ def look(
     name: str,
     path: str,
     tree: dict[str, bytes | None],
-    work: Path,
     before: Path,
     after: Path,
     *,
@@ -314,8 +324,6 @@ def look(
         Of the run, below the folder.
     tree : Tree
         Of the folder, as far as it has to do with that run.
-    work : Path
-        Where to make it.
     before, after : Path
         The folder as the command found and as it left it.
     trained : bool
@@ -332,11 +340,12 @@ def look(
     wholes = {"new": after / path}
     if (before / path).is_dir() and not trial.unflushed and path != "cut.zarr":
         wholes["old"] = before / path
-    with _there(work, tree):
+    with _there(tree):
         run = Path(path)
         try:
-            found["rows"] = rows_of(run)
-            found["version"] = _version(run, wholes)
+            values = _values(run)
+            found["rows"] = _count(values)
+            found["version"] = _version(values, wholes)
         except (TrajstoreError, OSError, ValueError, KeyError, TypeError) as error:
             found["unreadable"] = f"{type(error).__name__}: {error}"
         try:
@@ -350,7 +359,7 @@ def look(
         "resume": lambda: _resumed(run, after / path),
         **({"train": lambda: _trained(trial, run, after / path)} if trained else {}),
     }.items():
-        with _there(work, tree):
+        with _there(tree):
             try:
                 wrong = action()
             except BaseException as error:
@@ -360,10 +369,9 @@ def look(
     return found
 
 
-def _version(run: Path, wholes: dict[str, Path]) -> str | None:
-    values = _values(run)
+def _version(values: Values, wholes: dict[str, Path]) -> str | None:
     for version, whole in wholes.items():
-        if _same(values, _kept(whole)[0]):
+        if _same(values, _kept(whole)):
             return version
     return None
 
@@ -379,7 +387,7 @@ def _resumed(run: Path, whole: Path) -> str | None:
     """Append the rows that the whole run has more; of another version, the next one alone."""
     ds = open_run(whole, chunks=None)
     own = open_run(run, chunks=None)
-    version = _version(run, {"new": whole})
+    version = _version(_values(run), {"new": whole})
     start = own.sizes["step"]
     steps = range(start, ds.sizes["step"]) if version else range(start - 1, start)
     source = ds if version else own
@@ -402,36 +410,34 @@ def _trained(trial: Trial, run: Path, whole: Path) -> str | None:
     """Go on with the training."""
     if not run.exists() and trial.needs:
         return None  # that it forks or goes on with has to be there; a fork is begun anew
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+    with _quiet():
         main([*trial.trains], prog_name="trajstore", standalone_mode=False)
-    return _fault(run, {"new": whole}, at_least=_kept(whole)[1])
+    return _fault(run, {"new": whole}, at_least=_count(_kept(whole)))
 
 
 def _fault(run: Path, wholes: dict[str, Path], *, at_least: int) -> str | None:
     problems = verify(run).problems
     if problems:
         return str(problems[0])
-    rows = rows_of(run)
-    if rows < at_least:
-        return f"{rows} rows of {at_least}"
-    if _version(run, wholes) is None:
+    values = _values(run)
+    if _count(values) < at_least:
+        return f"{_count(values)} rows of {at_least}"
+    if _version(values, wholes) is None:
         return "other values"
     return None
 
 
-def again(
-    name: str, path: str, tree: dict[str, bytes | None], work: Path, after: Path
-) -> str | None:
+def again(name: str, path: str, tree: dict[str, bytes | None], after: Path) -> str | None:
     """Do a command once more after a loss of power; a sentence if it does not end as it should."""
-    with _there(work, tree):
+    with _there(tree):
         try:
-            with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            with _quiet():
                 TRIALS[name].work(True)
         except BaseException as error:
             return f"{type(error).__name__}: {error}"
-        left = sorted(each.name for each in work.rglob(".*"))
+        left = sorted(each.name for each in Path().rglob(".*"))
         if left:
             return f"leaves {left[0]}"
         if (after / path / "zarr.json").is_file() and path not in ("x.zarr", "z.zarr"):
-            return _fault(Path(path), {"new": after / path}, at_least=_kept(after / path)[1])
+            return _fault(Path(path), {"new": after / path}, at_least=_count(_kept(after / path)))
     return None
