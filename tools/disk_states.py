@@ -189,7 +189,7 @@ class Disk:
             self._add(call.path, Folder())
         elif call.name == "link":
             self._add(call.other, self._node(call.path))
-        elif call.name in ("write", "truncate"):
+        elif call.name in ("write", "truncate", "allocate"):
             self._change(self._node(call.path), call)
         elif call.name == "rename":
             self._move(call.path, call.other, exchange=bool(call.number & EXCHANGE))

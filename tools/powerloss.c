@@ -256,22 +256,23 @@ int truncate64(const char *name, off64_t size) {
     return result;
 }
 ALIAS(truncate, truncate64);
-/* What these write is not seen: the record lets the reader refuse. */
 int posix_fallocate64(int fd, off64_t start, off64_t size) {
     char path[PATH_MAX];
-    if (of(fd, path)) {
-        lock();
-        record("allocate", start + size, path, "", "", 0);
-        unlock();
-    }
-    return REAL(int, posix_fallocate64, int, off64_t, off64_t)(fd, start, size);
+    int (*real)(int, off64_t, off64_t) = dlsym(RTLD_NEXT, "posix_fallocate64");
+    if (!of(fd, path)) return real(fd, start, size);
+    lock();
+    int result = real(fd, start, size);
+    if (!result) record("allocate", start + size, path, "", "", 0);
+    unlock();
+    return result;
 }
 ALIAS(posix_fallocate, posix_fallocate64);
+/* What these change is not seen: for the record, there is no rule. */
 int fallocate64(int fd, int mode, off64_t start, off64_t size) {
     char path[PATH_MAX];
     if (of(fd, path)) {
         lock();
-        record("allocate", start + size, path, "", "", 0);
+        record("fallocate", start + size, path, "", "", 0);
         unlock();
     }
     return REAL(int, fallocate64, int, int, off64_t, off64_t)(fd, mode, start, size);

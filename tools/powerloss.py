@@ -14,7 +14,8 @@ What must be true of each state:
 - `repair` keeps its rows. `RunWriter.resume` appends the rows that the whole run has more, and of a
   training, `record --resume` trains them; both end with the bits of the whole run.
 - What is replaced or made as a whole is the old or the new, byte for byte; when the command has
-  ended, the new. The command, done once more, ends well and leaves nothing behind.
+  ended, the new. The command, done once more, ends well and leaves nothing behind. `repair` works in
+  place: when the old is no more, the run opens with the rows and bits of the new.
 - What a command only reads is as it was.
 
 Of a run that was not flushed before the command, nothing is promised until it has committed or
@@ -172,7 +173,7 @@ def _judged(
     trial = recorded.trial
     before = tree_of(recorded.before)
     growing, replaced = recorded.outputs(trial.grows), recorded.outputs(trial.replaces)
-    looks = _looks(pool, recorded, growing, most)
+    looks = _looks(pool, recorded, growing + replaced * trial.in_place, most)
     agains = {} if trial.grows else _agains(pool, recorded, replaced, most)
     counts: Counter[str] = Counter()
     examples: list[str] = []
@@ -188,7 +189,10 @@ def _judged(
             look = looks[path, _digest(part)].result() if path in tree else None
             found += _grown(recorded, path, look, promise)
         for path in replaced:
-            found += _replaced(recorded, path, tree, ended="end" in promise)
+            one = _replaced(recorded, path, tree, ended="end" in promise)
+            if trial.in_place and one and one[0][0] == "wrong":
+                one = _grown(recorded, path, looks[path, _digest(_of_run(tree, path))].result(), {})
+            found += one
         if digest in agains and (said := agains[digest].result()):
             found.append(("unsound", 1, f"once more: {said}"))
         if not trial.unflushed:

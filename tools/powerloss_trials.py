@@ -23,7 +23,7 @@ __all__ = ["TRIALS", "Trial", "again", "carry_out", "look", "prepare", "rows_of"
 ROWS = 6
 CUT = 3
 TRAINING = (
-    "--steps", "8", "--set", "model.context=16", "--set", "model.hidden=8", "--set",
+    "--steps", "5", "--record", "W,grad,lr,clip_coef", "--set", "model.context=16", "--set", "model.hidden=8", "--set",
     "model.layers=1", "--set", "model.heads=1", "--set", "training.batch_size=2",
     "--block-rows", "4", "--commit-every", "0.001", "--checkpoint-every", "3", "--threads", "1",
 )  # fmt: skip
@@ -43,6 +43,8 @@ class Trial:
         Patterns of the runs that get rows, and of what is put in its place as a whole.
     may_cut_to : int
         Rows that may be left of a run that is there.
+    in_place : bool
+        What is replaced is so document by document, the root first.
     unflushed : bool
         What it finds was not flushed.
     has_option : bool
@@ -56,6 +58,7 @@ class Trial:
     grows: tuple[str, ...] = ()
     replaces: tuple[str, ...] = ()
     may_cut_to: int | None = None
+    in_place: bool = False
     unflushed: bool = False
     has_option: bool = False
     trains: tuple[str, ...] = ()
@@ -110,7 +113,7 @@ def _record(preset: str) -> Trial:
 
 
 def _going_on(*, unflushed: bool = False) -> Trial:
-    going_on = ("record", "--resume", "--steps", "14", "-o", "part.zarr")
+    going_on = ("record", "--resume", "--steps", "7", "-o", "part.zarr")
     needs = ("part.zarr", "part.ckpt")
     return Trial(
         _command(*going_on), needs, grows=("part.zarr",), unflushed=unflushed, has_option=True,
@@ -119,7 +122,7 @@ def _going_on(*, unflushed: bool = False) -> Trial:
 
 
 _ANNOTATE = _command("annotate", "run.zarr", "--masks", "dead_mask.npy", "--overwrite")
-_FORK = ("record", "--fork", "part.zarr", "--at", "5", "--set", "optimizer.lr=0.01")
+_FORK = ("record", "--fork", "part.zarr", "--at", "4", "--set", "optimizer.lr=0.01")
 
 TRIALS: dict[str, Trial] = {
     "create": Trial(
@@ -147,10 +150,13 @@ TRIALS: dict[str, Trial] = {
     "annotate, run not flushed": Trial(
         _ANNOTATE, ("run.zarr", "dead_mask.npy"), replaces=("run.zarr",), unflushed=True
     ),
-    "repair": Trial(_command("repair", "cut.zarr", "--yes"), ("cut.zarr",), replaces=("cut.zarr",)),
+    "repair": Trial(
+        _command("repair", "cut.zarr", "--yes"), ("cut.zarr",), replaces=("cut.zarr",),
+        in_place=True, may_cut_to=4,
+    ),
     "repair, run not flushed": Trial(
         _command("repair", "cut.zarr", "--yes"), ("cut.zarr",), replaces=("cut.zarr",),
-        unflushed=True,
+        in_place=True, may_cut_to=4, unflushed=True,
     ),
     "import": Trial(
         _command("import", "run.safetensors", "-o", "y.zarr", "--overwrite"),
@@ -288,9 +294,12 @@ def _count(values: Values) -> int:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Without what commands print."""
-    with open(os.devnull, "w") as nowhere:
-        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            yield
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        yield
 
 
 @contextlib.contextmanager

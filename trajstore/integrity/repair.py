@@ -18,7 +18,7 @@ from trajstore.errors import InvalidArgument, RunLocked
 from trajstore.integrity.metadata_checks import check_metadata
 from trajstore.integrity.repair_plan import RepairPlan, plan_repair
 from trajstore.integrity.verify import check_run
-from trajstore.store.storage.atomic import flush_tree, put, refuse_links, sweep
+from trajstore.store.storage.atomic import flush, flush_tree, put, refuse_links, sweep
 from trajstore.store.storage.lock import RunLock, is_written_to
 from trajstore.store.storage.remote_lock import RemoteLock, taken_over
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
@@ -156,4 +156,6 @@ def _carry_out(run: Location, plan: RepairPlan) -> None:
     if plan.sweeps:
         sweep(run)
     if isinstance(run, Path) and plan.actions:
-        flush_tree(run)  # also the rows that stay, which a writer may have left to the system
+        # Also the run's name and the rows that stay, which a writer may have left to the system.
+        flush_tree(run)
+        flush([run.parent])
