@@ -14,8 +14,8 @@ What must be true of each state:
 - `repair` keeps its rows. `RunWriter.resume` appends the rows that the whole run has more, and of a
   training, `record --resume` trains them; both end with the bits of the whole run.
 - What is replaced or made as a whole is the old or the new, byte for byte; when the command has
-  ended, the new. The command, done once more, ends well and leaves nothing behind. `repair` works in
-  place: when the old is no more, the run opens with the rows and bits of the new.
+  ended, the new. The command, done once more, ends well and leaves nothing behind. `repair` works
+  in place: when the old is no more, the run opens with the rows and bits of the new.
 - What a command only reads is as it was.
 
 Of a run that was not flushed before the command, nothing is promised until it has committed or
@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import powerloss_trials as trials
-from disk_states import Disk, Tree, calls_of, digest_of, tree_of
+from disk_states import UNREAD, Disk, Tree, calls_of, digest_of, tree_of
 
 PROCESSES = 2
 COLUMNS = ("states", "promised", "rows lost", "unreadable", "wrong", "unsound")
@@ -286,8 +286,7 @@ def _replaced(
     held = _part(tree, path)
     if held == _part(tree_of(recorded.after), path):
         return []
-    unit = path.endswith(".zarr") and (recorded.after / path / "step").is_dir()
-    lost = trials.rows_of(recorded.after / path) if unit else 1
+    lost = trials.rows_of(recorded.after / path) if trials.is_run(recorded.after / path) else 1
     if held == _part(tree_of(recorded.before), path):
         return [("rows lost", lost, f"{path} is the old one")] if ended else []
     if not held:
@@ -302,8 +301,12 @@ def _belongs(path: str, output: str) -> bool:
 
 
 def _part(tree: Tree, path: str) -> Tree:
+    """Of a tree, one output, without what nobody reads in it."""
     return {
-        each: data for each, data in tree.items() if each == path or each.startswith(path + "/")
+        each: data
+        for each, data in tree.items()
+        if (each == path or each.startswith(path + "/"))
+        and not UNREAD.fullmatch(each.rpartition("/")[2])
     }
 
 

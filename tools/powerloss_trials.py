@@ -18,13 +18,13 @@ import numpy as np
 from trajstore import RunWriter, TrajstoreError, export, open_run, repair, verify
 from trajstore.cli.main import main
 
-__all__ = ["TRIALS", "Trial", "again", "carry_out", "look", "prepare", "rows_of"]
+__all__ = ["TRIALS", "Trial", "again", "carry_out", "is_run", "look", "prepare", "rows_of"]
 
 ROWS = 6
 CUT = 3
 TRAINING = (
-    "--steps", "5", "--record", "W,grad,lr,clip_coef", "--set", "model.context=16", "--set", "model.hidden=8", "--set",
-    "model.layers=1", "--set", "model.heads=1", "--set", "training.batch_size=2",
+    "--steps", "5", "--record", "W,grad,lr,clip_coef", "--set", "model.context=16",
+    "--set", "model.hidden=8", "--set", "model.layers=1", "--set", "model.heads=1", "--set", "training.batch_size=2",
     "--block-rows", "4", "--commit-every", "0.001", "--checkpoint-every", "3", "--threads", "1",
 )  # fmt: skip
 
@@ -245,6 +245,12 @@ def carry_out(name: str, folder: Path, note: Callable[[str], object], *, fsync: 
     note("end")
 
 
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run: neither an export nor results."""
+    document = path / "zarr.json"
+    return document.is_file() and "trajstore_format" in document.read_text()
+
+
 Values = dict[str, tuple[Any, ...]]
 
 
@@ -447,6 +453,6 @@ def again(name: str, path: str, tree: dict[str, bytes | None], after: Path) -> s
         left = sorted(each.name for each in Path().rglob(".*"))
         if left:
             return f"leaves {left[0]}"
-        if (after / path / "zarr.json").is_file() and path not in ("x.zarr", "z.zarr"):
+        if is_run(after / path):
             return _fault(Path(path), {"new": after / path}, at_least=_count(_kept(after / path)))
     return None
