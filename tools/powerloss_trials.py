@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import tempfile
 import time
@@ -24,8 +25,8 @@ ROWS = 6
 CUT = 3
 TRAINING = (
     "--steps", "5", "--record", "W,grad,lr,clip_coef", "--set", "model.context=16",
-    "--set", "model.hidden=8", "--set", "model.layers=1", "--set", "model.heads=1", "--set", "training.batch_size=2",
-    "--block-rows", "4", "--commit-every", "0.001", "--checkpoint-every", "3", "--threads", "1",
+    "--set", "model.hidden=8", "--set", "model.layers=1", "--set", "model.heads=1",
+    "--set", "training.batch_size=2", "--block-rows", "4", "--commit-every", "0.001", "--checkpoint-every", "3", "--threads", "1",
 )  # fmt: skip
 
 
@@ -248,7 +249,9 @@ def carry_out(name: str, folder: Path, note: Callable[[str], object], *, fsync: 
 def is_run(path: Path) -> bool:
     """Whether a folder is a run: neither an export nor results."""
     document = path / "zarr.json"
-    return document.is_file() and "trajstore_format" in document.read_text()
+    if not document.is_file():
+        return False
+    return "trajstore_format" in json.loads(document.read_text())["attributes"]
 
 
 Values = dict[str, tuple[Any, ...]]
