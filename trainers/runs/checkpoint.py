@@ -127,6 +127,7 @@ class CheckpointFolder:
         self._fsync = fsync
         self._rows: dict[int, int] = {}
         self._staged: tuple[Path, Path] | None = None
+        self._placed: Path | None = None
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, in increasing order."""
@@ -228,15 +229,18 @@ class CheckpointFolder:
         assert self._staged is not None
         beside, file = self._staged
         beside.replace(file)
-        self._staged = None
+        self._staged, self._placed = None, file
         if self._fsync:
             flush([file.parent])
 
     def discard(self) -> None:
-        """Remove what was staged and not placed, because its run has come to nothing."""
+        """Remove what was staged, or placed before its run, because that has come to nothing."""
         if self._staged is not None:
             self._staged[0].unlink(missing_ok=True)
             self._staged = None
+        if self._placed is not None and not self._run.exists():
+            self._placed.unlink(missing_ok=True)
+            self._placed = None
         if isinstance(self.path, Path) and self.path.is_dir() and not any(self.path.iterdir()):
             self.path.rmdir()
 

@@ -151,13 +151,17 @@ def fork(
         require_sound(advice)
     report_notes(source.notes(config, at), on_note)
     folder = CheckpointFolder(target, fsync=fsync)
+    # A new run gets its checkpoint before its name, so that it never is without it. One that is
+    # replaced keeps its own until it is: a kill right after that leaves a fork without its
+    # checkpoint, and `--resume` says so then.
+    after = folder.place if target.exists() else None
     try:
-        with staged_run(target, overwrite=overwrite, on_place=folder.place) as new:
+        with staged_run(target, overwrite=overwrite, on_place=after) as new:
             point = source.reach(at, new, text, sources, on_note, on_retrain)
             checkpoint = _make(source, point, new, config, types, text)
-            # Put into its place right after the run, so that a failure leaves a run that was there
-            # its own. A kill between the two leaves a fork without it: `--resume` says so then.
             folder.stage(replace(checkpoint, name=target.name))
+            if after is None:
+                folder.place()
     except BaseException:
         folder.discard()
         raise
