@@ -158,7 +158,8 @@ def _record(root: Path, shim: Path, name: str, *, fsync: bool) -> Recorded:
         disk.carry_out(call)
         if call.name == "note":
             path, _, rows = call.path.partition("\t")
-            promise[path] = int(rows or 0)
+            if not UNREAD.fullmatch(path.partition("/")[0]):  # that is not yet in its place
+                promise[path] = int(rows or 0)
         promised = tuple(sorted(promise.items()))
         for digest, tree in disk.states():
             if (digest, promised) not in recorded.states:

@@ -197,7 +197,9 @@ if importlib.util.find_spec("torch"):
             unflushed=True, trains=("record", "--resume", "-o", "fork.zarr"),
         ),
         "what-if": Trial(
-            _command("what-if", "part.zarr", "--set", "optimizer.lr=0.01", "-o", "w.zarr"),
+            _command(
+                "what-if", "part.zarr", "--set", "optimizer.lr=0.01", "-o", "w.zarr", "--overwrite"
+            ),
             ("part.zarr",), replaces=("w.zarr",),
         ),
         "sweep": Trial(
