@@ -20,7 +20,7 @@ from trajstore.integrity.repair_plan import RepairPlan, plan_repair
 from trajstore.integrity.verify import check_run
 from trajstore.schema import STEP
 from trajstore.store.metadata.object_keys import DOCUMENT
-from trajstore.store.storage.atomic import flush_tree, put, refuse_links, sweep
+from trajstore.store.storage.atomic import flush, flush_tree, put, refuse_links, sweep
 from trajstore.store.storage.lock import RunLock, is_written_to
 from trajstore.store.storage.remote_lock import RemoteLock, taken_over
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
@@ -184,4 +184,6 @@ def _carry_out(run: Location, plan: RepairPlan) -> None:
     if plan.sweeps:
         sweep(run)
     if isinstance(run, Path) and plan.actions:
-        flush_tree(run)  # also rows that the writer did not flush
+        # The writer may have left the run's name and the rows that stay to the system.
+        flush_tree(run)
+        flush([run.parent])
