@@ -106,11 +106,12 @@ def _label_axes(ax: Axes, data: xr.Dataset) -> None:
     which = ["principal component 1", "principal component 2"]
     if data.attrs["plane"] == "hidden_mean":
         which = ["along h̄, the mean hidden state", "largest variance orthogonal to h̄"]
-    for set_label, text, share in zip(
-        (ax.set_xlabel, ax.set_ylabel), which, data["share"].values, strict=True
-    ):
-        units = data["position"].attrs.get("units")
-        set_label(with_units(f"{text} ({share:.1%} of the variance)", units))
+    texts = [
+        with_units(f"{text} ({share:.1%} of the variance)", data["position"].attrs.get("units"))
+        for text, share in zip(which, data["share"].values, strict=True)
+    ]
+    ax.set_xlabel(texts[0])
+    ax.set_ylabel(texts[1])
 
 
 def _set_limits(ax: Axes, position: npt.NDArray[Any]) -> list[str]:
@@ -119,12 +120,12 @@ def _set_limits(ax: Axes, position: npt.NDArray[Any]) -> list[str]:
         return []
     low, high = np.nanmin(position, axis=(1, 2)), np.nanmax(position, axis=(1, 2))
     spans = np.where(high > low, high - low, 1.0)
-    for set_limit, bottom, top, span in zip(
-        (ax.set_xlim, ax.set_ylim), low, high, spans, strict=True
-    ):
-        set_limit(bottom - 0.05 * span, top + 0.05 * span)
+    low, high = low - 0.05 * spans, high + 0.05 * spans
+    ax.set_xlim(low[0], high[0])
+    ax.set_ylim(low[1], high[1])
     if spans.max() <= _STRETCH * spans.min():
         ax.set_aspect("equal", adjustable="datalim")
+        ax.apply_aspect()
         return []
     return ["the axes have different scales"]
 
@@ -148,7 +149,7 @@ def _name_ends(ax: Axes, data: xr.Dataset, look: Look) -> None:
     if not np.isfinite(ends).any():
         return
     names = data["name"].values[shown]
-    canvas = ax.figure.bbox.size * 72 / ax.figure.dpi
+    canvas = np.array([ax.figure.bbox.width, ax.figure.bbox.height]) * 72 / ax.figure.dpi
     limits = np.array([ax.get_xlim(), ax.get_ylim()])
     size = np.array([0.85, 0.68]) * canvas  # about that of the axes, in points
     places = (ends.T - limits[:, 0]) / np.diff(limits)[:, 0] * size
