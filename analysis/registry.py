@@ -122,11 +122,11 @@ def compute(
             f"got {', '.join(unknown_names) or 'no names'}, "
             f"expected some of {', '.join(QUANTITIES)}"
         )
-    asked = [QUANTITIES[name] for name in names]
+    chosen = [QUANTITIES[name] for name in names]
     _check_lattice(names, lattice)
     _check_min_unchanged(names, min_unchanged)
     measures: dict[str, tuple[str, ...]] = {}
-    for quantity in asked:
+    for quantity in chosen:
         of = lattice if quantity.known(lattice=lattice) else "native"
         measures[of] = (*measures.get(of, ()), *quantity.measures)
     scan = windowed_scan(ds, steps, within=within, measures=measures)
@@ -257,14 +257,14 @@ def answer(
         )
     quantity = known[name]
     options = _options(quantity, name, assignments)
-    asked: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
     if lattice != "native":
         _check_lattice(names, lattice)
-        asked |= quantity.known(lattice=lattice)
+        shared |= quantity.known(lattice=lattice)
     if min_unchanged is not None:
         _check_min_unchanged(names, min_unchanged)
-        asked |= quantity.known(min_unchanged=min_unchanged)
-    for option, value in asked.items():
+        shared |= quantity.known(min_unchanged=min_unchanged)
+    for option, value in shared.items():
         if options.setdefault(option, value) != value:
             raise InvalidArgument(
                 f"got {option} twice, {value!r} and {options[option]!r}; give it once"

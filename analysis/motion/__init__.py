@@ -1,4 +1,4 @@
-"""How tokens move, and when they stop.
+"""Motion of tokens, and the steps at which it stops.
 
 ``autocorrelation``
     Autocorrelation of velocity and position.

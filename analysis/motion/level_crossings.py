@@ -61,7 +61,7 @@ def crossings(
     levels: Sequence[float] | float = LEVELS,
     of: str = "change",
 ) -> xr.Dataset:
-    """First and last step at which a curve passes 50, 90 and 99 % of its change, or other levels.
+    """First and last step at which a curve crosses levels, such as 50 % of its change.
 
     Parameters
     ----------

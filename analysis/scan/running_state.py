@@ -40,7 +40,8 @@ def fold_rows(
 
     Parameters
     ----------
-    blocks : dask Array, (step, token, hidden), hidden whole, with at least one block
+    blocks : dask Array, (step, token, hidden)
+        With one chunk along hidden, and at least one block.
     measure : callable
         From the chunks of some rows (a list along token) to the input of `kernel`.
     kernel : callable

@@ -189,7 +189,7 @@ def test_computing_on_a_cluster(
 @pytest.mark.parametrize(
     ("arguments", "rc", "message"),
     [
-        (["wobble"], 2, "no quantity 'wobble'"),
+        (["wobble"], 2, "unknown quantity 'wobble'"),
         (["freeze", "wobble"], 2, "'wobble'"),
         (["adam_update"], 1, "exp_avg, exp_avg_sq, lr"),
         (["displacement", "--set", "since=99"], 1, "step 99 is not in the run"),
@@ -197,7 +197,7 @@ def test_computing_on_a_cluster(
         (["clusters", "--set", "ranks=abc"], 2, "'ranks=abc', expected whole numbers"),
         (["crossings", "--set", "levels=0.5,x"], 2, "'levels=0.5,x', expected numbers"),
         (["freeze", "speed", "--set", "min_unchanged=3"], 2, "single quantity"),
-        (["freeze", "--by-population"], 2, "not one number per token"),
+        (["freeze", "--by-population"], 2, "not have one number per token"),
         (["freeze", "-o", "motion.txt"], 2, r"\.zarr, \.nc, \.csv"),
         pytest.param(  # it waits ten seconds
             ["freeze", "--scheduler", "tcp://127.0.0.1:1"],
@@ -237,7 +237,7 @@ def test_only_results_are_overwritten(
     (tmp_path / "home.token.csv").mkdir()
     for target in (own, tmp_path / "home.csv"):
         done = trajstore_cli("analyze", own, "freeze", "-o", target, "--overwrite", rc=2)
-        assert "no analysis has written" in " ".join(done.stderr.split())
+        assert "not an analysis result" in " ".join(done.stderr.split())
     assert trajstore.verify(own).clean
 
 

@@ -35,7 +35,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class NativeType:
-    """A type that a trainer can hold a tensor in.
+    """A type of tensors in a trainer.
 
     Attributes
     ----------

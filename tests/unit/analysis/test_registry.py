@@ -1,4 +1,4 @@
-"""Several quantities together, and what holds for each of them."""
+"""Several quantities together, and properties of all quantities."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(make_run, walk):
     rng = np.random.default_rng(0)
     rows, tokens, hidden = 23, 11, 6
     grad = rng.normal(size=(rows, tokens, hidden)).astype(np.float32)
-    past = grad * (np.arange(rows) > 0)[:, None, None]  # before row 0 there was none
+    past = grad * (np.arange(rows) > 0)[:, None, None]  # no gradients before row 0
     ds = make_run(
         walk(rows, tokens, hidden),
         grad=grad,
@@ -51,7 +51,7 @@ def function_result(name: str, ds: xr.Dataset) -> dict[str, xr.DataArray]:
 
 
 def check_with_every_step(together: xr.DataArray, alone: xr.DataArray) -> None:
-    """The same; where the first row has no value, whole numbers have one that says so."""
+    """Equal results; in a first row without a value, integers have a flag."""
     if "step" in alone.dims:
         padded = alone.dtype.kind == "i" and alone.sizes["step"] < together.sizes["step"]
         alone = with_flag(alone, -1, NO_ROW_BEFORE) if padded else alone
@@ -114,9 +114,9 @@ def test_a_lattice_is_of_those_that_know_of_it(run):
         )
 
 
-def test_a_lattice_that_nobody_knows_of_is_refused(run):
+def test_a_lattice_without_a_quantity_is_refused(run):
     for names in (["speed"], ["speed", "grad_norms"]):
-        with pytest.raises(InvalidArgument, match=r"lattice='float16' with speed.*freeze_cause"):
+        with pytest.raises(InvalidArgument, match=r"lattice='float16' for speed.*freeze_cause"):
             analysis.answer(run, names, lattice="float16")
     with pytest.raises(InvalidArgument, match="lattice twice, 'float16' and 'float32'"):
         analysis.answer(run, ["freeze"], ["lattice=float32"], lattice="float16")
@@ -148,7 +148,7 @@ def test_categories_are_counted_by_population(run):
 
 
 def counting(ds: xr.Dataset, chunks: dict[str, int]) -> tuple[xr.Dataset, Counter]:
-    """The same, lazily, with a count of how often each chunk is read."""
+    """A lazy copy, with a count of reads of each chunk."""
     reads: Counter = Counter()
 
     def source(name: str) -> da.Array:

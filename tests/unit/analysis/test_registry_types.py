@@ -1,4 +1,4 @@
-"""Every quantity refuses options of another type in one sentence, wherever it is asked."""
+"""Every quantity raises one sentence for options of a wrong type."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_from_the_accessor_and_as_text(run):
         run.traj.adjacency(k=1.5)
 
 
-@pytest.mark.parametrize("asked", ["run.zarr", None, "W"])
-def test_of_no_dataset(asked, run):
-    given = run.W if asked == "W" else asked
-    for question in (analysis.freeze, analysis.summary, analysis.with_populations):
+@pytest.mark.parametrize("source", ["run.zarr", None, "W"])
+def test_of_no_dataset(source, run):
+    given = run.W if source == "W" else source
+    for quantity in (analysis.freeze, analysis.summary, analysis.with_populations):
         with pytest.raises(InvalidArgument, match="Dataset"):
-            question(given)
+            quantity(given)
 
 
 @pytest.mark.parametrize("name", analysis.QUANTITIES)

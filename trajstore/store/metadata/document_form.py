@@ -11,6 +11,7 @@ import re
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, get_args
 
 import zarr
@@ -43,6 +44,7 @@ Status = Literal["recording", "complete", "interrupted"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 _LONGEST = 1 << 48
+_CACHED = 64 << 10  # characters of a document that stays in memory, opened
 _MISSING = object()
 _CONFIGURED = "an object with name and configuration"
 
@@ -212,7 +214,19 @@ def open_document(
     FormatError
         If zarr does not understand it.
     """
-    contents = {DOCUMENT: json.dumps(document).encode(), **(objects or {})}
+    text = json.dumps(document)
+    if objects or len(text) > _CACHED:
+        return _opened(text, objects or {})
+    return _opened_alone(text)
+
+
+@lru_cache(maxsize=256)  # who checks a run opens each document many times, without its values
+def _opened_alone(text: str) -> zarr.Array[Any]:
+    return _opened(text, {})
+
+
+def _opened(text: str, objects: Mapping[str, bytes]) -> zarr.Array[Any]:
+    contents = {DOCUMENT: text.encode(), **objects}
     store = MemoryStore({key: Buffer.from_bytes(data) for key, data in contents.items()})
     try:
         return zarr.open_array(store, mode="r", zarr_format=3)

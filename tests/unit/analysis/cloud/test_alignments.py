@@ -37,7 +37,7 @@ def vectors(ds, name, of=None):
 @pytest.mark.parametrize("with_", ["hidden_mean", "centroid", "grad", "delta", "previous"])
 def test_against_cosines(of, with_, run):
     if of == with_:
-        with pytest.raises(InvalidArgument, match="two different ones"):
+        with pytest.raises(InvalidArgument, match="two different vectors"):
             analysis.alignment(run, with_, of)
         return
     got = analysis.alignment(run, with_, of, quantiles=[0.5, 1]).compute(scheduler="sync")
@@ -71,7 +71,7 @@ def test_the_centroid_of_a_population(run):
     np.testing.assert_allclose(got.alignment, cosine[:, ::2].mean(1), rtol=1e-9)
 
 
-def test_what_cannot_be_asked(run):
+def test_invalid_options(run):
     with pytest.raises(InvalidArgument, match="with_='sun'"):
         analysis.alignment(run, "sun")
     with pytest.raises(InvalidArgument, match="quantiles"):

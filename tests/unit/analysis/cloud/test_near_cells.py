@@ -91,7 +91,7 @@ def test_adjacency(ds: xr.Dataset, k: int) -> None:
                 ]
 
 
-# Whole turns of the lowest bits, and what is only just near or not.
+# Distances around wraps of the lowest bits, and just within or beyond k.
 NUMBERS = st.integers(-4, 4).flatmap(
     lambda small: st.sampled_from([0, 256, -512, 1 << 16, 1 << 32, -(1 << 32)]).map(
         lambda turns: small + turns
@@ -138,7 +138,7 @@ def test_steps_of_choice(make_run, walk) -> None:
     xr.testing.assert_identical(again.compute(), analysis.adjacency(ds, 2, [2, 10]).compute())
 
 
-def test_what_cannot_be_asked(make_run, walk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options(make_run, walk, monkeypatch: pytest.MonkeyPatch) -> None:
     ds = make_run(walk(3, 4, 2))
     with pytest.raises(InvalidArgument, match="k=0"):
         analysis.adjacency(ds, 0)

@@ -22,7 +22,7 @@ def run(request, make_run, walk) -> xr.Dataset:
 
 def test_projection_on_given_axes(run: xr.Dataset) -> None:
     W = run.W.values.astype(np.float64)
-    axes = np.array([[1.0, 2, 0, -1], [1, 2, 0, -1.5], [2, 4, 0, -2]])  # the third is the first
+    axes = np.array([[1.0, 2, 0, -1], [1, 2, 0, -1.5], [2, 4, 0, -2]])  # axes 0 and 2 are parallel
     got = analysis.projection(run, axes).compute()
     with np.errstate(invalid="ignore"):
         along = W @ (axes / np.linalg.norm(axes, axis=1, keepdims=True)).T
@@ -54,7 +54,7 @@ def test_an_axis_of_no_length_has_no_direction(make_run, walk) -> None:
     assert got.across.isnull().all()
 
 
-def test_what_cannot_be_asked(make_run, walk) -> None:
+def test_invalid_options(make_run, walk) -> None:
     ds = make_run(walk(3, 4, 2))
     with pytest.raises(InvalidArgument, match="axes='centre'"):
         analysis.projection(ds, "centre")

@@ -8,13 +8,13 @@ from trajstore.errors import InvalidArgument
 
 
 def motion_of(bits: np.ndarray) -> np.ndarray:
-    """Whether any bit changed, −0 and +0 being one."""
+    """True where any bit changed, with −0 equal to +0."""
     point = np.where(bits & 0x7FFF, bits, 0)
     return (point[1:] != point[:-1]).any(-1)
 
 
 def life_of(moved: np.ndarray, steps: np.ndarray, min_unchanged: int) -> tuple[int, int, int, int]:
-    """Of one token, by walking through its rows."""
+    """Facts about one token, from a loop over its rows."""
     last, thaws, moves = None, 0, 0
     for row in range(1, len(steps)):
         if moved[row - 1]:
@@ -55,7 +55,7 @@ def test_freeze(bits, chunks, min_unchanged, spread, make_run):
             assert got.unchanged_fraction.sel(population=population).isnull().all()
 
 
-def test_all_dead_none_dead_and_nobody_knows(make_run, walk):
+def test_all_dead_none_dead_and_unlabeled(make_run, walk):
     bits = walk(9, 4, 4)
     everyone = analysis.freeze(make_run(bits)).compute()
     assert everyone.population.values.tolist() == ["all"]
@@ -78,6 +78,6 @@ def test_a_stored_summary_answers_without_the_weights(bits, make_run):
         np.testing.assert_array_equal(got[name], expected[name])
 
 
-def test_stillness_of_no_steps_is_refused(make_run, walk):
+def test_zero_unchanged_steps_are_refused(make_run, walk):
     with pytest.raises(InvalidArgument, match="min_unchanged=0"):
         analysis.freeze(make_run(walk(3, 2, 2)), min_unchanged=0)

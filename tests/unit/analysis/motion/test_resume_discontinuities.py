@@ -10,7 +10,7 @@ ROWS = 200
 
 
 def history(kick: float = 0.0, at: int = 100, seed: int = 0, freeze: bool = True) -> np.ndarray:
-    """Random walk whose pace decays to rest, with a kick that decays in its turn."""
+    """Random walk whose pace decays to zero, with a kick that also decays."""
     rng = np.random.default_rng(seed)
     rows = np.arange(1, ROWS)
     pace = 1e-3 * np.exp(-rows / 20) if freeze else np.full(ROWS - 1, 1e-3)

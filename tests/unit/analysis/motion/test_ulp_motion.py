@@ -24,13 +24,13 @@ def hops_of(bits: np.ndarray) -> np.ndarray:
 
 
 def places_of(bits: np.ndarray) -> np.ndarray:
-    """Signed place of each pattern, counting from zero."""
+    """Signed index of each pattern, counted from zero."""
     magnitude = (bits & 0x7FFF).astype(np.int64)
     return np.where(bits >> 15, -magnitude, magnitude)
 
 
 def regime_of(hops: np.ndarray) -> str:
-    """Regime of one vector, in the words of the definition."""
+    """Regime of one vector, from the definition."""
     size = np.abs(hops)
     if size.sum() == 0:
         return "frozen"
@@ -80,7 +80,7 @@ def test_ordinal_hops_of_neighbors_are_one_across_every_boundary(make_run):
     climb = np.concatenate([negative, positive])[:, None, None]
     ds = make_run(climb, chunks=(5000, 1, 1))
     assert (analysis.lattice_displacement(ds, metric="ordinal") == 1).all()
-    # Away from zero a step is a spacing; towards zero, half of one across a power of two.
+    # Away from zero a step is one spacing; toward zero, half a spacing across a power of two.
     hops = analysis.lattice_displacement(ds).values.ravel()
     finite = hops[np.isfinite(hops)]
     assert set(np.unique(finite)) == {0.5, 1.0}
@@ -120,7 +120,7 @@ def test_lifecycle_is_the_final_exit(bits, chunks, make_run):
             assert got[name].values[token] == expected
 
 
-def test_frozen_is_what_freeze_calls_still(bits, make_run):
+def test_frozen_agrees_with_freeze(bits, make_run):
     ds = make_run(bits)
     frozen = (analysis.regimes(ds).regime == 0).mean("token")
     still = analysis.freeze(ds).unchanged_fraction.sel(population="all")
@@ -145,7 +145,7 @@ def test_a_stored_summary_of_hops_is_used_and_agrees(make_run, walk):
     np.testing.assert_array_equal(analysis.lattice_displacement(stored, ord=1), hops)
 
 
-def test_what_is_wrong_with_a_question_is_said(make_run, walk):
+def test_invalid_options(make_run, walk):
     ds = make_run(walk(3, 2, 2))
     with pytest.raises(InvalidArgument, match="'miles'"):
         analysis.lattice_displacement(ds, metric="miles")

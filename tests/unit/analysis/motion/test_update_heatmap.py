@@ -1,4 +1,4 @@
-"""Layers, against a model that pools with loops."""
+"""Heatmaps, compared with a model that pools with loops."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_nothing_is_pooled_where_there_is_room(make_run, walk):
     np.testing.assert_array_equal(found.update_size, analysis.regimes(ds).regime.values[:, order])
 
 
-def test_what_is_asked_for_must_be_possible(make_run, walk):
+def test_invalid_options(make_run, walk):
     ds = make_run(walk(9, 5, 4))
     with pytest.raises(InvalidArgument, match="expected 'regime' or 'hop'"):
         analysis.heatmap(ds, "speed")
-    with pytest.raises(InvalidArgument, match="expected 1 or more of each"):
+    with pytest.raises(InvalidArgument, match="expected at least 1 each"):
         analysis.heatmap(ds, most_groups=0)
     with pytest.raises(InvalidArgument, match="at least 2 rows"):
         analysis.heatmap(ds.isel(step=[0]))

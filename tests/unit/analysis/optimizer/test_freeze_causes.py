@@ -30,9 +30,9 @@ def story(make_run):
     for array in (exp_avg, exp_avg_sq):
         array[5] = array[4]  # step 5 changes no state, although there are gradients
     W[5] = W[4]
-    exp_avg[:, 3] = 1  # token 3 should have moved, and was put back
+    exp_avg[:, 3] = 1  # token 3 should have moved, and was reset
     exp_avg_sq[:, 3] = 0
-    grad[:, 4, 1] = np.nan  # a gradient of NaN is one
+    grad[:, 4, 1] = np.nan  # a NaN gradient is a gradient
     grad[0] = np.nan
     ds = make_run(W, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, lr=lr)
     return ds.assign_attrs(optimizer=ADAM)
@@ -56,7 +56,7 @@ def test_causes(story):
 def test_what_moves_within_its_cell_is_below_cell(story):
     W = story.W.values.copy()
     W[1:, 0] = 1 + np.arange(1, 8)[:, None] * np.float32(2.0**-10)  # two cells of 2^-7 in the end
-    W[1:, 2, 1] += np.arange(1, 8) * np.float32(2.0**-20)  # never another cell
+    W[1:, 2, 1] += np.arange(1, 8) * np.float32(2.0**-20)  # always the same cell
     W[1:, 1, 0] = -0.0  # a token at zero: its sign is no motion
     W[:, 1, 1:] = W[0, 1, 1:]
     W[0, 1, 0] = 0

@@ -1,4 +1,4 @@
-"""What would have moved a frozen token, against trying each in NumPy."""
+"""Counterfactuals of frozen tokens, compared with a computation in NumPy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CASES = {
 
 
 def resting(case: str, rows: int = 24) -> xr.Dataset:
-    """A run whose tokens come to rest one after the other, held by hand where they do not."""
+    """A run whose tokens freeze one after the other, some by assignment."""
     ds = trained(*CASES[case], rows=rows)
     W = ds.W.values.copy()
     for token, row in ((0, 9), (1, 17), (2, 17)):
@@ -88,7 +88,7 @@ def test_the_counts_are_of_each_population():
 
 
 def test_a_moment_that_cannot_decay_is_the_cause_where_it_is():
-    """Large gradients, long ago, that only the exact second moment forgets."""
+    """Large early gradients, which only the exact second moment forgets."""
     rows, shape = 600, (2, 1)
     rule = {"betas": [0.9, 0.99], "eps": 1e-8, "weight_decay": 0.0}
     small = np.full((rows, *shape), 2.0**-4, np.float32)
@@ -138,7 +138,7 @@ def test_skipped_steps_are_not_tried():
         assert_as_by_hand(ds, got, window)
     alone = ds.assign(skipped=("step", np.ones(ds.sizes["step"], np.float32)))
     assert (analysis.freeze_attribution(alone).attribution[:, 3] == OUTCOMES.index("unknown")).all()
-    with pytest.raises(InvalidArgument, match=r"skipped before step 3.*from step 0"):
+    with pytest.raises(InvalidArgument, match=r"steps before step 3.*all steps from 0"):
         analysis.freeze_attribution(ds.isel(step=slice(3, None)))
 
 
@@ -164,20 +164,20 @@ def test_without_live_or_without_any_known_tokens():
     assert analysis.freeze_attribution(none).attribution_counts.sel(population="dead").sum() == 0
 
 
-def test_what_is_not_known_is_said():
+def test_missing_inputs_are_reported():
     ds = trained("AdamW", {}, "bfloat16")
     for name in ("W", "grad", "clip_coef", "exp_avg", "exp_avg_sq", "lr"):
         with pytest.raises(VariableNotRecorded, match=name):
             analysis.freeze_attribution(ds.drop_vars(name))
     with pytest.raises(
-        InvalidArgument, match=r"freeze_attribution.*after step 6 comes step 8.*every=1"
+        InvalidArgument, match=r"freeze_attribution.*step 6 is followed by step 8.*every=1"
     ):
         analysis.freeze_attribution(ds.drop_isel(step=7))
     with pytest.raises(InvalidArgument, match="window=0, expected at least 1"):
         analysis.freeze_attribution(ds, window=0)
     with pytest.raises(InvalidArgument, match="SGD"):
         analysis.freeze_attribution(ds, {"class": "torch.optim.sgd.SGD", "hyperparameters": {}})
-    with pytest.raises(InvalidArgument, match="needs at least 1 row"):
+    with pytest.raises(InvalidArgument, match="requires at least 1 row"):
         analysis.freeze_attribution(ds.isel(step=[]))
 
 
@@ -185,13 +185,13 @@ def test_other_lattices_are_refused():
     ds = resting("AdamW, bfloat16")
     got = analysis.freeze_attribution(ds, lattice="bfloat16")
     xr.testing.assert_identical(got, analysis.freeze_attribution(ds))
-    for ask in (
+    for compute in (
         lambda: analysis.freeze_attribution(ds, lattice="float16"),
         lambda: analysis.compute(ds, ["freeze_cause", "freeze_attribution"], "float16"),
         lambda: analysis.answer(ds, ["freeze_attribution"], lattice="float16"),
     ):
         with pytest.raises(InvalidArgument, match=r"lattice='float16'; use freeze_cause"):
-            ask()
+            compute()
 
 
 def test_each_chunk_is_read_once():
@@ -220,8 +220,8 @@ def test_each_chunk_is_read_once():
     assert set(reads.values()) == {1}
 
 
-def held_at_most(question: Callable[[xr.Dataset], xr.Dataset], rows: int) -> int:
-    """Bytes of the arrays that dask holds at once, of a run in blocks of two rows."""
+def held_at_most(quantity: Callable[[xr.Dataset], xr.Dataset], rows: int) -> int:
+    """Largest bytes of arrays in memory, for a run in blocks of two rows."""
     shape = (rows, 8, 16)
     block = da.ones(shape, chunks=(2, -1, -1), dtype=np.float32)
     dims, attrs = ("step", "token", "hidden"), {"native_dtype": "bfloat16"}
@@ -247,15 +247,15 @@ def held_at_most(question: Callable[[xr.Dataset], xr.Dataset], rows: int) -> int
         largest = max(largest, sum(held.values()))
 
     with Callback(posttask=look), dask.config.set(scheduler="sync"):
-        question(ds).compute()
+        quantity(ds).compute()
     return largest
 
 
-@pytest.mark.parametrize("question", [analysis.freeze_attribution, analysis.moment_error])
-def test_memory_does_not_grow_with_the_number_of_steps(question, monkeypatch):
-    # Two tokens a task, so that the tokens of a block are not all dealt with together.
+@pytest.mark.parametrize("quantity", [analysis.freeze_attribution, analysis.moment_error])
+def test_memory_does_not_grow_with_the_number_of_steps(quantity, monkeypatch):
+    # Two tokens per task, so that a block has several tasks.
     monkeypatch.setattr("trajstore.analysis.optimizer.moments._TASK_BYTES", 8 * 2 * 2 * 16)
-    assert held_at_most(question, 40) < 1.3 * held_at_most(question, 10)
+    assert held_at_most(quantity, 40) < 1.3 * held_at_most(quantity, 10)
 
 
 @pytest.mark.nightly
@@ -272,7 +272,7 @@ def test_a_recorded_run_of_gatsby(tmp_path: Path):
     got = analysis.freeze_attribution(ds, window=5).compute()
     assert_as_by_hand(ds.compute(), got, 5)
     frozen = got.attribution.sel(counterfactual="recorded") != OUTCOMES.index("moving")
-    # What is computed anew as it was does as it did: it rounds away.
+    # The unchanged computation rounds away, as recorded.
     rounded = got.attribution.sel(counterfactual="recorded") == OUTCOMES.index("rounded_away")
     assert frozen.any()
     assert (rounded == frozen).all()

@@ -1,4 +1,4 @@
-"""`over_hidden` against map_blocks, which copies; blocks measured in turn, or read again."""
+"""`over_hidden`, compared with map_blocks; blocks measured in sequence, or read again."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_in_turn_a_block_is_read_when_the_one_before_is_measured() -> None:
 
     def kernel(block, boundary):  # type: ignore[no-untyped-def]
         assert boundary[0, 0, 0] == max(block[0, 0, 0] - 1, 0)
-        # The last blocks are asked for alone, and would be the first to be read.
+        # Without the dependency, the last blocks would be read first.
         assert sorted(set(read)) == list(range(len(measured) + 1))
         measured.append(int(block[0, 0, 0]))
         return block.sum(-1)
@@ -91,7 +91,7 @@ def test_what_is_read_again_waits(part: slice) -> None:
     source = da.map_blocks(make, chunks=((2, 2, 2, 2), (3,)), meta=np.empty((0, 0)))
     blocks = source[part]
     known = blocks.rechunk(-1).map_blocks(mean, chunks=((1,), (1,)), meta=np.empty((0, 0)))
-    reported.clear()  # what dask tried
+    reported.clear()  # calls by dask for type inference
     again = read_again(blocks, known) - known
     values = again.compute(scheduler="sync")
     reads = blocks.numblocks[0]

@@ -38,7 +38,7 @@ def test_a_nan_spoils_its_population_and_an_empty_one_is_nan(make_run, walk):
 
 @pytest.mark.parametrize("lazy", [False, True])
 def test_mostly_dead_tokens_are_a_population_of_their_own(make_run, walk, lazy):
-    count = np.array([0, 1, 3, 4, 900, -1])  # -1 is not known
+    count = np.array([0, 1, 3, 4, 900, -1])  # -1 means unknown
     rare = np.array([False, True, True, False, False, False])
     ds = make_run(walk(5, 6, 3), is_dead=count == 0).assign_coords(token_count=("token", count))
     ds = ds.chunk(step=2, token=4) if lazy else ds
@@ -61,7 +61,7 @@ def test_mostly_dead_tokens_are_a_population_of_their_own(make_run, walk, lazy):
         analysis.centroid(reported, "undead")
 
 
-def test_what_is_missing_is_said(make_run, walk):
+def test_missing_inputs_are_reported(make_run, walk):
     ds = make_run(walk(3, 4, 2))
     with pytest.raises(VariableNotRecorded, match="is_dead"):
         analysis.by_population(analysis.displacement(ds))

@@ -1,4 +1,4 @@
-"""Two worker processes, of which one is killed."""
+"""Two worker processes; one is killed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_killed_worker_changes_nothing(client: Any, run: Path) -> None:
     assert not any(client.run(_loaded).values()), "workers need no torch"
 
 
-def test_a_failing_task_is_told_as_ever(run: Path) -> None:
+def test_a_failing_task_raises_its_error(run: Path) -> None:
     broken = open_run(run).W.map_blocks(lambda block: 1 / 0, template=open_run(run).W)
     with (
         distributed.LocalCluster(n_workers=1, processes=False, dashboard_address=None) as cluster,
@@ -89,7 +89,7 @@ def test_a_failing_task_is_told_as_ever(run: Path) -> None:
         compute_all([broken], lambda done, total: None)
 
 
-def test_here_it_is_told_too(run: Path) -> None:
+def test_progress_without_a_cluster(run: Path) -> None:
     reported: list[tuple[int, int]] = []
     with dask.config.set(scheduler="threads"):
         compute_all([analysis.speed(open_run(run))], lambda *tasks: reported.append(tasks))

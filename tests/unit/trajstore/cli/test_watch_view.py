@@ -62,9 +62,9 @@ def test_token_texts_do_no_harm(tmp_path: Path) -> None:
 
 
 def test_a_line_says_the_same_without_colours(look: Look) -> None:
-    said = line("run\x1b.zarr", look)
-    assert said.startswith(r"run\x1b.zarr: recording, step 19 of 40, loss 3.1000, |grad| dead ")
-    assert "\n" not in said
+    printed = line("run\x1b.zarr", look)
+    assert printed.startswith(r"run\x1b.zarr: recording, step 19 of 40, loss 3.1000, |grad| dead ")
+    assert "\n" not in printed
     reported = facts("run.zarr", look)
     assert reported["last"]["loss"] == pytest.approx(3.1)
     assert set(reported["largest_gradient"]) == {"token", "norm"}
@@ -85,7 +85,7 @@ def test_every_status_is_shown(status: Any, sentence: str) -> None:
     assert line("r", reported)
 
 
-def test_a_late_commit_and_rows_that_were_not_read_are_said(look: Look) -> None:
+def test_a_late_commit_and_unread_rows_are_shown(look: Look) -> None:
     config = {"recording": {"commit_every": 10.0}}
     late = Look(
         **{**vars(look), "commit_age": 41.0, "measured": 3, "attributes": {"config": config}}

@@ -45,7 +45,7 @@ def test_facts_of_a_type_are_those_that_others_tell(native: NativeType) -> None:
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "float64"])
-def test_nan_and_zero_are_told_from_their_bits(name: str) -> None:
+def test_nan_and_zero_are_found_from_their_bits(name: str) -> None:
     native = native_type(name)
     bits = EVERY
     if native.itemsize > 2:  # every sign and exponent, and no mantissa, a low one or a high one

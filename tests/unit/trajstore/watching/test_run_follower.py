@@ -121,7 +121,7 @@ def test_a_run_that_is_cut_while_it_is_read_is_opened_again(
     assert RunFollower(path).look().measured == 8
 
 
-def test_a_run_that_is_damaged_is_said_to_be(path: Path) -> None:
+def test_a_damaged_run_is_reported(path: Path) -> None:
     with begin(path) as run:
         extend(run, range(4))
     (path / "grad" / "c.0.0.0").unlink()
@@ -178,7 +178,7 @@ def test_a_run_at_an_address() -> None:
     assert np.allclose(look.curves["gradient dead"].means(5), norms(range(5))["dead"])
 
 
-def test_what_is_no_run_and_what_is_no_folder_is_said(tmp_path: Path) -> None:
+def test_a_path_that_is_no_run_is_reported(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="an address of an unknown kind"):
         RunFollower("file:///b/r")
     (tmp_path / "zarr.json").write_text("{}")
