@@ -233,7 +233,7 @@ def test_steps_that_a_repair_filled_are_not_proven(tmp_path: Path) -> None:
     next((path / "grad").glob("c.0*")).unlink()
     repair(path, fill_damaged=True, yes=True)
     ((reason, steps),) = left_out(path).items()
-    assert reason == "a repair put NaN in the place of damaged values"
+    assert reason == "a repair filled damaged values with NaN"
     assert steps == (3, 1, 3)
 
 
