@@ -406,6 +406,8 @@ class _Reading:
                     helpers=_threads(),
                     siblings=siblings,
                 )
+            except FormatError:  # of another array
+                raise
             except ValueError as error:
                 raise self._broken(error) from error
         values = out.reshape(self._shape)
