@@ -346,14 +346,14 @@ def _row0(stored: StoredArray, part: int, number: int, data: bytes) -> Array | N
         return None
     if at:
         at[0] += part * stored.form.grid[1]
-    row = np.empty((1, *stored.chunk[1:]), stored.dtype)
+    row: Array = np.empty((1, *stored.chunk[1:]), stored.dtype)
     first_row = (slice(0, 1), *(slice(0, length) for length in stored.chunk[1:]))
     stored.form.decoder.decode(data, first_row, row)
     window = tuple(
         slice(max(0, length - position * size))
         for position, size, length in zip(at, stored.chunk[1:], stored.shape[1:], strict=True)
     )
-    return row[0][window]
+    return np.asarray(row[0][window])
 
 
 def _row0_notes(name: str, row: Array) -> Iterator[str]:

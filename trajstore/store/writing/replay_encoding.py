@@ -55,13 +55,18 @@ def replay_rule(
     try:
         rule = OptimizerRule.of((attributes or {}).get("optimizer"))
     except InvalidArgument as error:
-        return _none(str(error))
+        _warn(str(error))
+        return None
     missing = [name for name in (*rule.state, GRADIENT, "lr") if name not in variables]
     if missing:
-        return _none(f"the run does not hold {', '.join(missing)}")
+        _warn(f"the run does not hold {', '.join(missing)}")
+        return None
     wide = [name for name in (*rule.state, GRADIENT) if native_type(variables[name]).itemsize > 4]
-    return _none(f"{', '.join(wide)} are float64") if wide else rule
+    if wide:
+        _warn(f"{', '.join(wide)} are float64")
+        return None
+    return rule
 
 
-def _none(reason: str) -> None:
+def _warn(reason: str) -> None:
     logger.warning("W and the moments are stored, not computed: %s", reason)

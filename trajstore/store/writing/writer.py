@@ -233,7 +233,9 @@ class RunWriter:
                 check_variables(variables)
                 coordinates |= parameter_coordinate(parameter, variables)
                 rule = replay_rule(encoding, attributes, variables, shared=share is not None)
-                planned = plan if share is None else partial(plan_shared, share)
+                planned = partial(plan, encoding=encoding, rule=rule)
+                if share is not None:
+                    planned = partial(plan_shared, share)
                 layout = planned(
                     variables,
                     tokens=np.size(coordinates["token"]),
@@ -245,7 +247,6 @@ class RunWriter:
                     block_rows=block_rows,
                     threads=threads,
                     buffers=buffers,
-                    **({"encoding": encoding, "rule": rule} if encoding != "delta" else {}),
                 )
                 layout = replace(layout, runs=((0, new_identity()),))
                 own = layout if share is None else share.of_layout(layout)
