@@ -98,8 +98,34 @@ def broken_text(data: bytes, rng: random.Random) -> bytes:
     return data + data[at:]
 
 
+def claimed(run: Path, rng: random.Random) -> None:
+    """Have all documents claim a length that nobody stored, in the same way."""
+    dim, length = rng.choice(("step", "token", "hidden")), 1 << rng.choice((20, 31, 40, 47))
+    blocks = rng.random() < 0.4
+
+    def change(document: Any) -> None:
+        for at, name in enumerate(document["dimension_names"]):
+            if name == dim:
+                document["shape"][at] = length
+                if blocks:
+                    document["chunk_grid"]["configuration"]["chunk_shape"][at] = length
+
+    root = json.loads((run / DOCUMENT).read_bytes())
+    if dim == "step":
+        root["attributes"]["committed_rows"] = length
+        root["attributes"]["block_rows"] = length if blocks else root["attributes"]["block_rows"]
+    for name, copy in root["consolidated_metadata"]["metadata"].items():
+        own = json.loads((run / name / DOCUMENT).read_bytes())
+        for document in (copy, own):
+            change(document)
+        (run / name / DOCUMENT).write_text(json.dumps(own))
+    (run / DOCUMENT).write_text(json.dumps(root))
+
+
 def damage_documents(run: Path, rng: random.Random) -> None:
     """Damage a document of a run, or several; of an array sometimes both, in the same way."""
+    if rng.random() < 0.04:
+        claimed(run, rng)
     names = ["", "", "", *sorted(path.parent.name for path in run.glob(f"*/{DOCUMENT}"))]
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         name = rng.choice(names)

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -52,8 +53,9 @@ def _resumed(run: Path) -> None:
     with RunWriter.resume(run, commit_every=None) as writer:
         rows = writer.rows
     assert rows == open_run(run, chunks=None).sizes["step"]
-    found = verify(run)
-    assert found.clean, f"resumed, and not sound: {found.problems[0]}"
+    # Own documents that say other things than the root are replaced with the next row only.
+    lost = [problem for problem in verify(run).problems if problem.remedy == "cut"]
+    assert not lost, f"resumed, and not sound: {lost[0]}"
 
 
 def _annotated(run: Path) -> None:
@@ -62,11 +64,13 @@ def _annotated(run: Path) -> None:
 
 
 def _repaired(run: Path) -> None:
-    if not repair(run, yes=True).unrepaired:
-        found = verify(run)
-        assert found.clean, f"repaired, and not sound: {found.problems[0]}"
+    _command("repair", "--yes", str(run))
+    found = verify(run)
+    if found.clean:
         open_run(run, chunks=None).load()
-    _command("repair", str(run))
+    else:
+        # What the fingerprint finds it finds once all else is sound.
+        assert repair(run).unrepaired, f"repaired, and not sound: {found.problems[0]}"
 
 
 def _command(*arguments: str) -> None:
@@ -104,6 +108,7 @@ def fuzz(name: str, tries: int, first: int = 0) -> dict[str, Any]:
     for number in range(first, first + tries):
         rng = random.Random(f"{name} {number}")
         damage_documents(_fresh(sound[RUNS[number % 2]], run), rng)
+        begun = time.monotonic()
         try:
             with _limited():
                 COMMANDS[name](run)
@@ -117,6 +122,7 @@ def fuzz(name: str, tries: int, first: int = 0) -> dict[str, Any]:
             classes["raw"] += 1
             text = f"{type(error).__name__} at {_where()}: {str(error)[:200]}"
             raw.setdefault(text, f"{number}")
+        slowest = max(slowest, time.monotonic() - begun)
     usage = resource.getrusage(resource.RUSAGE_SELF)
     peak = _memory("VmHWM") - start
     shutil.rmtree(run.parent)

@@ -67,7 +67,7 @@ def _american(word: str) -> str:
     "--color",
     type=Choice(("regime", "hop")),
     default="regime",
-    help="Colors of stratigraphy: regime, or mean hop.",
+    help="Colors of the heatmap: regime, or mean hop.",
 )
 @click.option(
     "--plane",
@@ -125,8 +125,9 @@ def plot(
     each run in its own panel.
 
     Kinds: loss, gradients, displacement, speed, freeze, last-motion, lifecycle, regimes, causes,
-    hops, stratigraphy, bulk-thermal, speed-density, centroid, trajectory, spectrum,
-    autocorrelation, moments, clusters, logits, parameters, seams; for several runs also divergence.
+    hops, heatmap, bulk-thermal, speed-density, centroid, trajectory, spectrum,
+    autocorrelation, moments, clusters, logits, parameters, discontinuities;
+    for several runs also divergence.
 
     \b
     Example:
@@ -163,7 +164,7 @@ def plot(
     options = Options(
         population=chosen,
         lattice=lattice,
-        colour=color,
+        color=color,
         plane=plane,
         steps=steps,
         within=within,

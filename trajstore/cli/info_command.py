@@ -24,6 +24,7 @@ from trajstore.cli.tables import (
 )
 from trajstore.errors import FormatError, InvalidArgument, RunNotFound
 from trajstore.store.metadata.stretches import listed_stretches
+from trajstore.store.reading.run_settings import attribute
 
 __all__ = ["info"]
 
@@ -105,17 +106,16 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
     steps = facts["steps"]
     span = f"steps {steps['first']} to {steps['last']}" if steps else "no steps"
     out.print(f"{run}: {run_status(facts)}, {facts['committed_rows']} rows, {span}")
-    parameter = (facts.get("recording") or {}).get("parameter")
+    parameter = attribute(facts, "recording", "parameter")
     if parameter:
         out.print(f"Recorded parameter: {parameter}.")
     out.print(
         f"Store format {facts['trajstore_format']}, encoding {facts['encoding']}, "
         f"blocks of {facts['block_rows']} rows, updated {facts['updated']}, {facts['files']} files."
     )
-    if "fingerprint" in facts:
-        out.print(Text(f"Run {facts['runs'][-1][1]}"))
-        out.print(Text(f"content digest {facts['content_digest']}"))
-        out.print(Text(f"fingerprint    {facts['fingerprint']}"))
+    out.print(Text(f"Run {facts['runs'][-1][1]}"))
+    out.print(Text(f"content digest {facts['content_digest']}"))
+    out.print(Text(f"fingerprint    {facts['fingerprint']}"))
     columns = ("array", "shape", "type", "native", "on disk", "ratio", "chunk")
     # A narrow terminal omits the last column instead of cutting the others.
     shown = len(columns) - (out.width < _WIDE)
@@ -132,7 +132,7 @@ def print_information(run: str, facts: dict[str, Any]) -> None:
     if facts["encoding"] == "replay":
         _print_forms(facts)
     for section in ("config", "optimizer", "provenance"):
-        if facts.get(section):
+        if isinstance(facts.get(section), dict):
             out.print(section, style="bold")
             for name, value in _flat(facts[section]):
                 out.print(Text(f"  {name} = {value}"))

@@ -15,6 +15,7 @@ from rich.text import Text
 from trajstore.byte_sizes import format_bytes
 from trajstore.cli.tables import printable
 from trajstore.durations import format_duration
+from trajstore.store.reading.run_settings import attribute
 
 if TYPE_CHECKING:
     from trajstore.watching.measures import BoundedCurve
@@ -242,8 +243,7 @@ def _source(variable: str) -> str:
 
 
 def _commit_every(look: Look) -> float:
-    recording = (look.attributes.get("config") or {}).get("recording", {})
-    seconds = recording.get("commit_every")
+    seconds = attribute(look.attributes, "config", "recording", "commit_every")
     return float(seconds) if isinstance(seconds, int | float) and seconds > 0 else math.inf
 
 

@@ -28,6 +28,7 @@ from trajstore.codec.codec_chain import Chain
 from trajstore.codec.computed_rows import GRADIENT, cache, unit_of, windows_of
 from trajstore.codec.crc32c_check import CHECKSUM, checksum, is_intact
 from trajstore.codec.selected_parts import Pick, picks, positions
+from trajstore.errors import FormatError
 from trajstore.threads import default_threads, submit
 from trajstore.values.native_types import widen
 
@@ -297,6 +298,8 @@ class BlockForm:
             if not all(isinstance(each, slice) for each in place):
                 place = np.ix_(*[positions(each) for each in place])
             out[place] = values.view(out.dtype)
+        except FormatError:  # of another array
+            raise
         except (ValueError, RuntimeError, OverflowError) as error:
             raise ValueError(
                 f"bytes {offset} to {offset + length}: a broken chunk ({error})"
@@ -384,23 +387,24 @@ class _OpenUnit:
         return (*self._unit.matrices, *self._unit.rates)
 
     def _compute(self, entry: int, windows: tuple[slice, ...]) -> dict[str, Array]:
-        chunks = {}
+        held: dict[str, tuple[bool, Array]] = {}
         for name in self._unit.matrices:
-            _, tail, _ = self._open(name)
+            form, tail, _ = self._open(name)
             offset, length = tail.index[entry].tolist()
-            chunks[name] = self.fetched(name, offset, length)
-        held = {
-            name: self._open(name)[0].decoder.stored_form(chunks[name], windows)
-            for name in self._unit.rule.state
-        }
-        form = self._open(GRADIENT)[0]
-        shape = [part.stop - part.start for part in windows]
-        grad = np.empty(shape, form.chain.native.bits)
-        form.decoder.decode(chunks[GRADIENT], windows, grad)
+            try:
+                data = self.fetched(name, offset, length)
+                if name != GRADIENT:
+                    held[name] = form.decoder.stored_form(data, windows)
+                    continue
+                grad = np.empty(
+                    [part.stop - part.start for part in windows], form.chain.native.bits
+                )
+                form.decoder.decode(data, windows, grad)
+            except (ValueError, RuntimeError) as error:
+                raise ValueError(f"{name}, bytes {offset} to {offset + length}: {error}") from error
         rows = windows[0].stop
-        return self._unit.compute(
-            held, grad, {name: self._rate(name, rows) for name in self._unit.rates}
-        )
+        rates = {name: self._rate(name, rows) for name in self._unit.rates}
+        return self._unit.compute(held, grad, rates)
 
     def _rate(self, name: str, rows: int) -> Array:
         with self._lock:

@@ -164,9 +164,9 @@ def _main_direction(values: Array, weights: Array) -> Array | None:
         summed = np.add.reduce(rows * along[:, None], axis=0)
         length = np.sqrt(np.add.reduce(summed * summed))
         if not length > 0:
-            return direction
+            break
         direction = summed / length
-    return direction
+    return np.asarray(direction)
 
 
 def _lengths(rows: Array) -> Array:
@@ -203,4 +203,4 @@ def _folded(difference: Array) -> Array:
 
 def _unfolded(folded: Array) -> Array:
     one = folded.dtype.type(1)
-    return (folded >> one) ^ (~(folded & one) + one)
+    return np.asarray((folded >> one) ^ (~(folded & one) + one))

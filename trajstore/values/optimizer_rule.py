@@ -138,7 +138,10 @@ class OptimizerRule:
                 raise ValueError(f"no optimizer's rule has {name} = {value!r}")
         if facts["kind"] not in ("adam", "sgd"):
             raise ValueError(f"no optimizer's rule has kind = {facts['kind']!r}")
-        return cls(**{name: float(v) if name in numbers else v for name, v in facts.items()})
+        given: dict[str, Any] = {
+            name: float(value) if name in numbers else value for name, value in facts.items()
+        }
+        return cls(**given)
 
     @property
     def state(self) -> tuple[str, ...]:
@@ -263,6 +266,6 @@ def _sum(one: Array, other: Any, added: Array) -> Array:
     """One · other + added, rounded once: exact in float64 but for the last sum."""
     if added.dtype != np.float32:
         return np.asarray(one * other + added)
-    product = np.multiply(one, other, dtype=np.float64)
+    product: Array = np.multiply(one, other, dtype=np.float64)
     product += added
     return product.astype(np.float32)

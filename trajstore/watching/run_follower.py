@@ -17,6 +17,7 @@ from trajstore.errors import FormatError, RunNotFound
 from trajstore.store.metadata.object_keys import DOCUMENT
 from trajstore.store.reading.open_run import open_run
 from trajstore.store.reading.run_info import stored_bytes
+from trajstore.store.reading.run_settings import attribute
 from trajstore.store.storage.lock import is_written_to
 from trajstore.store.storage.remote_path import Location, RemotePath, RunPath, location
 from trajstore.values.native_types import NATIVE_TYPES
@@ -233,7 +234,7 @@ class RunFollower:
         if status == "recording" and abandoned:
             status = "abandoned"
         now = self._clock()
-        steps = (attributes.get("config") or {}).get("training", {}).get("steps")
+        steps = attribute(attributes, "config", "training", "steps")
         remaining = self._pace.remaining(steps, now) if status == "recording" else None
         measures = self._measures
         return Look(

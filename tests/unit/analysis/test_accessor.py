@@ -52,7 +52,7 @@ def test_help_shows_what_methods_take(small_run: tuple[Path, Any]) -> None:
     assert "last_motion(ax: 'Axes | None' = None, *, other:" in shown
     assert "lattice: 'str' = 'native'" in shown
     assert f"min_unchanged: 'int' = {MIN_UNCHANGED}" in shown
-    assert "When the tokens moved for the last time." in shown
+    assert "Step at which each token moved last." in shown
     assert "lattice" not in str(inspect.signature(ds.traj.plot.loss))
 
 

@@ -11,6 +11,7 @@ import re
 import reprlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, get_args
 
 import zarr
@@ -21,7 +22,7 @@ from trajstore.errors import FormatError
 from trajstore.schema import ENCODINGS, FORMAT
 from trajstore.store.metadata.fingerprint import COMING, CONTENT, COPY, FINGERPRINT
 from trajstore.store.metadata.object_keys import DOCUMENT
-from trajstore.store.metadata.stretches import STRETCHES, are_resumptions, are_stretches
+from trajstore.store.metadata.stretches import STRETCHES, are_stretches
 from trajstore.strict_json import Document
 
 __all__ = [
@@ -43,6 +44,7 @@ Status = Literal["recording", "complete", "interrupted"]
 STATUSES: tuple[Status, ...] = get_args(Status)
 
 _LONGEST = 1 << 48
+_CACHED = 64 << 10  # characters of a document that stays in memory, opened
 _MISSING = object()
 _CONFIGURED = "an object with name and configuration"
 
@@ -108,10 +110,6 @@ def _are_runs(value: Any) -> bool:
     return bool(value[0][0] == 0)
 
 
-def _is_provenance(value: Any) -> bool:
-    return isinstance(value, dict) and are_resumptions(value.get("resumed", []))
-
-
 _RUNS = "a list of [block, identity of the run], from block 0 on"
 
 _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -129,11 +127,10 @@ _ATTRIBUTES: dict[str, tuple[Callable[[Any], bool], str]] = {
     CONTENT: (is_digest, "a SHA-256"),
     FINGERPRINT: (is_digest, "a SHA-256"),
     STRETCHES: (are_stretches, "a list of step and config, from step 0 on, in order"),
-    "provenance": (_is_provenance, "an object, whose resumed is a list of objects with a step"),
 }
 """Attributes of the root that the format defines: what each can be, and in words."""
 
-REQUIRED = tuple(name for name in _ATTRIBUTES if name not in (STRETCHES, "provenance"))
+REQUIRED = tuple(name for name in _ATTRIBUTES if name != STRETCHES)
 """Attributes that every root has."""
 
 
@@ -217,7 +214,19 @@ def open_document(
     FormatError
         If zarr does not understand it.
     """
-    contents = {DOCUMENT: json.dumps(document).encode(), **(objects or {})}
+    text = json.dumps(document)
+    if objects or len(text) > _CACHED:
+        return _opened(text, objects or {})
+    return _opened_alone(text)
+
+
+@lru_cache(maxsize=256)  # who checks a run opens each document many times, without its values
+def _opened_alone(text: str) -> zarr.Array[Any]:
+    return _opened(text, {})
+
+
+def _opened(text: str, objects: Mapping[str, bytes]) -> zarr.Array[Any]:
+    contents = {DOCUMENT: text.encode(), **objects}
     store = MemoryStore({key: Buffer.from_bytes(data) for key, data in contents.items()})
     try:
         return zarr.open_array(store, mode="r", zarr_format=3)

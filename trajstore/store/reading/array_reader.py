@@ -262,6 +262,8 @@ class StoredArray:
                 with ExitStack() as opened:
                     siblings = partial(self._sibling, opened, block, part)
                     self.form.read(tail, axes, file.read, out[place], siblings=siblings)
+            except FormatError:  # of another array
+                raise
             except ValueError as error:
                 message = f"{self.name}, block {block}, {with_consequence(error)}"
                 raise FormatError(message) from error

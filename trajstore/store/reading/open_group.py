@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import zarr
-from zarr.errors import NodeNotFoundError
 
 from trajstore.codec.block_codec import BLOCK
 from trajstore.codec.block_form import Runs
@@ -281,9 +280,9 @@ def _zarr_group(
         return group, tuple(group.arrays())
     except ObjectStoreError:
         raise
-    except (NodeNotFoundError, FileNotFoundError) as error:
-        raise RunNotFound(f"there is no run at {place}") from error  # it has just gone
     except Exception as error:  # whatever zarr raises for a document that nobody wrote
+        if isinstance(place, Path) and not place.exists():  # it has just gone
+            raise RunNotFound(f"there is no run at {place}") from error
         for name, array in arrays.items():
             try:
                 open_document(array)
@@ -350,8 +349,8 @@ def _check_extent(place: Location, name: str, document: Mapping[str, Any]) -> No
         place / chunk_key(name, blocks - 1, len(shape), parts - 1)
     ):
         raise FormatError(
-            f"{place} claims {shape[0]:,} rows, and the last of {name} are not stored"
-            f"{_remedy(place)}"
+            f"{place} cannot be read: {name} has the shape {shape}, and its last block is not "
+            f"stored{_remedy(place)}"
         )
 
 

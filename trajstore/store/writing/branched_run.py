@@ -25,6 +25,7 @@ from trajstore.schema import STEP, coordinate, room_for_examples
 from trajstore.store.metadata.block_plan import Layout, plan
 from trajstore.store.metadata.fingerprint import Fingerprint
 from trajstore.store.metadata.object_keys import DOCUMENT
+from trajstore.store.metadata.repairs import without_later_repairs
 from trajstore.store.metadata.zarr_json import CHANGING, RunMetadata
 from trajstore.store.reading.array_reader import StoredArray
 from trajstore.store.reading.open_group import open_group
@@ -202,7 +203,8 @@ class _Branch:
             stored=stored,
             path=path,
             metadata=RunMetadata(
-                {name: arrays[name] for name in stored_metadata if name in arrays}, fixed
+                {name: arrays[name] for name in stored_metadata if name in arrays},
+                without_later_repairs(fixed, stored.rows),
             ),
             kept=kept,
             changed=changed,

@@ -240,7 +240,9 @@ class RunWriter:
                 rule = None
                 if encoding == "replay":
                     rule = replay_rule(attributes, variables, on_note)
-                planned = plan if share is None else partial(plan_shared, share)
+                planned = partial(plan, encoding=encoding, rule=rule)
+                if share is not None:
+                    planned = partial(plan_shared, share)
                 layout = planned(
                     variables,
                     tokens=np.size(coordinates["token"]),
@@ -252,7 +254,6 @@ class RunWriter:
                     block_rows=block_rows,
                     threads=threads,
                     buffers=buffers,
-                    **({"encoding": encoding, "rule": rule} if encoding != "delta" else {}),
                 )
                 layout = replace(layout, runs=((0, new_identity()),))
                 own = layout if share is None else share.of_layout(layout)

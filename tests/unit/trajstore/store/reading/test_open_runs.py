@@ -10,7 +10,7 @@ import xarray as xr
 from trajstore import RunWriter, analysis, open_run, open_runs
 from trajstore.errors import InvalidArgument, RunNotFound
 
-CONFIG = {"initialisation": {"sigma": 1e-5}, "optimizer": {"name": "adam"}, "data": {"name": "x"}}
+CONFIG = {"initialization": {"sigma": 1e-5}, "optimizer": {"name": "adam"}, "data": {"name": "x"}}
 
 
 def write(
@@ -46,7 +46,7 @@ def write(
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    other = CONFIG | {"initialisation": {"sigma": 1e-4}, "optimizer": {"name": "sgd"}}
+    other = CONFIG | {"initialization": {"sigma": 1e-4}, "optimizer": {"name": "sgd"}}
     return [
         write(tmp_path / "a_seed=2.zarr", seed=2),
         write(tmp_path / "a_seed=10.zarr", seed=10, config=other, native="float32"),
