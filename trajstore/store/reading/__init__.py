@@ -17,7 +17,7 @@
 ``run_table``
     Several runs as a table: what each is, and in which settings they differ.
 ``stored_forms``
-    How a run of the encoding ``replay`` stores its chunks, and how often its rule does not hold.
+    Forms of the chunks of a replayed run, and corrections of what its rule gives, counted.
 ``tiled_reader``
     A run as exporters read it: variables in tiles, small enough to hold and large enough to be fast
 ``xarray_engine``

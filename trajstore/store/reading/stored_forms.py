@@ -1,4 +1,4 @@
-"""How a run of the encoding ``replay`` stores its chunks, and how often its rule does not hold."""
+"""Forms of the chunks of a replayed run, and corrections of what its rule gives, counted."""
 
 from __future__ import annotations
 
