@@ -17,8 +17,8 @@ from trajstore.analysis.figures.axes_marks import (
     with_legend,
     with_units,
 )
-from trajstore.analysis.figures.figure import Look, Options, figure
-from trajstore.analysis.figures.style import population_color, shades
+from trajstore.analysis.figures.figure import Options, figure
+from trajstore.analysis.figures.style import Look, population_color, shades
 from trajstore.analysis.figures.titles import token_names
 from trajstore.analysis.scan.scan import Scan
 from trajstore.populations.masks import chosen_populations
