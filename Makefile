@@ -85,6 +85,11 @@ faults: .venv  ## Inject failing system calls (EIO, ENOSPC, EMFILE, EROFS) into 
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
 	$(BIN)/python tools/faults.py
 
+.PHONY: powerloss
+powerloss: .venv  ## Simulate a loss of power at each call of every command that writes, for minutes
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'
+	$(BIN)/python tools/powerloss.py --no-fsync
+
 .PHONY: soak
 soak: .venv  ## Kill writing commands at random times while four readers read; minutes
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev,hdf5]'

@@ -17,7 +17,8 @@ steps have a row, but every other row repeats the numbers of the model's paramet
 before, which costs nothing.
 
 With --flushes, only recordings are compared, in alternating order: with commits that are flushed to
-the disk, the default, and without (fsync=False). The disk is that of the temporary folder (TMPDIR).
+the disk, the default, and without (fsync=False). Wall and processor times are printed. The disk is
+that of the temporary folder (TMPDIR).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from measure import machine, resident, save, table
 STEPS = {"gatsby": 1_000, "wordybird-1": 40, "wordybird-1b": 40}
 KINDS = ("without", "trajstore", "list")
 UNFLUSHED = "not flushed"
+CLOCKS = ("seconds", "processor")
 ALTERNATING = "every other step"
 MODEL = "model at every other step"
 SIZES = {
@@ -310,18 +312,24 @@ def compare_flushes(arguments: argparse.Namespace, presets: list[str]) -> None:
         for number in range(arguments.rounds):
             order = ("trajstore", UNFLUSHED)[:: -1 if number % 2 else 1]
             timed = {kind: measure(arguments, preset, kind) for kind in order}
-            rounds.append([timed[kind]["seconds"] for kind in ("trajstore", UNFLUSHED)])
+            rounds.append(
+                [timed[kind][clock] for clock in CLOCKS for kind in ("trajstore", UNFLUSHED)]
+            )
             rows.append([preset, str(number + 1), *_compared(*rounds[-1])])
             print(*rows[-1], sep="  ", flush=True)
         middle = [statistics.median(column) for column in zip(*rounds, strict=True)]
         rows.append([preset, "median", *_compared(*middle)])
         results[preset] = {"rounds": rounds, "median": middle}
     columns = ["preset", "round", "flushed", UNFLUSHED, "ratio"]
+    columns += ["processor", UNFLUSHED, "ratio"]
     save("flushes", table("Recording with and without flushes", columns, rows), results)
 
 
-def _compared(flushed: float, unflushed: float) -> list[str]:
-    return [f"{flushed:.2f} s", f"{unflushed:.2f} s", f"{flushed / unflushed:.3f}"]
+def _compared(*times: float) -> list[str]:
+    cells = []
+    for flushed, unflushed in zip(times[::2], times[1::2], strict=True):
+        cells += [f"{flushed:.2f} s", f"{unflushed:.2f} s", f"{flushed / unflushed:.3f}"]
+    return cells
 
 
 def _row(preset: str, number: str, timed: dict[str, dict[str, float]]) -> list[str]:

@@ -126,6 +126,7 @@ class CheckpointFolder:
         self._fsync = fsync
         self._rows: dict[int, int] = {}
         self._staged: tuple[Path, Path] | None = None
+        self._placed: Path | None = None
 
     def steps(self) -> list[int]:
         """Return the steps of all checkpoints, in increasing order."""
@@ -227,15 +228,18 @@ class CheckpointFolder:
         assert self._staged is not None
         partial, file = self._staged
         partial.replace(file)
-        self._staged = None
+        self._staged, self._placed = None, file
         if self._fsync:
             flush([file.parent])
 
     def discard(self) -> None:
-        """Remove a staged file that was not placed, because its run failed."""
+        """Remove a staged file, or one placed before its run, because the run failed."""
         if self._staged is not None:
             self._staged[0].unlink(missing_ok=True)
             self._staged = None
+        if self._placed is not None and not self._run.exists():
+            self._placed.unlink(missing_ok=True)
+            self._placed = None
         if isinstance(self.path, Path) and self.path.is_dir() and not any(self.path.iterdir()):
             self.path.rmdir()
 

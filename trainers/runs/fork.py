@@ -150,13 +150,17 @@ def fork(
         require_sound(advice)
     report_notes(source.notes(config, at), on_note)
     folder = CheckpointFolder(target, fsync=fsync)
+    # A new run gets its checkpoint before its name, so it always has one. A replaced run keeps its
+    # own checkpoint until then: a kill right after that leaves a fork without a checkpoint, which
+    # `--resume` reports.
+    after = folder.place if target.exists() else None
     try:
-        with staged_run(target, overwrite=overwrite, on_place=folder.place) as new:
+        with staged_run(target, overwrite=overwrite, on_place=after) as new:
             point = source.reach(at, new, text, sources, on_note, on_retrain)
             checkpoint = _make(source, point, new, config, types, text)
-            # It is renamed right after the run, so a failure keeps an existing run's checkpoint. A
-            # kill between the two leaves a fork without a checkpoint, which `--resume` reports.
             folder.stage(replace(checkpoint, name=target.name))
+            if after is None:
+                folder.place()
     except BaseException:
         folder.discard()
         raise

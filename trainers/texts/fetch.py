@@ -11,7 +11,6 @@ import hashlib
 import http.client
 import json
 import os
-import shutil
 import tempfile
 import urllib.error
 import urllib.request
@@ -24,7 +23,9 @@ import platformdirs
 
 from trajstore.errors import CorpusError, InvalidArgument, MissingExtra
 from trajstore.nearest_name import did_you_mean
+from trajstore.store.storage.atomic import make_folder, put
 from trajstore.store.storage.hub_address import hub_endpoint
+from trajstore.store.writing.create import move_into_place
 
 __all__ = ["CACHE_VARIABLE", "FETCHED", "Fetched", "cached", "clean_book", "fetch"]
 
@@ -125,7 +126,7 @@ def fetch(name: str, *, source: str | None = None, sha256: str | None = None) ->
     if address.startswith(("http://", "https://")) and not _needs_no_request(name, source):
         _check_reachable(address)
     folder = _cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     target = folder / _CACHED[name]
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as scratch:
         fetched = FETCHED[name](Path(scratch) / target.name, source)
@@ -135,11 +136,9 @@ def fetch(name: str, *, source: str | None = None, sha256: str | None = None) ->
                 f"{name} from {fetched.source} has sha256 {fetched.sha256}, expected {wanted}; "
                 "nothing was kept"
             )
-        if target.is_dir():
-            shutil.rmtree(target)
-        fetched.path.replace(target)
+        move_into_place(fetched.path, target, old=Path(scratch) / "old", overwrite=True)
     facts = {"source": fetched.source, "sha256": fetched.sha256, "size": fetched.size}
-    (folder / f"{name}.json").write_text(json.dumps(facts, indent=1))
+    put(folder / f"{name}.json", [json.dumps(facts, indent=1).encode()])
     return replace(fetched, path=target)
 
 

@@ -332,14 +332,21 @@ def test_a_float32_run_does_not_become_bfloat16(text: Path, tmp_path: Path) -> N
     assert not (tmp_path / "other.zarr").exists()
 
 
-@pytest.mark.parametrize("method", ["stage", "place"])
+@pytest.mark.parametrize(
+    "failing",
+    [
+        "trainers.runs.fork.CheckpointFolder.stage",
+        "trainers.runs.fork.CheckpointFolder.place",
+        "store.writing.create.move_into_place",
+    ],
+)
 def test_what_fails_while_it_is_made_leaves_nothing(
-    method: str, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    failing: str, stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(f"trajstore.trainers.runs.fork.CheckpointFolder.{method}", fail)
+    monkeypatch.setattr(f"trajstore.{failing}", fail)
     with pytest.raises(OSError, match="No space"):
         fork(stopped, tmp_path / "other.zarr", at=6)
     assert not list(tmp_path.iterdir())
