@@ -116,7 +116,7 @@ PROGRAM = """
     except TrajstoreError as error:
         print(type(error).__name__, error, file=open(f"{folder}/other{rank}", "w"))
     assert groups() == before
-    assert "all tokens are recorded" in refusal(model, optimizer, tokens=[1, 2])
+    assert "is recorded with all tokens" in refusal(model, optimizer, tokens=[1, 2])
     assert "no norms are recorded" in refusal(model, optimizer, record="model")
     across = fully_shard(
         Model(tied=True), mesh=mesh, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1)
