@@ -281,8 +281,9 @@ def _of_eps(rule: _Adam, native: str) -> Advice | None:
         native_dtype=native,
         cannot_decay=math.nan,
         cannot_grow=math.nan,
-        sentence=f"eps = {rule.eps:g} rounds to 0 in {native}, so an element that never had a gradient "
-        f"is updated by 0/0 = NaN; choose an eps that {native} can represent, or {_WEIGHT_REMEDY}",
+        sentence=f"eps = {rule.eps:g} rounds to 0 in {native}, so an element that never had a "
+        f"gradient is updated by 0/0 = NaN; choose an eps that {native} can represent, or "
+        f"{_WEIGHT_REMEDY}",
     )
 
 

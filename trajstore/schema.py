@@ -1,6 +1,6 @@
 """The one table of the variables of a run: names, dimensions, units and the value of row 0.
 
-Writer, reader, exporter and documentation read this table. No other module repeats a name or a unit.
+Writer, reader, exporter and documentation read this table. Nothing else repeats a name or a unit.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ENCODING = "delta"
 """Encoding of the arrays, recorded in every root."""
 
 LATTICES = ("native", "bfloat16", "float16", "float32")
-"""Lattices (floating-point grids) that quantities accept: of the values' native type, or another."""
+"""Lattices (floating-point grids) that quantities accept: of the native type, or of another."""
 
 
 Row0 = Literal["initial", "zero", "nan"]

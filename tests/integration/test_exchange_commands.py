@@ -123,7 +123,7 @@ def test_the_last_line_of_1_12a(
     trajstore_cli: Cli, run: Path, summary: xr.Dataset, tmp_path: Path
 ) -> None:
     done = trajstore_cli("export", run, "--layout", "1.12a", "-o", tmp_path / "f")
-    assert "Note: W, momentum and variance are those before the step of their row" in done.stdout
+    assert "W, momentum and variance are the values before the step of their row" in done.stdout
     file = load_file(tmp_path / "f")
     assert close(file["loss"][-1], summary["loss"].sel(when="last"))
 
