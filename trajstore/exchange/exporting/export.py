@@ -152,7 +152,7 @@ def export(
     recorded = open_tiled(run)
     selection = select(recorded, steps=steps, tokens=tokens, variables=variables)
     notes: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
+    omitted: tuple[str, ...] = ()
     if format in ("zarr", "run"):
         write = write_zarr if format == "zarr" else write_run
         options: dict[str, Any] = {
@@ -167,7 +167,7 @@ def export(
         with staged_file(file, overwrite=overwrite) as path:
             rounded = _write(format, path, content, on_progress)
         notes = (*content.notes, *_on_rounding(rounded, layout))
-        left_out = content.left_out
+        omitted = content.omitted
     tokens_written = len(selection.along_token(recorded.coordinates["token"]))
     if layout != "native" and LAYOUTS[layout].only_dead:
         is_dead = selection.along_token(recorded.coordinates["is_dead"]).astype(bool)
@@ -178,7 +178,7 @@ def export(
         layout=layout,
         rows=len(selection.rows),
         tokens=tokens_written,
-        variables=tuple(name for name in selection.variables if name not in left_out),
+        variables=tuple(name for name in selection.variables if name not in omitted),
         bytes=_size(Path(file)),
         notes=notes,
     )

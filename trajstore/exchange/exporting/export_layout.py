@@ -75,7 +75,7 @@ def layout_file(layout: Layout, run: TiledRun, selection: Selection) -> Exported
         chunk_rows=layout.chunk_rows,
         gzip=layout.gzip,
         float16_as_bits=any(column.as_bits for column in layout.columns),
-        left_out=tuple(name for name in placeless if name in VARIABLES),
+        omitted=tuple(name for name in placeless if name in VARIABLES),
         notes=(*notes, *absent, *_notes(layout, run, steps, columns.keys(), numbers.keys())),
     )
 

@@ -35,7 +35,7 @@ class ExportedFile:
         Level of compression in HDF5; 0 for none.
     float16_as_bits : bool
         True if HDF5 holds float16 as its bits, as it always holds bfloat16.
-    left_out : tuple of str
+    omitted : tuple of str
         Selected variables that the layout has no place for.
     notes : tuple of str
         Notes for the reader of the file.
@@ -47,7 +47,7 @@ class ExportedFile:
     chunk_rows: int = 1
     gzip: int = 0
     float16_as_bits: bool = True
-    left_out: tuple[str, ...] = ()
+    omitted: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
