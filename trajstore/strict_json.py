@@ -50,7 +50,7 @@ def document_bytes(path: str | os.PathLike[str]) -> bytes:
     Raises
     ------
     ValueError
-        If the path is not a regular file (but a pipe, say), or it is larger than 16 MiB.
+        If the path is not a regular file (a pipe, for example), or is larger than 16 MiB.
     OSError
         If it cannot be read.
     """

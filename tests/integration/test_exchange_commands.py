@@ -160,7 +160,7 @@ def test_wrong_calls_are_one_sentence(trajstore_cli: Cli, run: Path, tmp_path: P
     trajstore_cli("export", run, "-o", file, "--overwrite")
     file.write_bytes(file.read_bytes()[:-1])
     refused = trajstore_cli("import", file, "-o", tmp_path / "back.zarr", rc=1).stderr
-    assert "is not a sound safetensors file" in refused
+    assert "is not a valid safetensors file" in refused
     assert "cut short" in refused
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f"]
 

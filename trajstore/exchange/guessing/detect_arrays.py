@@ -148,7 +148,7 @@ def detect_arrays(
     _check_attributes(file, ignored)
     mapped_kinds = {ARRAY_KINDS[kind].name for kind in mapped.values() if kind in ARRAY_KINDS}
     found: list[DetectedArray] = []
-    left = _passed_over(file, ignored)
+    left = _unread(file, ignored)
     numbers = single_numbers(file, ignored)
     vectors = numbers_per_run(file, ignored)
     unknown: list[DetectedArray] = []
@@ -227,11 +227,11 @@ def detect_arrays(
     )
 
 
-def _passed_over(file: ArrayFile, ignored: tuple[str, ...]) -> list[Detection]:
+def _unread(file: ArrayFile, ignored: tuple[str, ...]) -> list[Detection]:
     """Content of the file that its format cannot read, with reasons."""
     return [
         Detection(name=key, dtype="", shape=(), kind="", why=_IGNORED if key in ignored else why)
-        for key, why in file.passed_over.items()
+        for key, why in file.unread.items()
     ]
 
 
@@ -245,7 +245,7 @@ def _check_map(file: ArrayFile, mapped: Mapping[str, str], ignored: tuple[str, .
         if key not in file.keys and key not in file.attributes:
             raise InvalidArgument(f"{file.path} holds no {key!r}; it holds {abridged(file.keys)}")
     for key in ignored:
-        if key not in (*file.keys, *file.attributes, *file.passed_over):
+        if key not in (*file.keys, *file.attributes, *file.unread):
             raise InvalidArgument(f"{file.path} holds no {key!r}; it holds {abridged(file.keys)}")
 
 

@@ -428,7 +428,7 @@ class RunReading:
 
     def _check_rule_is_read(self) -> None:
         """Refuse a default in place of a hyperparameter that the format cannot read."""
-        for key, why in self.file.passed_over.items():
+        for key, why in self.file.unread.items():
             scalar = scalar_of(key)
             is_of_rule = scalar is not None and scalar.paths[0][:2] == RULE
             if (is_of_rule or is_pair(key)) and key not in self.options.ignored:

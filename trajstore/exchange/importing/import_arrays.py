@@ -119,8 +119,8 @@ def _check_anchor(file: ArrayFile, detected: DetectedArrays) -> None:
     more = ""
     if tables:
         more = f"; its labels of tokens ({', '.join(tables)}) can be the --masks of another import"
-    if file.passed_over:
-        more += f"; not read: {abridged(f'{key} ({why})' for key, why in file.passed_over.items())}"
+    if file.unread:
+        more += f"; not read: {abridged(f'{key} ({why})' for key, why in file.unread.items())}"
     raise FormatError(
         f"{file.path} holds no W of (step, token, hidden) and no changes of it: {holds}{more}; "
         "name the array with --map W=NAME"

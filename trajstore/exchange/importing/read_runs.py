@@ -93,15 +93,15 @@ def read_runs(
         form = LAYOUTS[wanted].format
     if form is not None and file.format != form and "hdf5" in (form, file.format):
         raise FormatError(
-            f"{file.path} is a {file.format} file, but layout {wanted} is for {form} files; omit "
-            "--layout"
+            f"{file.path} has format {file.format}, but layout {wanted} is for {form} files; "
+            "omit --layout"
         )
     is_native = isinstance(file, SafetensorsFile) and file.attributes.get("format") == "trajstore"
     if wanted == "native" or (wanted is None and is_native):
         if not isinstance(file, SafetensorsFile):
             raise FormatError(
-                f"{file.path} is a {file.format} file, but layout native is for safetensors files; "
-                "omit --layout"
+                f"{file.path} has format {file.format}, but layout native is for safetensors "
+                "files; omit --layout"
             )
         _check_no_options(file, options)
         found = read_native(file)

@@ -116,8 +116,8 @@ def _check_count(
     """Refuse a number of runs, or lists of one number per run, that differ from the arrays."""
     count = len(numbered) or along or 1
     what = (
-        f"the names of arrays number {count} ({', '.join(map(str, numbered[:12]))})" if numbered
-        else f"{anchor.key} of shape {anchor.shape} has {count}"
+        f"the names of arrays give {count} runs ({', '.join(map(str, numbered[:12]))})" if numbered
+        else f"{anchor.key} of shape {anchor.shape} has {count} runs"
     )  # fmt: skip
     for key, value in detected.numbers.items():
         if key.lower() in RUN_COUNTS and value != count:
@@ -128,6 +128,6 @@ def _check_count(
         of_rows = any(one.key == key for one in detected.found)
         if len(values) not in (1, count) and count > 1 and not of_rows:
             raise FormatError(
-                f"{file.path}: {key} has {len(values)} values, but {what} runs; omit it with --map "
+                f"{file.path}: {key} has {len(values)} values, but {what}; omit it with --map "
                 f"ignore={key}"
             )

@@ -231,7 +231,9 @@ def token_table(
         whole = length is not None or not restricted
         _check_sizes(where, dead, numbers, whole=whole)
         if dead.name in [each.name for each in counts]:
-            notes.append(f"dead tokens are those with {dead.name} 0; nothing else labels them")
+            notes.append(
+                f"dead tokens are those for which {dead.name} is 0; nothing else labels them"
+            )
     return TokenTable(
         token=token,
         is_dead=None if dead is None else dead.here,

@@ -62,7 +62,7 @@ def test_a_dry_run_prints_the_table_and_writes_nothing(file: Path) -> None:
 def test_an_import_prints_the_table_too(file: Path, tmp_path: Path) -> None:
     printed = call(file, "-o", tmp_path / "run.zarr", "--map", "W=x", "--map", "loss=nll").stdout
     assert "Imported" in printed
-    assert "follows from the rest" in printed
+    assert "derived from other arrays" in printed
     facts = json.loads(
         call(file, "-o", tmp_path / "b.zarr", "--json", "--map", "ignore=nll").stdout
     )
@@ -92,9 +92,9 @@ def test_an_ending_of_no_format_is_refused(
     [
         ([], "say where the run is to be"),
         (["--dry-run", "--map", "W"], "expected KIND=NAME"),
-        (["--dry-run", "--bits", "int8"], "16 bits are bfloat16 or float16"),
-        (["--dry-run", "--first-row", "2"], "that of step 0 or 1"),
-        (["--dry-run", "--schedule", "constant"], "tells no learning_rate"),
+        (["--dry-run", "--bits", "int8"], "got bits 'int8', expected bfloat16 or float16"),
+        (["--dry-run", "--first-row", "2"], "got first row 2, expected step 0 or 1"),
+        (["--dry-run", "--schedule", "constant"], "holds no learning_rate"),
     ],
 )
 def test_wrong_calls_are_one_sentence(file: Path, arguments: list[str], message: str) -> None:

@@ -43,7 +43,7 @@ def test_what_was_logged_in_the_steps_of_the_rows(tmp_path: Path, within: bool) 
     # The loss logged at step 4 is the mean of steps 3 and 4.
     assert np.allclose(ds.loss.values, [np.nan, 4, 5, np.nan], equal_nan=True)
     left = {line.name: line.why for line in done.table if not line.kind}
-    assert "mean over several steps" in left["loss of trainer_state.json"]
+    assert "means over several steps" in left["loss of trainer_state.json"]
     assert "NaN in the run" in left["loss of checkpoint-0, checkpoint-4"]
 
 
