@@ -1,4 +1,4 @@
-"""Figures of README, the tutorial and the gallery, from the runs that their commands record.
+"""Draw the figures of README, the tutorial and the gallery, from the runs of these commands.
 
 trajstore record --preset gatsby --steps 300 -o gatsby.zarr
 trajstore fetch gatsby; trajstore record --preset gatsby --steps 3000 -o long.zarr
@@ -9,7 +9,7 @@ trajstore sweep --preset gatsby --seeds 1:4 --set initialisation.sigma=1e-5,1e-2
 python tools/documentation_figures.py FOLDER docs/figures
 
 FOLDER holds the runs. The command before a figure on its page draws it. A palette of colors makes
-a file three times smaller; maps keep all their colors, because a palette would show steps.
+each file three times smaller. Maps keep all their colors, because a palette would show as steps.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from trajstore.cli.main import main
 
 DOCS = Path(__file__).parents[1] / "docs"
 OPENING = {"readme-heatmap.png": "trajstore plot gatsby.zarr heatmap"}
+SEVERAL = {"gallery-several.png": "trajstore plot runs/ gradients --population dead"}
 COLORS = 64
 MAPS = ("heatmap", "speed-density", "moments", "parameters")
 
 
 def figures(page: str) -> dict[str, str]:
-    """The last command before each figure of a page, by the figure's file."""
+    """Command before each figure of a page, by the name of its file."""
     found, command = {}, ""
     for line in (DOCS / page).read_text().splitlines():
         if line.startswith("trajstore plot "):
@@ -43,7 +44,7 @@ def figures(page: str) -> dict[str, str]:
 
 
 def draw(command: str, file: Path, dpi: int) -> None:
-    """Draw what a command draws; with a palette, if it is no map."""
+    """Draw the figure of a command, with a palette unless it is a map."""
     arguments = [*shlex.split(command)[1:], "--dpi", str(dpi), "-o", str(file), "--overwrite"]
     main(arguments, standalone_mode=False)
     with Image.open(file) as image:
@@ -61,6 +62,7 @@ if __name__ == "__main__":
         (OPENING, 150),
         (figures("start/tutorial.md"), 120),
         (figures("reference/figures.md"), 100),
+        (SEVERAL, 100),
     ):
         for file, command in drawn.items():
             draw(command, target / file, dpi)

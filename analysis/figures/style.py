@@ -1,44 +1,46 @@
-"""Colours and measures that all figures share, on light and on dark ground.
+"""Colors that all figures share, on light and on dark ground.
 
-Dead, live, regimes and causes have one colour each, everywhere. The hues of populations and causes
-are those of Okabe and Ito (2008), which people who see few colours tell apart; those of the regimes
-are of viridis, from rest to the longest hops, and also ordered by lightness.
+Dead, live, each regime and each cause have one color in all figures. Populations and causes have
+the hues of Okabe and Ito (2008), which color-blind readers distinguish. Regimes have those of
+viridis, from unchanged to the longest hops, ordered by lightness.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trajstore.errors import InvalidArgument
 
 if TYPE_CHECKING:
+    import xarray as xr
     from matplotlib.colors import Colormap
 
 __all__ = [
-    "CAUSE_COLOURS",
-    "POPULATION_COLOURS",
-    "REGIME_COLOURS",
+    "CAUSE_COLORS",
+    "POPULATION_COLORS",
+    "REGIME_COLORS",
     "REGIME_MEANINGS",
     "STYLES",
+    "Look",
     "Style",
-    "population_colour",
+    "population_color",
     "shades",
     "style",
 ]
 
-POPULATION_COLOURS = {
+POPULATION_COLORS = {
     "dead": "#D55E00",
     "live": "#0072B2",
     "all": "#888888",
     "mostly_dead": "#CC79A7",
 }
 
-REGIME_COLOURS = {
+REGIME_COLORS = {
     "frozen": "#46327E",
     "single": "#365C8D",
-    "neighbour": "#1FA187",
+    "neighbor": "#1FA187",
     "local": "#7AD151",
     "jump": "#FDE725",
 }
@@ -46,16 +48,16 @@ REGIME_COLOURS = {
 REGIME_MEANINGS = {
     "frozen": "no element left its cell",
     "single": "one element moved, by one cell",
-    "neighbour": "several, each by one cell at most",
+    "neighbor": "several, each by one cell at most",
     "local": "some further, in all up to √D cells (L2)",
     "jump": "more than √D cells (L2), D elements",
 }
-"""Of each regime, in cells of the lattice, as of `analysis.regimes`."""
+"""Meaning of each regime in cells of the lattice, as in `analysis.regimes`."""
 
-CAUSE_COLOURS = {
+CAUSE_COLORS = {
     "moved": "#BBBBBB",
     "no_gradient": "#56B4E9",
-    "underflow": "#E69F00",
+    "lost_update": "#E69F00",
     "learning_rate": "#009E73",
     "skipped": "#CC79A7",
     "unexplained": "#7B3FA0",
@@ -65,18 +67,18 @@ CAUSE_COLOURS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """Ground, ink and the map of densities.
+    """Colors of a figure: ground, ink, map of densities, runs.
 
     Attributes
     ----------
     ground, ink, second, grid : str
-        Colours; the second one of lines that belong to no population.
+        Colors; ``second`` is for lines of no population.
     density : str
-        Colour map of matplotlib for counts and lengths.
+        Color map of matplotlib for counts and lengths.
     band : float
-        How opaque a band between two quantiles is.
+        Opacity of a band between two quantiles.
     runs : tuple of str
-        Colours of several runs in one axes; none is that of dead or of live tokens.
+        Colors of several runs in one axes; dead and live tokens have others.
     """
 
     ground: str
@@ -89,7 +91,7 @@ class Style:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What matplotlib is told while a figure is made."""
+        """Settings of matplotlib for a new figure."""
         ink = dict.fromkeys(
             ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"),
             self.ink,
@@ -153,20 +155,20 @@ STYLES = {
 }
 
 
-def population_colour(name: str) -> str:
-    """Colour of a population; those that users name have one, as only one of them is shown."""
-    return POPULATION_COLOURS.get(name, "#009E73")
+def population_color(name: str) -> str:
+    """Color of a population. Those of users share one, as a figure shows one of them."""
+    return POPULATION_COLORS.get(name, "#009E73")
 
 
-def shades(colour: str, ground: str) -> Colormap:
-    """Map from little of a colour on this ground to all of it."""
+def shades(color: str, ground: str) -> Colormap:
+    """Color map from a pale color on this ground to the full color."""
     from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 
-    # The same share of a colour is harder to see on black than on white.
+    # A pale color is harder to see on black than on white.
     share = 0.25 if sum(to_rgb(ground)) > 1.5 else 0.45
-    pairs = zip(to_rgb(ground), to_rgb(colour), strict=True)
+    pairs = zip(to_rgb(ground), to_rgb(color), strict=True)
     red, green, blue = ((1 - share) * under + share * over for under, over in pairs)
-    return LinearSegmentedColormap.from_list("shades", [to_hex((red, green, blue)), colour])
+    return LinearSegmentedColormap.from_list("shades", [to_hex((red, green, blue)), color])
 
 
 def style(name: str) -> Style:
@@ -175,9 +177,61 @@ def style(name: str) -> Style:
     Raises
     ------
     InvalidArgument
-        If there is none.
+        For an unknown name.
     """
     try:
         return STYLES[name]
     except KeyError:
         raise InvalidArgument(f"got style={name!r}, expected {' or '.join(STYLES)}") from None
+
+
+_LINES = ("-", "--", ":", "-.")
+"""Line styles of several runs, one for each kind of curve such as dead and live tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """Style of a figure, and the run that it draws.
+
+    Attributes
+    ----------
+    style : Style
+    run : str
+        Label of the run or runs, if the figure shows others.
+    number : int
+        Position of this run among those of the axes.
+    runs : int
+        Number of runs. A single run has the colors of the populations.
+    band : tuple of Dataset, optional
+        Lower and upper edge of the spread between runs, for a mean of several.
+    """
+
+    style: Style = field(default_factory=lambda: STYLES["light"])
+    run: str = ""
+    number: int = 0
+    runs: int = 1
+    band: tuple[xr.Dataset, xr.Dataset] | None = None
+
+    @property
+    def alone(self) -> bool:
+        """True for the only run of the axes, or the mean of all."""
+        return self.runs == 1
+
+    @property
+    def run_color(self) -> str:
+        """Color of this run among several."""
+        return self.style.runs[self.number]
+
+    def color(self, population: str) -> str:
+        """Color of a population, or with several runs that of the run."""
+        return population_color(population) if self.alone else self.run_color
+
+    def line(self, kind: int) -> str:
+        """Line style of a kind of curve, such as dead or live tokens."""
+        return "-" if self.alone else _LINES[kind % len(_LINES)]
+
+    def label(self, text: str, kind: int = 0) -> str:
+        """Label in a legend; with several runs, one label per run."""
+        if self.alone:
+            return f"{self.run}: {text}" if self.run else text
+        return "" if kind else self.run

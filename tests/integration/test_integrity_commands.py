@@ -27,7 +27,7 @@ def test_a_sound_run(trajstore_cli: Cli, run: Path) -> None:
     assert (facts["rows"], facts["problems"], facts["notes"]) == (11, [], [])
     before = contents(run)
     done = trajstore_cli("repair", run, "--yes")
-    assert done.stdout == "run.zarr is sound: there is nothing to repair.\n"
+    assert done.stdout == "run.zarr is sound; nothing to repair.\n"
     assert contents(run) == before
 
 
@@ -46,15 +46,25 @@ def test_damage_is_shown_and_repaired(trajstore_cli: Cli, run: Path) -> None:
     assert facts["problems"][1]["first_byte"] == offset
 
     done = trajstore_cli("verify", run, "--replay", rc=1)
-    assert "The replay was left out, because the run is damaged" in done.stdout
+    assert "Replay skipped: the run is damaged" in done.stdout
     facts = json.loads(trajstore_cli("verify", run, "--replay", "--json", rc=1).stdout)
     assert facts["replay"] is None
 
     before = contents(run)
     done = trajstore_cli("repair", run)
-    assert done.stdout.startswith("Would be done:\n  3 of 11 rows are dropped, those from row 8 on")
-    assert "grad/zarr.json is written anew" in done.stdout
+    assert done.stdout.startswith(
+        "Damaged: W, steps 8 to 10. Whole: step, grad, exp_avg, loss.\n"
+        "Planned repair:\n  3 of 11 rows are dropped, from row 8 on"
+    )
+    assert "grad/zarr.json is rewritten" in done.stdout
+    assert f"  trajstore repair {run} --fill-damaged\n" in done.stdout
+    assert f"cp -r {run} {run}.copy\n" in done.stdout
     assert f"trajstore repair {run} --yes" in done.stdout
+    done = trajstore_cli("repair", run, "--fill-damaged")
+    assert "\n  W becomes NaN in steps 8 to 10: W, block 2" in done.stdout
+    assert f"trajstore repair {run} --fill-damaged --yes" in done.stdout
+    done = trajstore_cli("repair", run, "--drop-array", "loss", rc=2)
+    assert "cannot drop loss: it is whole; damaged are: W" in done.stderr
     assert contents(run) == before
     facts = json.loads(trajstore_cli("repair", run, "--yes", "--json").stdout)
     assert (facts["done"], facts["rows_before"], facts["rows"]) == (True, 11, 8)
@@ -67,7 +77,7 @@ def test_what_cannot_be_repaired_is_said(trajstore_cli: Cli, run: Path) -> None:
     done = trajstore_cli("repair", run, "--yes", rc=1)
     assert "Cannot be repaired" in done.stdout
     assert "token_text, block 0" in done.stdout
-    assert "Would be done" not in done.stdout
+    assert "Planned repair" not in done.stdout
 
 
 def test_what_is_no_run_is_one_sentence(trajstore_cli: Cli, tmp_path: Path) -> None:

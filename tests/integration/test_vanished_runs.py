@@ -65,7 +65,7 @@ def test_what_has_gone_is_not_found_damaged_and_not_made_again(look: Any, whole:
     def go(*progress: int) -> None:
         shutil.rmtree(whole, ignore_errors=True)
 
-    with pytest.raises(RunNotFound, match="has gone while it was looked at"):
+    with pytest.raises(RunNotFound, match="disappeared during the check"):
         look(whole, threads=1, on_progress=go)
     assert not whole.exists()
 
@@ -104,7 +104,7 @@ def test_a_clock_that_goes_back_hours_changes_nothing(
         append(run, 6)
         follower = RunFollower(path, clock=lambda: 0.0)
         look = follower.look()
-        assert look.standing == "recording"
+        assert look.status == "recording"
         assert look.commit_age == 0
         assert look.remaining is None or look.remaining >= 0
     with RunWriter.resume(path, rows=6) as run:

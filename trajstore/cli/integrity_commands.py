@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
@@ -31,14 +32,14 @@ __all__ = ["repair", "verify"]
     "--replay",
     "with_replay",
     is_flag=True,
-    help="Recompute every step with the recorded optimizer, and compare bit for bit. Needs torch.",
+    help="Recompute every step with the recorded optimizer and compare all bits. Requires torch.",
 )
 @JSON
 @sentences
 def verify(run: str, with_replay: bool, as_json: bool) -> None:
-    """Read everything that is stored of a run against its checksums. Nothing is changed.
+    """Read every byte of a run and compare it with its checksums. Changes nothing.
 
-    Exits with 1 if anything is wrong.
+    Exits with 1 if it finds a problem.
 
     \b
     Example:
@@ -49,7 +50,6 @@ def verify(run: str, with_replay: bool, as_json: bool) -> None:
 
     with BytesProgress("verifying") as progress:
         found = check(run, on_progress=progress.show)
-    # What is broken is not worth replaying.
     replayed = _replay(run) if with_replay and found.clean else None
     if as_json:
         facts = None if replayed is None else replayed.facts()
@@ -59,21 +59,20 @@ def verify(run: str, with_replay: bool, as_json: bool) -> None:
         if replayed is not None:
             print_replay(replayed.facts())
         elif with_replay:
-            out.print("The replay was left out, because the run is damaged; repair it first.")
+            out.print("Replay skipped: the run is damaged; repair it first.")
     if not found.clean or (replayed is not None and not replayed.clean):
         sys.exit(1)
 
 
 def _replay(run: str) -> Any:
-    """Result of the replay that is installed: with ``clean`` and ``facts()``."""
+    """Result of the installed replay, with ``clean`` and ``facts()``."""
     try:
         replay = next(iter(entry_points(group="trajstore.replays", name="optimizer"))).load()
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "trajstore":
             raise
         raise MissingExtra(
-            f"replaying carries out every step with torch, and {error.name or error} is missing; "
-            "install trajstore[train]"
+            f"replay requires torch, and {error.name or error} is missing; install trajstore[train]"
         ) from error
     with StepsProgress("replaying") as progress:
         return replay(run, on_progress=progress.show)
@@ -81,27 +80,50 @@ def _replay(run: str) -> Any:
 
 @click.command()
 @RUN
-@click.option("--yes", is_flag=True, help="Do it; without this, only say what would be done.")
+@click.option("--yes", is_flag=True, help="Apply the repair. Without it, print what it would do.")
+@click.option(
+    "--fill-damaged",
+    is_flag=True,
+    help="Keep all rows: write NaN in place of the damaged values. Not for step, an integer.",
+)
+@click.option(
+    "--drop-array",
+    "drop_arrays",
+    metavar="NAME",
+    multiple=True,
+    help="Keep all rows: remove this damaged array. Can be repeated.",
+)
 @JSON
 @sentences
-def repair(run: str, yes: bool, as_json: bool) -> None:
-    """Bring a damaged run back to its last whole commit.
+def repair(
+    run: str, yes: bool, fill_damaged: bool, drop_arrays: tuple[str, ...], as_json: bool
+) -> None:
+    """Restore a damaged run to its last complete commit.
 
-    Says what would be done, and does it with --yes. Exits with 1 if something cannot be repaired.
+    Prints the repair, and applies it with --yes. Copy the run first: dropped rows are lost. Exits
+    with 1 if something cannot be repaired.
 
     \b
     Example:
       trajstore repair gatsby.zarr
-      trajstore repair gatsby.zarr --yes
+      trajstore repair gatsby.zarr --fill-damaged --yes
     """
     from trajstore.integrity.repair import repair as mend
 
     with BytesProgress("checking") as progress:
-        found = mend(run, yes=yes, on_progress=progress.show)
+        found = mend(
+            run,
+            yes=yes,
+            fill_damaged=fill_damaged,
+            drop_arrays=drop_arrays,
+            on_progress=progress.show,
+        )
     if as_json:
         print_json(found.facts())
     else:
-        print_repair(found)
+        chosen = ["--fill-damaged"] if fill_damaged else []
+        chosen += [f"--drop-array {shlex.quote(name)}" for name in drop_arrays]
+        print_repair(found, chosen)
     if found.unrepaired:
         sys.exit(1)
 
@@ -111,7 +133,7 @@ def print_replay(facts: dict[str, Any]) -> None:
     out.print(
         f"Replayed {facts['replayed']:,} of {facts['steps']:,} steps"
         + (f" with {facts['optimizer']}" if facts["replayed"] else "")
-        + (f", {facts['skipped']:,} of them skipped by the scaler" if facts["skipped"] else "")
+        + (f", {facts['skipped']:,} skipped by the gradient scaler" if facts["skipped"] else "")
         + f": {facts['differing']:,} values differ."
     )
     if facts["variables"]:
@@ -125,24 +147,22 @@ def print_replay(facts: dict[str, Any]) -> None:
             )
         print_table(printed)
     if facts["rebuilt"]:
-        out.print(f"Rebuilt from row 0, because it is not recorded: {', '.join(facts['rebuilt'])}.")
+        out.print(f"Rebuilt from row 0 because not recorded: {', '.join(facts['rebuilt'])}.")
     for finding in facts["findings"]:
-        out.print(Text(f"Wrong: {finding['sentence']}."))
+        out.print(Text(f"Problem: {finding['sentence']}."))
     if facts["total_findings"] > len(facts["findings"]):
-        out.print(f"And {facts['total_findings'] - len(facts['findings']):,} findings more.")
+        out.print(f"{facts['total_findings'] - len(facts['findings']):,} more problems.")
     for part in facts["unreplayed"]:
-        out.print(Text(f"Not proven: {part['sentence']}."))
+        out.print(Text(f"Not checked: {part['sentence']}."))
     print_notes(facts["notes"])
 
 
 def print_verification(found: Verification) -> None:
-    """Print what `trajstore.integrity.verify.verify` found: what is broken, and where."""
+    """Print what `trajstore.integrity.verify.verify` found."""
     from trajstore.store.storage.remote_path import key_within
 
     if found.problems:
-        printed = table(
-            "Problems", "array", "block", "bytes", "file", "what is wrong", words=(0, 3, 4)
-        )
+        printed = table("Problems", "array", "block", "bytes", "file", "problem", words=(0, 3, 4))
         for problem in found.problems:
             span = "" if problem.first_byte is None else f"{problem.first_byte}–{problem.stop_byte}"
             printed.add_row(
@@ -164,19 +184,34 @@ def print_verification(found: Verification) -> None:
     )
 
 
-def print_repair(found: Repair) -> None:
-    """Print what `trajstore.integrity.repair.repair` has done, or would do."""
+def print_repair(found: Repair, chosen: Sequence[str] = ()) -> None:
+    """Print what `trajstore.integrity.repair.repair` did with these options, or would do."""
+    from trajstore.store.storage.remote_path import RemotePath
+
     if not found.actions and not found.unrepaired:
-        out.print(Text(f"{found.path.name} is sound: there is nothing to repair."))
+        out.print(Text(f"{found.path.name} is sound; nothing to repair."))
         return
+    if found.damaged:
+        damaged = (f"{name}, {where}" if where else name for name, where in found.damaged.items())
+        out.print(Text(f"Damaged: {'; '.join(damaged)}. Whole: {', '.join(found.whole)}."))
     if found.actions:
-        out.print(Text("Done:" if found.done else "Would be done:"))
+        out.print(Text("Repaired:" if found.done else "Planned repair:"))
     for action in found.actions:
         out.print(Text(f"  {action}."))
     if found.unrepaired:
-        out.print(Text("Cannot be repaired, as it is written down nowhere else:"))
+        out.print(Text("Cannot be repaired, because no other copy exists:"))
     for sentence in found.unrepaired:
         out.print(Text(f"  {sentence}."))
-    if found.actions and not found.done:
-        run = shlex.quote(str(found.path))
-        out.print(Text(f"Nothing has been changed. Do it with: trajstore repair {run} --yes"))
+    if found.done:
+        return
+    run, remote = shlex.quote(str(found.path)), isinstance(found.path, RemotePath)
+    if found.alternatives:
+        out.print(Text("To keep more, use instead:"))
+        for options in found.alternatives:
+            out.print(Text(f"  trajstore repair {run} {options}"))
+    if found.rows < found.rows_before and not remote:
+        copy = shlex.quote(f"{found.path}.copy")
+        out.print(Text(f"Dropped rows are lost; copy the run first: cp -r {run} {copy}"))
+    if found.actions:
+        options = " ".join([run, *chosen, "--yes"])
+        out.print(Text(f"Nothing was changed. To repair, run: trajstore repair {options}"))

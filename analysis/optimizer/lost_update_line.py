@@ -1,4 +1,4 @@
-"""The plane of √v and |m|, and the line in it below which an update is rounded away."""
+"""The plane of √v and |m|, and the line below which updates are lost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["moment_plane"]
 
 Array = npt.NDArray[Any]
 
-_EDGES = np.logspace(-16, 4, 20 * 12 + 1)  # 12 classes to a factor of ten
+_EDGES = np.logspace(-16, 4, 20 * 12 + 1)  # 12 classes per factor of ten
 _LEVELS = (0.05, 0.5, 0.95)
 
 
@@ -41,7 +41,7 @@ def _counts(first: Array, second: Array, groups: npt.NDArray[np.bool_]) -> npt.N
 
 
 def _thresholds(W: Array, native: str, per_spacing: Array) -> npt.NDArray[np.float64]:
-    """Half of each quantile of the spacings times a number of each class: (quantile, class)."""
+    """Half of each quantile of the spacings times a factor per class: (quantile, class)."""
     found = spacing(W, native).astype(np.float64)
     found = found[np.isfinite(found)]
     spacings = np.quantile(found, _LEVELS) if found.size else np.full(len(_LEVELS), np.nan)
@@ -52,10 +52,10 @@ def _thresholds(W: Array, native: str, per_spacing: Array) -> npt.NDArray[np.flo
 def moment_plane(
     scan: Scan, step: int | None = None, optimizer: Mapping[str, Any] | None = None
 ) -> xr.Dataset:
-    """How the elements of Adam's moments lie at one step, and which updates are rounded away.
+    """Distribution of Adam's moments at one step, and the line below which updates are lost.
 
-    Without weight decay Adam's update is lr/(1 − β₁ᵗ)·``|m|`` / (√v/√(1 − β₂ᵗ) + ε). Below half
-    the spacing of W it is rounded away, so below this ``|m|``::
+    Without weight decay, Adam's update is lr/(1 − β₁ᵗ)·``|m|`` / (√v/√(1 − β₂ᵗ) + ε). It is lost
+    if it is smaller than half the spacing of W, so for ``|m|`` below::
 
         ½ ulp(W) · (1 − β₁ᵗ)/lr · (√v/√(1 − β₂ᵗ) + ε)
 
@@ -64,26 +64,26 @@ def moment_plane(
     ds : Dataset
         With ``W``, ``exp_avg``, ``exp_avg_sq`` and ``lr``.
     step : int, optional
-        By default the last one.
+        Default: the last step.
     optimizer : mapping, optional
-        ``class`` and ``hyperparameters``; by default the attribute ``optimizer`` of the run.
+        ``class`` and ``hyperparameters``. Default: the attribute ``optimizer`` of the run.
 
     Returns
     -------
     Dataset
         ``count``, int64 (population, root_class, size_class): elements with √v and ``|m|`` in each
-        of the classes from ``lower`` to ``upper``, coordinates of both; ``elsewhere``, int64
-        (population): those with a moment of 0, NaN, or beyond the classes. ``threshold``, float64
-        (quantile, root_class): that ``|m|`` in the middle of each class of √v, for the 5 %, 50 %
-        and 95 % quantile of ulp(W) over all elements; NaN at step 0, infinite where lr is 0. The
-        coordinate ``step`` says which one.
+        class, with the class limits ``lower`` and ``upper`` as coordinates; ``elsewhere``, int64
+        (population): elements with a moment of 0, NaN, or outside the classes. ``threshold``,
+        float64 (quantile, root_class): the ``|m|`` of the line in the middle of each class of √v,
+        for the 5 %, 50 % and 95 % quantile of ulp(W) over all elements; NaN at step 0, infinite if
+        lr is 0. The coordinate ``step`` is the step.
 
     Raises
     ------
     StepNotFound
-        If it was not recorded.
+        If the step was not recorded.
     VariableNotRecorded, InvalidArgument
-        As `adam_update`; also for amsgrad, which divides by another moment.
+        As for `adam_update`; also for amsgrad, which divides by another moment.
 
     Examples
     --------
@@ -96,7 +96,10 @@ def moment_plane(
     scan.require_rows(1, "moment_plane")
     rule = AdamRule.of(input_checks.optimizer_of(ds, optimizer))
     if rule.amsgrad:
-        raise InvalidArgument("amsgrad divides by the largest second moment so far, not by v")
+        raise InvalidArgument(
+            "moment_plane does not support amsgrad, which divides by the largest second moment so "
+            "far instead of v"
+        )
     row = scan.rows - 1 if step is None else input_checks.row_of_step(ds, int(step))
     names, groups = populations(ds)
     first, second, W = (
@@ -139,12 +142,12 @@ def moment_plane(
         {
             "count": count.assign_attrs(long_name="elements", units="1"),
             "elsewhere": (total - count.sum(("root_class", "size_class"))).assign_attrs(
-                long_name="elements beyond the classes", units="1"
+                long_name="elements outside the classes", units="1"
             ),
             "threshold": (
                 ("quantile", "root_class"),
                 thresholds,
-                {"long_name": "|m| below which an update is rounded away", "units": "nat"},
+                {"long_name": "|m| below which an update is lost", "units": "nat"},
             ),
         },
         coords={

@@ -1,4 +1,4 @@
-"""Layers, against a model that pools with loops."""
+"""Heatmaps, compared with a model that pools with loops."""
 
 from __future__ import annotations
 
@@ -27,33 +27,35 @@ def test_groups(make_run, walk):
         counts = np.bincount(block.ravel(), minlength=5)
         return np.flatnonzero(counts == counts.max()).max()
 
-    found = analysis.stratigraphy(ds, most_steps=4, most_layers=3).compute()
-    np.testing.assert_array_equal(found.stratum, model(regime, last, rows, columns, commonest))
-    assert found.stratum.dtype == np.int8
+    found = analysis.heatmap(ds, most_steps=4, most_groups=3).compute()
+    np.testing.assert_array_equal(found.update_size, model(regime, last, rows, columns, commonest))
+    assert found.update_size.dtype == np.int8
     assert found.step.values.tolist() == [1, 6, 12, 17]
     assert found.steps.values.tolist() == [5, 6, 5, 6]
     assert found.tokens.values.tolist() == [3, 4, 4]
-    np.testing.assert_array_equal(found.settled, np.sort(last)[[2, 6, 10]])
+    np.testing.assert_array_equal(found.last_motion, np.sort(last)[[2, 6, 10]])
     dead = model(ds.is_dead.values[None], last, [], columns, np.mean)
-    np.testing.assert_array_equal(found.dead_share, dead[0])
-    assert "dead_share" not in analysis.stratigraphy(ds.drop_vars("is_dead"))
+    np.testing.assert_array_equal(found.dead_fraction, dead[0])
+    assert "dead_fraction" not in analysis.heatmap(ds.drop_vars("is_dead"))
     hop = analysis.lattice_displacement(ds, ord=1).values
-    found = analysis.stratigraphy(ds, "hop", most_steps=4, most_layers=3)
-    np.testing.assert_allclose(found.stratum, model(hop, last, rows, columns, np.mean), rtol=1e-6)
+    found = analysis.heatmap(ds, "hop", most_steps=4, most_groups=3)
+    np.testing.assert_allclose(
+        found.update_size, model(hop, last, rows, columns, np.mean), rtol=1e-6
+    )
 
 
 def test_nothing_is_pooled_where_there_is_room(make_run, walk):
     ds = make_run(walk(9, 5, 4))
-    found = analysis.stratigraphy(ds)
+    found = analysis.heatmap(ds)
     order = np.argsort(analysis.freeze(ds).last_motion.values, kind="stable")
-    np.testing.assert_array_equal(found.stratum, analysis.regimes(ds).regime.values[:, order])
+    np.testing.assert_array_equal(found.update_size, analysis.regimes(ds).regime.values[:, order])
 
 
-def test_what_is_asked_for_must_be_possible(make_run, walk):
+def test_invalid_options(make_run, walk):
     ds = make_run(walk(9, 5, 4))
     with pytest.raises(InvalidArgument, match="expected 'regime' or 'hop'"):
-        analysis.stratigraphy(ds, "speed")
-    with pytest.raises(InvalidArgument, match="expected 1 or more of each"):
-        analysis.stratigraphy(ds, most_layers=0)
+        analysis.heatmap(ds, "speed")
+    with pytest.raises(InvalidArgument, match="expected at least 1 each"):
+        analysis.heatmap(ds, most_groups=0)
     with pytest.raises(InvalidArgument, match="at least 2 rows"):
-        analysis.stratigraphy(ds.isel(step=[0]))
+        analysis.heatmap(ds.isel(step=[0]))

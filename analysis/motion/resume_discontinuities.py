@@ -1,4 +1,4 @@
-"""Steps at which a history does not continue itself."""
+"""Steps at which the pace of motion changes abruptly."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from trajstore.analysis.scan.quantity import quantity
 from trajstore.analysis.scan.scan import Scan
 from trajstore.errors import InvalidArgument
 
-__all__ = ["seams"]
+__all__ = ["discontinuities"]
 
-# Changes of the mean motion within 5 % a row are never remarkable, however calm the neighbours;
-# nor is motion below 1 % of the run's fastest: when nearly all tokens rest, a single one that
-# twitches is no seam.
+# Changes of the mean motion by less than 5 % per row are never significant. Neither is motion below
+# 1 % of the run's maximum: when nearly all tokens are frozen, one moving token is no discontinuity.
 _LEAST_SCATTER = 0.05
 _LEAST_MOTION = 0.01
 # A median absolute deviation of normal scatter, in standard deviations.
 _MAD_TO_SIGMA = 1.4826
-_FEWEST_NEIGHBOURS = 4
+_FEWEST_NEIGHBORS = 4
 
 
 def _scores(motion: npt.NDArray[Any], window: int) -> npt.NDArray[np.float64]:
-    """Robust z-score of the change of log motion from row to row, NaN where it has too few."""
+    """Robust z-score of the change of log motion per row; NaN with too few neighbors."""
     scores = np.full(motion.shape, np.nan)
     finite = motion[np.isfinite(motion)]
     floor = _LEAST_MOTION * finite.max(initial=0)
@@ -41,7 +40,7 @@ def _scores(motion: npt.NDArray[Any], window: int) -> npt.NDArray[np.float64]:
             [change[max(1, row - window) : row], change[row + 1 : row + 1 + window]]
         )
         near = near[np.isfinite(near)]
-        if near.size >= _FEWEST_NEIGHBOURS:
+        if near.size >= _FEWEST_NEIGHBORS:
             usual = np.median(near)
             scatter = _MAD_TO_SIGMA * np.median(np.abs(near - usual)) + _LEAST_SCATTER
             scores[row] = (change[row] - usual) / scatter
@@ -49,29 +48,29 @@ def _scores(motion: npt.NDArray[Any], window: int) -> npt.NDArray[np.float64]:
 
 
 @quantity(measures=("step_norm",))
-def seams(scan: Scan, window: int = 10, threshold: float = 8.0) -> xr.Dataset:
-    """Steps whose mean displacement stands out from its neighbourhood.
+def discontinuities(scan: Scan, window: int = 10, threshold: float = 8.0) -> xr.Dataset:
+    """Steps at which the mean speed changes abruptly.
 
-    A run that was stitched together from a bad checkpoint moves as its neighbours do on either
-    side, but jumps from one pace to another at the seam. The score of a row is the change of
-    log(mean speed) from the row before, against the median of the changes at up to `window` rows
-    on either side, in robust standard deviations (1.4826 × the median absolute deviation, plus
-    0.05). Motion below 1 % of the run's largest counts as that.
+    A run that was resumed from a wrong checkpoint moves smoothly before and after, but its pace
+    changes at the resume. The score of a row is the change of log(mean speed) from the previous
+    row, minus the median change at up to `window` rows on either side, in robust standard
+    deviations (1.4826 × the median absolute deviation, plus 0.05). Speeds below 1 % of the run's
+    maximum are set to this value.
 
     Parameters
     ----------
     ds : Dataset
         With ``W``, or a stored ``W_step_norm``.
     window : int
-        Neighbours on either side, at least 2.
+        Neighbors on either side, at least 2.
     threshold : float
-        Absolute score above which a row is a seam. Clean runs stay below 5.
+        Absolute score above which a row is a discontinuity. Clean runs stay below 5.
 
     Returns
     -------
     Dataset, (step), one row fewer than `ds`
-        ``mean_speed``, float64; ``seam_score``, float64, NaN where there are fewer than 4
-        neighbours; ``seam``, bool.
+        ``mean_speed``, float64; ``discontinuity_score``, float64, NaN with fewer than 4 neighbors;
+        ``discontinuity``, bool.
 
     Raises
     ------
@@ -80,8 +79,8 @@ def seams(scan: Scan, window: int = 10, threshold: float = 8.0) -> xr.Dataset:
 
     Examples
     --------
-    >>> found = seams(ds).compute()
-    >>> found.step[found.seam].values  # the dead tokens, all in the same place, stop at once
+    >>> found = discontinuities(ds).compute()
+    >>> found.step[found.discontinuity].values  # the dead tokens stop together
     array([10, 17])
     """
     if window < 2:
@@ -97,7 +96,7 @@ def seams(scan: Scan, window: int = 10, threshold: float = 8.0) -> xr.Dataset:
         output_dtypes=[np.float64],
         keep_attrs=False,
     ).chunk({"step": -1})
-    if not mean.sizes["step"]:  # of a single row: dask has no functions of nothing
+    if not mean.sizes["step"]:  # for a single row: dask cannot apply functions to empty arrays
         score = mean
     else:
         score = xr.apply_ufunc(
@@ -114,9 +113,11 @@ def seams(scan: Scan, window: int = 10, threshold: float = 8.0) -> xr.Dataset:
             "mean_speed": mean.assign_attrs(
                 long_name="mean speed of all tokens", units=f"{scan.units} per step"
             ),
-            "seam_score": score.assign_attrs(
+            "discontinuity_score": score.assign_attrs(
                 long_name="robust z-score of the change of log mean speed", units="1"
             ),
-            "seam": (abs(score) > threshold).assign_attrs(long_name="the motion breaks here"),
+            "discontinuity": (abs(score) > threshold).assign_attrs(
+                long_name="abrupt change of pace"
+            ),
         }
     )

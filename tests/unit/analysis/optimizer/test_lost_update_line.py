@@ -1,4 +1,4 @@
-"""The plane of the moments, and on which side of the line tokens move."""
+"""The plane of the moments, and motion on both sides of the line."""
 
 from __future__ import annotations
 

@@ -1,0 +1,33 @@
+"""A loss of power at any moment of a recording, a cut and an annotation loses nothing promised."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOOL = Path(__file__).parents[2] / "tools" / "powerloss.py"
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(sys.platform != "linux", reason="its shim is of Linux"),
+    pytest.mark.skipif(shutil.which("cc") is None, reason="its shim needs a C compiler"),
+]
+
+
+def test_nothing_is_lost() -> None:
+    command = [sys.executable, TOOL, "create", "cut", "annotate", "export zarr"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_without_flushes_rows_are_lost() -> None:
+    command = [sys.executable, TOOL, "create", "--no-fsync"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    line = next(line for line in done.stdout.splitlines() if "create --no-fsync" in line)
+    states, promised, lost, *_ = map(int, line.split()[-6:])
+    assert 0 < promised < states
+    assert lost > 0

@@ -1,0 +1,464 @@
+"""Commands that write, for `powerloss.py`: what they need, do and leave, and what a run must be."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trajstore import RunWriter, TrajstoreError, export, open_run, repair, verify
+from trajstore.cli.main import main
+
+__all__ = ["TRIALS", "Trial", "again", "carry_out", "is_run", "look", "prepare", "rows_of"]
+
+ROWS = 6
+CUT = 3
+TRAINING = (
+    "--steps", "5", "--record", "W,grad,lr,clip_coef", "--set", "model.context=16",
+    "--set", "model.hidden=8", "--set", "model.layers=1", "--set", "model.heads=1",
+    "--set", "training.batch_size=2", "--block-rows", "4", "--commit-every", "0.001",
+    "--checkpoint-every", "3", "--threads", "1",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A command, and its outputs.
+
+    Attributes
+    ----------
+    work : callable
+        The command; takes whether it is to flush.
+    needs : tuple of str
+        What it finds: entries of the prepared folder.
+    grows, replaces : tuple of str
+        Patterns of the runs that get rows, and of what is put in its place as a whole.
+    may_cut_to : int
+        Rows that may be left of a run that is there.
+    in_place : bool
+        What is replaced is so document by document, the root first.
+    unflushed : bool
+        What it finds was not flushed.
+    has_option : bool
+        Whether flushing can be turned off.
+    trains : tuple of str
+        The command by which a training goes on.
+    """
+
+    work: Callable[[bool], None]
+    needs: tuple[str, ...] = ()
+    grows: tuple[str, ...] = ()
+    replaces: tuple[str, ...] = ()
+    may_cut_to: int | None = None
+    in_place: bool = False
+    unflushed: bool = False
+    has_option: bool = False
+    trains: tuple[str, ...] = ()
+
+
+def _row(step: int, version: int) -> dict[str, Any]:
+    values = np.random.default_rng((step, version)).integers(-99, 99, (6, 4)).astype("f4")
+    return {"step": step, "W": values, "loss": np.float32(values.sum())}
+
+
+def _create(
+    path: str, *, version: int = 0, rows: int = ROWS, fsync: bool = True, overwrite: bool = False
+) -> None:
+    with RunWriter.create(
+        path, token=np.arange(6), hidden=4, commit_every=0.001, fsync=fsync, overwrite=overwrite,
+        variables={"W": "bfloat16", "loss": "float32"}, block_rows=4,
+    ) as run:  # fmt: skip
+        _append(run, range(rows), version)
+
+
+def _append(run: RunWriter, steps: range, version: int) -> None:
+    """Append rows, and wait now and then until a block is committed that is not full."""
+    for step in steps:
+        run.append(**_row(step, version))
+        while step % 3 == 1 and run.committed_rows < run.rows:
+            time.sleep(0.001)
+
+
+def _resume(*, rows: int | None = None, version: int = 0, fsync: bool = True) -> None:
+    with RunWriter.resume("run.zarr", rows=rows, commit_every=0.001, fsync=fsync) as run:
+        _append(run, range(run.rows, run.rows + 5), version)
+
+
+def _command(*arguments: str) -> Callable[[bool], None]:
+    def work(fsync: bool) -> None:
+        more = () if fsync else ("--no-fsync",)
+        main([*arguments, *more], prog_name="trajstore", standalone_mode=False)
+
+    return work
+
+
+def _export(name: str, *options: str) -> Trial:
+    given = ("export", "run.zarr", "-o", name, "--overwrite", *options)
+    return Trial(_command(*given), needs=("run.zarr", name), replaces=(name,))
+
+
+def _record(preset: str) -> Trial:
+    begun = ("record", "--preset", preset, *TRAINING, "-o", "new.zarr")
+    return Trial(
+        _command(*begun), grows=("new.zarr",), has_option=True, trains=(*begun, "--resume")
+    )
+
+
+def _going_on(*, unflushed: bool = False) -> Trial:
+    going_on = ("record", "--resume", "--steps", "7", "-o", "part.zarr")
+    needs = ("part.zarr", "part.ckpt")
+    return Trial(
+        _command(*going_on), needs, grows=("part.zarr",), unflushed=unflushed, has_option=True,
+        trains=going_on,
+    )  # fmt: skip
+
+
+_ANNOTATE = _command("annotate", "run.zarr", "--masks", "dead_mask.npy", "--overwrite")
+_FORK = ("record", "--fork", "part.zarr", "--at", "4", "--set", "optimizer.lr=0.01")
+
+TRIALS: dict[str, Trial] = {
+    "create": Trial(
+        lambda fsync: _create("new.zarr", fsync=fsync), grows=("new.zarr",), has_option=True
+    ),
+    "create --overwrite": Trial(
+        lambda fsync: _create("run.zarr", version=1, overwrite=True, fsync=fsync),
+        needs=("run.zarr",), grows=("run.zarr",), may_cut_to=0, has_option=True,
+    ),
+    "resume": Trial(
+        lambda fsync: _resume(fsync=fsync), ("run.zarr",), ("run.zarr",), has_option=True
+    ),
+    "resume, run not flushed": Trial(
+        lambda fsync: _resume(), ("run.zarr",), ("run.zarr",), unflushed=True
+    ),
+    "cut": Trial(
+        lambda fsync: _resume(rows=CUT, version=1, fsync=fsync), ("run.zarr",), ("run.zarr",),
+        may_cut_to=CUT, has_option=True,
+    ),
+    "cut, run not flushed": Trial(
+        lambda fsync: _resume(rows=CUT, version=1), ("run.zarr",), ("run.zarr",),
+        may_cut_to=CUT, unflushed=True,
+    ),
+    "annotate": Trial(_ANNOTATE, ("run.zarr", "dead_mask.npy"), replaces=("run.zarr",)),
+    "annotate, run not flushed": Trial(
+        _ANNOTATE, ("run.zarr", "dead_mask.npy"), replaces=("run.zarr",), unflushed=True
+    ),
+    "repair": Trial(
+        _command("repair", "cut.zarr", "--yes"), ("cut.zarr",), replaces=("cut.zarr",),
+        in_place=True, may_cut_to=4,
+    ),
+    "repair, run not flushed": Trial(
+        _command("repair", "cut.zarr", "--yes"), ("cut.zarr",), replaces=("cut.zarr",),
+        in_place=True, may_cut_to=4, unflushed=True,
+    ),
+    "import": Trial(
+        _command("import", "run.safetensors", "-o", "y.zarr", "--overwrite"),
+        ("run.safetensors",), replaces=("y.zarr",),
+    ),
+    "import --overwrite": Trial(
+        _command("import", "run.safetensors", "-o", "x.run.zarr", "--overwrite"),
+        ("run.safetensors", "x.run.zarr"), replaces=("x.run.zarr",),
+    ),
+    "export safetensors": _export("x.safetensors"),
+    "export zarr": _export("x.zarr", "--format", "zarr"),
+    "export run": _export("x.run.zarr", "--format", "run"),
+    "analyze -o": Trial(
+        _command("analyze", "run.zarr", "speed", "-o", "z.zarr", "--overwrite"),
+        ("run.zarr", "z.zarr"), replaces=("z.zarr",),
+    ),
+}  # fmt: skip
+if importlib.util.find_spec("h5py"):
+    TRIALS["export hdf5"] = _export("x.h5", "--format", "hdf5")
+    TRIALS["analyze -o x.nc"] = Trial(
+        _command("analyze", "run.zarr", "speed", "-o", "z.nc", "--overwrite"),
+        ("run.zarr",), replaces=("z.nc",),
+    )  # fmt: skip
+if importlib.util.find_spec("torch"):
+    TRIALS |= {
+        "record": _record("gatsby"),
+        "record, plain loop": _record("gatsby-adam"),
+        "record --resume": _going_on(),
+        "record --resume, run not flushed": _going_on(unflushed=True),
+        "record --fork": Trial(
+            _command(*_FORK, "-o", "fork.zarr"), ("part.zarr", "part.ckpt"), grows=("fork.zarr",),
+            has_option=True, trains=("record", "--resume", "-o", "fork.zarr"),
+        ),
+        "record --fork, run not flushed": Trial(
+            _command(*_FORK, "-o", "fork.zarr"), ("part.zarr", "part.ckpt"), grows=("fork.zarr",),
+            unflushed=True, trains=("record", "--resume", "-o", "fork.zarr"),
+        ),
+        "what-if": Trial(
+            _command(
+                "what-if", "part.zarr", "--set", "optimizer.lr=0.01", "-o", "w.zarr", "--overwrite"
+            ),
+            ("part.zarr",), replaces=("w.zarr",),
+        ),
+        "sweep": Trial(
+            _command("sweep", "--preset", "gatsby", *TRAINING, "--seeds", "1,2", "-o", "runs"),
+            grows=("runs/*.zarr",), replaces=("runs/sweep.json",), has_option=True,
+        ),
+    }  # fmt: skip
+
+
+def prepare(folder: Path) -> None:
+    """Make what the commands find."""
+    folder.mkdir(parents=True)
+    with contextlib.chdir(folder), _quiet():
+        _create("run.zarr")
+        _create("cut.zarr")
+        Path("cut.zarr/W/c.1.0.0").unlink()
+        np.save("dead_mask.npy", np.arange(6) < 2)
+        export("run.zarr", "run.safetensors")
+        _create("other.zarr", version=1, rows=3)
+        export("other.zarr", "x.safetensors")
+        export("other.zarr", "x.zarr", format="zarr")
+        export("other.zarr", "x.run.zarr", format="run")
+        _command("analyze", "other.zarr", "speed", "-o", "z.zarr")(True)
+        if importlib.util.find_spec("h5py"):
+            export("other.zarr", "x.h5", format="hdf5")
+        if importlib.util.find_spec("torch"):
+            _command("record", "--preset", "gatsby", *TRAINING, "-o", "part.zarr")(True)
+
+
+def carry_out(name: str, folder: Path, note: Callable[[str], object], *, fsync: bool) -> None:
+    """Do what a command does, and note each commit once the program counts on it."""
+    from trajstore.store.writing.commit import Committer
+
+    root = folder.resolve()
+
+    def noted(call: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(self: Committer, *arguments: Any) -> None:
+            call(self, *arguments)
+            note(f"{os.path.relpath(self._path, root)}\t{self.rows}")  # type: ignore[arg-type]
+
+        return wrapped
+
+    for method in ("commit", "cut"):
+        setattr(Committer, method, noted(getattr(Committer, method)))
+    with contextlib.chdir(folder):
+        TRIALS[name].work(fsync)
+    note("end")
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder is a run: neither an export nor results."""
+    document = path / "zarr.json"
+    if not document.is_file():
+        return False
+    return "trajstore_format" in json.loads(document.read_text())["attributes"]
+
+
+Values = dict[str, tuple[Any, ...]]
+
+
+def _values(run: Path) -> Values:
+    """Types and bits of all that a run holds."""
+    ds = open_run(run, chunks=None)
+    found = {}
+    for name, array in ds.variables.items():
+        values = np.ascontiguousarray(array.values)
+        if values.dtype.hasobject:
+            found[str(name)] = (array.dims, str(values.dtype), values.tolist())
+        else:
+            found[str(name)] = (array.dims, str(values.dtype), values.view(np.uint8))
+    return found
+
+
+def rows_of(run: Path) -> int:
+    """Rows that are committed."""
+    return int(open_run(run, chunks=None).sizes["step"])
+
+
+def _same(found: Values, whole: Values) -> bool:
+    """Whether a run is the first rows of another one, to the bit."""
+    if found.keys() != whole.keys():
+        return False
+    for name, (dims, native, values) in found.items():
+        dims_of_whole, native_of_whole, others = whole[name]
+        if (dims, native) != (dims_of_whole, native_of_whole):
+            return False
+        if "step" in dims:
+            others = others[: len(values)]
+        if not np.array_equal(values, others):
+            return False
+    return True
+
+
+@cache
+def _kept(run: Path) -> Values:
+    return _values(run)
+
+
+def _count(values: Values) -> int:
+    """Rows."""
+    return len(values["step"][2]) // 8
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what commands print."""
+    with (
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _there(tree: dict[str, bytes | None]) -> Iterator[None]:
+    """In a folder as it is after a loss of power."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for path, data in sorted(tree.items()):
+            if data is None:
+                Path(path).mkdir()
+            else:
+                Path(path).write_bytes(data)
+        yield
+
+
+def look(
+    name: str,
+    path: str,
+    tree: dict[str, bytes | None],
+    before: Path,
+    after: Path,
+    *,
+    trained: bool,
+) -> dict[str, Any]:
+    """What a run is after a loss of power, and after a resume and a repair of it.
+
+    Parameters
+    ----------
+    name : str
+        The command.
+    path : str
+        Of the run, below the folder.
+    tree : Tree
+        Of the folder, as far as it has to do with that run.
+    before, after : Path
+        The folder as the command found and as it left it.
+    trained : bool
+        Go on with the training, too.
+
+    Returns
+    -------
+    dict
+        ``rows``; ``version``: of which run the rows are, None if of none; and sentences, if there
+        is a reason: ``unreadable``, ``unsound``, ``resume`` and ``repair``.
+    """
+    trial = TRIALS[name]
+    found: dict[str, Any] = {}
+    wholes = {"new": after / path}
+    if (before / path).is_dir() and not trial.unflushed and path != "cut.zarr":
+        wholes["old"] = before / path
+    with _there(tree):
+        run = Path(path)
+        try:
+            values = _values(run)
+            found["rows"] = _count(values)
+            found["version"] = _version(values, wholes)
+        except (TrajstoreError, OSError, ValueError, KeyError, TypeError) as error:
+            found["unreadable"] = f"{type(error).__name__}: {error}"
+        try:
+            if problems := verify(run).problems:
+                found["unsound"] = str(problems[0])
+        except (TrajstoreError, OSError) as error:
+            found["unsound"] = f"{type(error).__name__}: {error}"
+    rows = found.get("rows", 0)
+    for kind, action in {
+        "repair": lambda: _repaired(run, rows, wholes),
+        "resume": lambda: _resumed(run, after / path),
+        **({"train": lambda: _trained(trial, run, after / path)} if trained else {}),
+    }.items():
+        with _there(tree):
+            try:
+                wrong = action()
+            except BaseException as error:
+                wrong = f"{type(error).__name__}: {error}"
+            if wrong:
+                found[kind] = wrong
+    return found
+
+
+def _version(values: Values, wholes: dict[str, Path]) -> str | None:
+    for version, whole in wholes.items():
+        if _same(values, _kept(whole)):
+            return version
+    return None
+
+
+def _repaired(run: Path, rows: int, wholes: dict[str, Path]) -> str | None:
+    done = repair(run, yes=True)
+    if done.unrepaired:
+        return f"repair leaves: {done.unrepaired[0]}"
+    return _fault(run, wholes, at_least=rows)
+
+
+def _resumed(run: Path, whole: Path) -> str | None:
+    """Append the rows that the whole run has more; of another version, the next one alone."""
+    ds = open_run(whole, chunks=None)
+    own = open_run(run, chunks=None)
+    version = _version(_values(run), {"new": whole})
+    start = own.sizes["step"]
+    steps = range(start, ds.sizes["step"]) if version else range(start - 1, start)
+    source = ds if version else own
+    with RunWriter.resume(run, commit_every=None) as writer:
+        last = int(own.step.values[-1]) if start else -1
+        for at in steps:
+            row = {
+                str(name): array.isel(step=at).values
+                for name, array in source.data_vars.items()
+                if "step" in array.dims
+            }
+            writer.append(step=int(source.step.values[at]) if version else last + 1, **row)
+    if not version:
+        problems = verify(run).problems
+        return str(problems[0]) if problems else None
+    return _fault(run, {"new": whole}, at_least=ds.sizes["step"])
+
+
+def _trained(trial: Trial, run: Path, whole: Path) -> str | None:
+    """Go on with the training."""
+    if not run.exists() and trial.needs:
+        return None  # that it forks or goes on with has to be there; a fork is begun anew
+    with _quiet():
+        main([*trial.trains], prog_name="trajstore", standalone_mode=False)
+    return _fault(run, {"new": whole}, at_least=_count(_kept(whole)))
+
+
+def _fault(run: Path, wholes: dict[str, Path], *, at_least: int) -> str | None:
+    problems = verify(run).problems
+    if problems:
+        return str(problems[0])
+    values = _values(run)
+    if _count(values) < at_least:
+        return f"{_count(values)} rows of {at_least}"
+    if _version(values, wholes) is None:
+        return "other values"
+    return None
+
+
+def again(name: str, path: str, tree: dict[str, bytes | None], after: Path) -> str | None:
+    """Do a command once more after a loss of power; a sentence if it does not end as it should."""
+    with _there(tree):
+        try:
+            with _quiet():
+                TRIALS[name].work(True)
+        except BaseException as error:
+            return f"{type(error).__name__}: {error}"
+        left = sorted(each.name for each in Path().rglob(".*"))
+        if left:
+            return f"leaves {left[0]}"
+        if is_run(after / path):
+            return _fault(Path(path), {"new": after / path}, at_least=_count(_kept(after / path)))
+    return None
