@@ -74,7 +74,7 @@ def ask(
         {"optimizer": {}},
         {"path": Path()},
         {"flag": True},
-        {"tokens": {1}},  # nothing is said about types such as this
+        {"tokens": {1}},  # such types are not checked
         {"rest": "a"},
     ],
     ids=str,

@@ -110,7 +110,7 @@ def test_an_interruption_is_no_end_of_it(
 
 
 def never(loop: CompiledLoop) -> None:
-    """It is not run, and not asked for again, and nothing more is said."""
+    """It is neither run nor tried again, and there is one warning only."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not loop.is_worth(1_000)

@@ -8,7 +8,7 @@ from trajstore.schema import resolve_record, variable
 
 
 @pytest.mark.parametrize(
-    ("typed", "known", "said"),
+    ("typed", "known", "suggestion"),
     [
         ("w", ["W", "grad"], " (did you mean 'W'?)"),
         ("exp-avg", ["exp_avg", "exp_avg_sq"], " (did you mean 'exp_avg'?)"),
@@ -19,8 +19,8 @@ from trajstore.schema import resolve_record, variable
         ("W", [], ""),
     ],
 )
-def test_the_nearest_name_is_suggested(typed: str, known: list[str], said: str) -> None:
-    assert did_you_mean(typed, known) == said
+def test_the_nearest_name_is_suggested(typed: str, known: list[str], suggestion: str) -> None:
+    assert did_you_mean(typed, known) == suggestion
 
 
 def test_mistyped_variables_get_a_suggestion() -> None:
@@ -28,5 +28,5 @@ def test_mistyped_variables_get_a_suggestion() -> None:
         variable("gard")
     with pytest.raises(InvalidArgument, match="'weigths' \\(did you mean 'weights'\\?\\)"):
         resolve_record("weigths")
-    with pytest.raises(InvalidArgument, match="got record 'loss, lr' without W"):
+    with pytest.raises(InvalidArgument, match="got 'loss, lr' without W"):
         resolve_record(("loss", "lr"))

@@ -44,15 +44,15 @@ def test_it_is_about_the_type_of_the_state() -> None:
 
 
 @pytest.mark.parametrize(
-    ("beta2", "says"),
+    ("beta2", "text"),
     [
         (0.998, "exp_avg_sq soon stops decaying: 0.998·v rounds back to v for 95.3 % of bfloat16"),
         (0.997, "for 29.7 % of bfloat16 values, so where gradients shrink the second moment stays"),
         (0.996, "exp_avg_sq stops growing while the squared gradient is twice as large: 0.996·v"),
     ],
 )
-def test_smaller_betas(beta2: float, says: str) -> None:
-    assert says in texts(adam(betas=[0.9, beta2]))["exp_avg_sq"]
+def test_smaller_betas(beta2: float, text: str) -> None:
+    assert text in texts(adam(betas=[0.9, beta2]))["exp_avg_sq"]
     assert texts(adam(betas=[0.9, 0.99])) == {}
 
 

@@ -57,7 +57,7 @@ class Detection:
     kind : str
         Detected kind; empty if the array is omitted.
     why : str
-        Reason for the omission.
+        Details of the detection, or the reason for the omission.
     """
 
     name: str

@@ -76,7 +76,7 @@ def test_wrong_names_are_refused_with_the_right_one(tiny: Any, tmp_path: Path) -
         ({"logits_mode": "first"}, "logits_mode: got 'first', expected 'last' or 'mean'"),
         ({"commit_every": 0}, "commit_every: got 0, expected seconds above 0, or None"),
         ({"memory": "much"}, "got size 'much'"),
-        ({"record": "grad"}, "got record 'grad' without W; add W or cells"),
+        ({"record": "grad"}, "got 'grad' without W; add W or cells"),
         ({"record": ["W", "wait"]}, "cannot record 'wait'"),
         ({"resume": True, "overwrite": True}, "got both resume and overwrite"),
     ],

@@ -52,7 +52,7 @@ def test_a_dry_run_prints_the_table_and_writes_nothing(file: Path) -> None:
     lines = {line.split()[0]: line for line in printed.splitlines() if line.split()}
     assert "uint16" in lines["x"]
     assert "bits of bfloat16" in lines["x"]
-    assert "left out" in lines["centroid"]
+    assert "omitted" in lines["centroid"]
     assert "steps 0 to 50, 7 tokens, 2 of them dead" in lines["Run:"]
     assert [path.name for path in file.parent.iterdir()] == ["mine.npz"]
     facts = json.loads(call(file, "--dry-run", "--json").stdout)

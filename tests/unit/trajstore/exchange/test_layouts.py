@@ -161,12 +161,12 @@ def test_1_12a_is_shifted_out_and_back(run: Any, tmp_path: Path) -> None:
     assert any("does not hold those after step 10" in note for note in done.notes)
     with safe_open(tmp_path / "f", "numpy") as opened:
         metadata = opened.metadata()
-    told = {
+    expected = {
         "model": "GPT2", "vocab_size": "7", "hidden_dim": "3", "n_layers": "2", "n_heads": "1",
         "n_steps": "10", "batch_size": "32", "learning_rate": "0.001",
         "final_loss": str(float(values["loss"][-1])),
     }  # fmt: skip
-    assert told.items() <= metadata.items()
+    assert expected.items() <= metadata.items()
 
     back = trajstore.import_file(tmp_path / "f", tmp_path / "back.zarr")
     assert any("NaN in the run" in note for note in back.notes)
@@ -258,14 +258,14 @@ def test_a_cell_that_reads_dead_tokens_and_sizes_from_hdf5(run: Any, tmp_path: P
             live_mask, live_ids = f["live_mask"][:], f["live_ids"][:]
             raw = f["W"][:]
             losses = f["losses"][:]
-            told = {key: f.attrs[key] for key in ("n_dead", "n_live", "seed", "learning_rate")
-                    if key in f.attrs}  # fmt: skip
+            numbers = {key: f.attrs[key] for key in ("n_dead", "n_live", "seed", "learning_rate")
+                       if key in f.attrs}  # fmt: skip
         assert (steps, vocabulary) == (ROWS - 1, TOKENS)
         assert dead_mask.dtype == bool
         assert np.flatnonzero(dead_mask).tolist() == dead_ids.tolist() == DEAD
         assert (live_mask == ~dead_mask).all()
-        assert len(live_ids) == told["n_live"] == TOKENS - told["n_dead"]
-        assert told["learning_rate"] == 1e-3
+        assert len(live_ids) == numbers["n_live"] == TOKENS - numbers["n_dead"]
+        assert numbers["learning_rate"] == 1e-3
         if layout == "thimble-6":
             assert raw.dtype == np.float16
             seen = raw.astype("f4")

@@ -14,20 +14,20 @@ DEAD = np.array([True, False, False, True])
 
 
 def test_what_differs_and_what_does_not() -> None:
-    told = [
+    files_of_numbers = [
         {"seed": 1, "note": "a"},
         {"seed": 1, "note": "b", "loss": 2, "lr": "0.5", "a.b": 1},
         {"seed": 1, "loss": 3.5, "lr": "0.25", "a.b": 2},
     ]
-    assert common_numbers(told) == {"seed": 1}
-    series, left = numbers_of_steps(told, "file {}".format)
+    assert common_numbers(files_of_numbers) == {"seed": 1}
+    series, left = numbers_of_steps(files_of_numbers, "file {}".format)
     assert {key: rows.tolist() for key, rows in series.items()} == {
         "loss": [2, 3.5],
         "lr": [0.5, 0.25],
     }
     assert left == {"note": "not a number, and it differs between files"}
-    told[2].pop("loss")
-    series, left = numbers_of_steps(told, "file {}".format)
+    files_of_numbers[2].pop("loss")
+    series, left = numbers_of_steps(files_of_numbers, "file {}".format)
     assert np.isnan(series["loss"][1])
     assert left["loss of file 2"] == "missing, so NaN in the run"
     with_large = [{"n": 1 << 63}, {"n": 2}]

@@ -21,8 +21,8 @@ def checkpoints(path: Path, log: Any, version: str | None = "4.51.0", *, within:
         place.mkdir(parents=True)
         save_file({"transformer.wte.weight": W + step}, place / "model.safetensors")
         if version is not None:
-            told = {"transformers_version": version}
-            (place / "config.json").write_text(json.dumps(told))
+            config = {"transformers_version": version}
+            (place / "config.json").write_text(json.dumps(config))
     place = path / "checkpoint-4" if within else path
     (place / "trainer_state.json").write_text(json.dumps({"log_history": log}))
     return path

@@ -214,8 +214,8 @@ def test_references_compounds_and_virtual_datasets_are_named(tmp_path: Path) -> 
         file["grad"] = np.zeros((2, 3, 4), "f4")
         file.create_dataset("W", (2, 3, 4), h5py.ref_dtype)[0, 0, 0] = file["grad"].ref
         file.create_dataset("U", (2, 3), np.dtype([("a", "f4"), ("b", "f4")]))
-    told = r"W \(references to objects, not followed\)"
-    with pytest.raises(FormatError, match=rf"U \(of a compound type.*{told}"):
+    references = r"W \(references to objects, not followed\)"
+    with pytest.raises(FormatError, match=rf"U \(of a compound type.*{references}"):
         trajstore.import_file(tmp_path / "f.h5", tmp_path / "run.zarr")
     layout = h5py.VirtualLayout((2, 3, 4), "f4")
     layout[:] = h5py.VirtualSource("other.h5", "W", (2, 3, 4))
@@ -236,7 +236,7 @@ def test_a_file_whose_end_is_refused_is_an_error_of_the_system(
         def close(self) -> None:
             is_open = bool(self)
             super().close()
-            if is_open:  # as h5py says it, of bytes that the system does not take
+            if is_open:  # the error of h5py if the system refuses bytes
                 raise RuntimeError("Can't decrement id ref count")
 
     monkeypatch.setattr(h5py, "File", Full)

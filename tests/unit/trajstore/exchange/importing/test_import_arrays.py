@@ -18,11 +18,11 @@ DEAD = np.flatnonzero(KNOWN.dead)
 LIVE = np.flatnonzero(~KNOWN.dead)
 
 
-def imported(tmp_path: Path, arrays: dict[str, Any], form: str = "npz", **said: Any) -> Any:
+def imported(tmp_path: Path, arrays: dict[str, Any], form: str = "npz", **options: Any) -> Any:
     """Dataset of a file's one run."""
-    attributes = said.pop("attributes", {})
+    attributes = options.pop("attributes", {})
     file = write(tmp_path / "file", form, arrays, **attributes)
-    done = trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True, **said)
+    done = trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True, **options)
     assert done.others == ()
     return trajstore.open_run(done.path).load(), done
 
@@ -49,8 +49,8 @@ def test_arrays_are_mapped_by_the_user(tmp_path: Path) -> None:
     arrays = {"x": series("W"), "dW": series("grad"), "n": series("loss"), "cs": KNOWN.steps * 50}
     with pytest.raises(FormatError, match="dW may be grad or delta; choose with --map grad=dW"):
         imported(tmp_path, arrays)
-    said = {"map": {"W": "x", "grad": "dW", "loss": "n"}, "labels": {"steps": "cs"}}
-    ds, _ = imported(tmp_path, arrays, **said)
+    options = {"map": {"W": "x", "grad": "dW", "loss": "n"}, "labels": {"steps": "cs"}}
+    ds, _ = imported(tmp_path, arrays, **options)
     assert ds.step.values.tolist() == (KNOWN.steps * 50).tolist()
     for name in ("W", "grad", "loss"):
         assert same(ds, name, KNOWN.values[name])
@@ -114,7 +114,7 @@ def test_the_user_chooses_the_type_of_16_bits(tmp_path: Path) -> None:
     ds, _ = imported(tmp_path, {"W": half}, bits="bfloat16")
     assert ds.W.attrs["native_dtype"] == "bfloat16"
     assert same(ds, "W", half.astype("f4"))
-    # float16 that no bfloat16 holds are its bits, when the user says so.
+    # With the option, float16 that no bfloat16 equals are read as bits of bfloat16.
     bits = KNOWN.values["W"].astype(ml_dtypes.bfloat16).view("f2")
     ds, done = imported(tmp_path, {"W": bits}, bits="bfloat16")
     assert same(ds, "W", KNOWN.values["W"])
@@ -231,7 +231,7 @@ def test_masks_of_another_file_and_counts(tmp_path: Path) -> None:
         ("trained_mask", (~KNOWN.dead).astype("u1")),
         ("token_counts", np.where(KNOWN.dead, 0, 9)),
         ("untrained_ids", DEAD),
-        ("mine", DEAD),  # ids of which nothing is said
+        ("mine", DEAD),  # ids without a known name
         ("dead", KNOWN.dead),
         ("my live ones", ~KNOWN.dead),
     ],

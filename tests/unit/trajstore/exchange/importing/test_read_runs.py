@@ -19,9 +19,9 @@ FINE = (W * 1.2345).astype("f2")  # float16 that no bfloat16 holds
 FINE[0] = 0
 
 
-def imported(tmp_path: Path, arrays: dict[str, Any], **said: Any) -> Any:
+def imported(tmp_path: Path, arrays: dict[str, Any], **options: Any) -> Any:
     file = write(tmp_path / "file", "npz", arrays)
-    done = trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True, **said)
+    done = trajstore.import_file(file, tmp_path / "run.zarr", overwrite=True, **options)
     return trajstore.open_run(done.path).load(), done
 
 
