@@ -288,7 +288,7 @@ def resolve_record(record: str | tuple[str, ...] | list[str]) -> tuple[str, ...]
         wanted.update(TIERS.get(name, (name,)))
     if not wanted & {"W", "cells"}:
         raise InvalidArgument(
-            f"got {', '.join(n.strip() for n in names)!r} without W; add W or cells: every run holds "
-            "one of them"
+            f"got {', '.join(n.strip() for n in names)!r} without W; add W or cells: every run "
+            "holds one of them"
         )
     return tuple(name for name in VARIABLES if name in wanted)
