@@ -171,8 +171,8 @@ def import_file(
         omitted.
     bits : {'bfloat16', 'float16'} or mapping of str to them, optional
         Type of uint16 bits (default: bfloat16), and the original type of float16. Either one type
-        for all arrays, or types by variable or name, such as ``{"W": "bfloat16"}``; ``*`` stands
-        for all others.
+        for all arrays, or types by variable or name, such as ``{"W": "bfloat16"}``; ``*`` means
+        all others.
     labels : mapping of str to str, optional
         Labels of the rows: ``{"steps": "cs"}`` or ``{"steps": "0:2001:50"}``.
     first_row : {0, 1}, optional

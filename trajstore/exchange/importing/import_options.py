@@ -15,7 +15,7 @@ from trajstore.exchange.layouts import IMPORT_LAYOUTS
 __all__ = ["OTHERS", "ImportOptions", "import_options"]
 
 OTHERS = "*"
-"""Name that stands for all variables without an entry."""
+"""Key of all variables without an entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
